@@ -20,9 +20,9 @@ LINK_FLAGS = ["-fopenmp"]
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [
-    ("compile C++17", "int main() { if constexpr (true) return 0; }", "install a C++17 compiler: apt-get install g++"),
+    ("compile C++17", "int main() { if constexpr (true) return 0; }", "install one: apt-get install g++"),
     ("use OpenMP", "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }", "use g++ (set CC and CXX)"),
-    ("find Python.h", "#include <Python.h>\nint main() { return 0; }", "install the headers: apt-get install python3-dev"),
+    ("find Python.h", "#include <Python.h>\nint main() { return 0; }", "install it: apt-get install python3-dev"),
 ]
 
 

@@ -1,0 +1,124 @@
+"""Every EP_DISPATCHER_* switch of the environment, in one place.
+
+    envs.timeout_s()  ->  float(os.environ["EP_DISPATCHER_TIMEOUT_S"]), or the default when it is unset or empty
+
+A switch is a default: it counts where an argument of `Buffer` is left at its own default, and never overrides what a caller
+passes. It is read when asked for, not at import. A value that is not allowed raises a ValueError with name, given, allowed.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Switch:
+    name: str
+    default: Any
+    allowed: str  # in words, for errors and tables
+    meaning: str
+    parse: Callable[[str], Any]  # text -> value; raises ValueError or KeyError when the text is not allowed
+
+    def read(self) -> Any:
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{self.name}: given {text!r}, allowed: {self.allowed}") from None
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    return {name: name for name in names}.__getitem__
+
+
+def _int_from(lowest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < lowest:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+SWITCHES = (
+    Switch(
+        "EP_DISPATCHER_ENGINE",
+        "auto",
+        "auto, cpu, cuda",
+        "the engine; auto takes cuda when a usable GPU is there",
+        _one_of("auto", "cpu", "cuda"),
+    ),
+    Switch(
+        "EP_DISPATCHER_RANKS_PER_NODE",
+        None,
+        "an integer of at least 1",
+        "ranks of one node; forces (virtual) nodes of this size instead of the detected ones",
+        _int_from(1),
+    ),
+    Switch(
+        "EP_DISPATCHER_TIMEOUT_S",
+        100.0,
+        "a number of seconds above 0",
+        "how long a rank waits for a peer before it raises PeerTimeoutError",
+        _positive_float,
+    ),
+    Switch(
+        "EP_DISPATCHER_SPIN_US",
+        50,
+        "an integer of at least 0, in microseconds",
+        "how long a waiting rank of the cpu engine spins before it sleeps",
+        _int_from(0),
+    ),
+)
+_BY_NAME = {switch.name: switch for switch in SWITCHES}
+
+
+def read(name: str) -> Any:
+    """The value of the switch `name`; KeyError when there is no such switch."""
+    return _BY_NAME[name].read()
+
+
+def engine() -> str:
+    return read("EP_DISPATCHER_ENGINE")
+
+
+def ranks_per_node() -> int | None:
+    return read("EP_DISPATCHER_RANKS_PER_NODE")
+
+
+def timeout_s() -> float:
+    return read("EP_DISPATCHER_TIMEOUT_S")
+
+
+def spin_us() -> int:
+    return read("EP_DISPATCHER_SPIN_US")
+
+
+def unknown() -> list[str]:
+    """Variables that are set and look like switches but are none, most likely misspelt."""
+    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in _BY_NAME)
+
+
+def table() -> str:
+    """The switches as a Markdown table, as the README has it; `python -m ep_dispatcher.envs` prints it."""
+    rows = [("switch", "default", "allowed", "meaning"), ("---",) * 4]
+    for switch in SWITCHES:
+        default = "unset" if switch.default is None else str(switch.default)
+        rows.append((f"`{switch.name}`", default, switch.allowed, switch.meaning))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table())
