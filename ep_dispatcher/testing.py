@@ -1,0 +1,295 @@
+"""Ranks on one host and random routings, for tests and benchmarks.
+
+with RankPool(4) as pool:                 # four processes in one gloo group
+    results = pool.run(fn, a, b)          # fn(rank, a, b) on every rank; results in rank order
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
+ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
+_PRELOAD = ["__main__", "torch", "torch.distributed", "torch.testing", "ep_dispatcher", "ep_dispatcher.testing"]
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed. ``failures[rank]`` is ``(type_name, message, traceback_text)``.
+
+    ``type_name`` is that of the rank's exception, or ``"Died"`` (the process is gone), ``"Timeout"`` (killed when the
+    time was up) or ``"Stopped"`` (killed because it still ran ``GRACE_S`` after another rank had failed).
+    """
+
+    def __init__(self, failures: dict[int, tuple[str, str, str]]):
+        self.failures = dict(sorted(failures.items()))
+        parts = [f"rank {r}: {name}: {message}\n{text}" for r, (name, message, text) in self.failures.items()]
+        super().__init__(f"{len(parts)} rank(s) failed\n" + "\n".join(parts))
+
+    def __reduce__(self):
+        return RankError, (self.failures,)
+
+
+def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    """Plain pickle, but a tensor is only its own elements: no shared memory, no rest of its storage, no device."""
+
+    def reducer_override(self, obj):
+        if type(obj) is not Tensor:
+            return NotImplemented
+        data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+        return _rebuild_tensor, (data, obj.dtype, obj.shape, obj.requires_grad)
+
+
+def _dumps(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+def _die_with_parent(lifeline: Connection) -> None:
+    lifeline.poll(None)  # nothing is ever sent: this returns when the parent's end closes
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank_main(rank, num_ranks, port, threads, timeout_s, connection: Connection, lifeline: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pool
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    stacks = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+
+    def join_group(rank: int) -> int:
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        return stacks
+
+    def answer(fn: Callable, args: tuple) -> None:
+        try:
+            reply = _dumps((True, fn(rank, *args)))
+        except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides what they mean
+            reply = _dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
+        connection.send_bytes(reply)
+
+    answer(join_group, ())
+    try:
+        while (request := connection.recv_bytes()) != b"stop":
+            try:
+                fn, args = pickle.loads(request)
+            except Exception as error:
+                reply = (False, (type(error).__name__, str(error), traceback.format_exc()))
+                connection.send_bytes(_dumps(reply))
+                continue
+            answer(fn, args)
+            del fn, args
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankPool:
+    """``num_ranks`` processes on this host that form the default ``torch.distributed`` group (gloo).
+
+        with RankPool(2) as pool:
+            assert pool.run(fn, 3) == [fn(0, 3), fn(1, 3)]
+
+    Every rank uses ``threads_per_rank`` threads in PyTorch. ``timeout_s`` (seconds) limits a run, the start and every
+    collective of the group. The ranks live until ``close()`` and die with this process, however that ends.
+    """
+
+    def __init__(self, num_ranks: int, *, threads_per_rank: int = 1, timeout_s: float = 120.0):
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        # The store is hosted here so that a rank that is killed does not take it away from the others.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes, self._connections, self._lifelines, self._stacks = [], [], [], [None] * num_ranks
+        self.closed, self.pids = False, []  # process ids in rank order
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe()
+                watched, lifeline = context.Pipe(duplex=False)
+                self._connections.append(ours)
+                self._lifelines.append(lifeline)
+                settings = (rank, num_ranks, self._store.port, threads_per_rank, timeout_s)
+                process = context.Process(target=_rank_main, args=(*settings, theirs, watched), daemon=True)
+                process.start()
+                self._processes.append(process)
+                self.pids.append(process.pid)
+                theirs.close()
+                watched.close()
+            self._stacks = self._collect(timeout_s, frozenset())
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, fn: Callable, *args: Any, timeout_s: float | None = None, allow_dead: Collection[int] = ()
+    ) -> list[Any]:
+        """Call ``fn(rank, *args)`` on every rank and return the results in rank order.
+
+        ``fn`` is pickled by reference (a function at the top level of a module); arguments and results go by value,
+        and tensors arrive as copies on the CPU. Raises ``RankError`` when a rank raises, dies or takes longer than
+        ``timeout_s``. The ranks in ``allow_dead`` may die: their result is None. After a death, a timeout or a rank
+        that had to be stopped the pool is closed; after exceptions alone it can be used again.
+        """
+        if self.closed:
+            raise RuntimeError("the pool is closed")
+        request = _dumps((fn, args))
+        for connection in self._connections:
+            try:
+                connection.send_bytes(request)
+            except ConnectionError:
+                pass  # died since the last run: _collect reports it
+        try:
+            return self._collect(self.timeout_s if timeout_s is None else timeout_s, allow_dead)
+        except RankError:
+            raise
+        except BaseException:  # interrupted while ranks are running: their state is unknown
+            self.close()
+            raise
+
+    def _collect(self, timeout_s: float, allow_dead: Collection[int]) -> list[Any]:
+        results, failures, broken = [None] * self.num_ranks, {}, False
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout_s
+        late = ("Timeout", f"still running after {timeout_s:g} s, killed")
+        while pending:
+            for connection in wait(list(pending), max(0.0, deadline - time.monotonic())):
+                rank = pending.pop(connection)
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    broken = True
+                    if rank in allow_dead:
+                        continue
+                    ok, value = False, ("Died", self._how_it_died(rank), "")
+                if ok:
+                    results[rank] = value
+                    continue
+                failures[rank] = value
+                if time.monotonic() + GRACE_S < deadline:
+                    deadline = time.monotonic() + GRACE_S
+                    late = ("Stopped", f"still running {GRACE_S:g} s after rank {rank} failed, killed")
+            if pending and time.monotonic() >= deadline:
+                stacks = {rank: self._stack_of(rank) for rank in pending.values()}
+                failures |= {rank: (*late, stack) for rank, stack in stacks.items()}
+                broken = True
+                break
+        if broken:
+            self._kill()
+        if failures:
+            raise RankError(failures)
+        return results
+
+    def _how_it_died(self, rank: int) -> str:
+        self._processes[rank].join(5)
+        code = self._processes[rank].exitcode
+        return f"died with signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+
+    def _stack_of(self, rank: int) -> str:
+        """The Python stacks of a rank that does not answer."""
+        if self._stacks[rank] is None or not self._processes[rank].is_alive():
+            return ""
+        pid = self._processes[rank].pid
+        try:
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.1)
+            with open(f"/proc/{pid}/fd/{self._stacks[rank]}") as file:
+                return file.read()
+        except OSError as error:
+            return f"(no stack: {error})"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Stop all ranks; those that do not stop within five seconds are killed. May be called more than once."""
+        if self.closed:
+            return
+        self.closed = True
+        for connection in self._connections:
+            try:
+                connection.send_bytes(b"stop")
+            except ConnectionError:
+                pass
+        deadline = time.monotonic() + 5
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+        for connection in (*self._connections, *self._lifelines):
+            connection.close()
+        self._store = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def run_ranks(num_ranks: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
+    """``RankPool(num_ranks).run(fn, *args)`` and close; ``options`` are those of both."""
+    run_options = {key: options.pop(key) for key in ("allow_dead",) if key in options}
+    with RankPool(num_ranks, **options) as pool:
+        return pool.run(fn, *args, **run_options)
+
+
+def make_routing(
+    kind: str, num_tokens: int, num_experts: int, num_topk: int, *, seed: int, weights: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Random experts for every token: ``(topk_idx, topk_weights)``, the same for the same arguments.
+
+        uniform     num_topk different experts, all equally likely
+        skewed      num_topk different experts, expert e chosen in proportion to 1 / (e + 1)
+        one_expert  every token goes to expert 0 alone, the other entries are -1
+        masked      as uniform, but a third of the entries is -1, and a ninth of the rows entirely
+        empty       every entry is -1
+
+    ``topk_idx`` is int64 [num_tokens, num_topk], no expert twice in a row; ``topk_weights`` is float32 of the same
+    shape, in (0, 1] everywhere (also where the entry is -1), or None without ``weights``.
+    """
+    if kind not in ROUTINGS:
+        raise ValueError(f"kind: given {kind!r}, allowed {ROUTINGS}")
+    if not 0 < num_topk <= num_experts:
+        raise ValueError(f"num_topk: given {num_topk}, allowed 1 to num_experts = {num_experts}")
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(num_tokens, num_experts, generator=generator).clamp(1e-7, 1 - 1e-7)
+    if kind == "skewed":  # adding Gumbel noise to log(popularity) draws without replacement in proportion to it
+        score = -(-score.log()).log() - torch.arange(1, num_experts + 1).log()
+    topk_idx = score.topk(num_topk, dim=1).indices
+    columns = torch.rand(num_tokens, num_topk, generator=generator)
+    rows = torch.rand(num_tokens, 1, generator=generator)
+    if kind == "one_expert":
+        topk_idx = torch.where(columns == columns.amax(1, keepdim=True), 0, -1)
+    elif kind == "masked":
+        topk_idx = topk_idx.masked_fill((columns < 1 / 4) | (rows < 1 / 9), -1)
+    elif kind == "empty":
+        topk_idx = torch.full_like(topk_idx, -1)
+    topk_weights = 1 - torch.rand(num_tokens, num_topk, generator=generator) if weights else None
+    return topk_idx, topk_weights

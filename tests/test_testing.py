@@ -1,0 +1,228 @@
+"""The process pool and the routings that all other tests stand on."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher import testing
+from ep_dispatcher.testing import ROUTINGS, RankError, RankPool, make_routing, run_ranks
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def all_gone(pids, within_s=10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def late_for_low_ranks(rank, text):
+    time.sleep(0.2 if rank == 0 else 0.0)
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return text, rank, int(total)
+
+
+def echo(rank, *args):
+    return args
+
+
+def fail_on(rank, ranks):
+    if rank in ranks:
+        raise KeyError(f"no {rank}")
+    return rank
+
+
+def fail_before_barrier(rank):
+    if rank == 1:
+        raise ValueError("rank 1 leaves")
+    dist.barrier()
+
+
+def die_on(rank, ranks, signal_number):
+    if rank in ranks:
+        os.kill(os.getpid(), signal_number)
+    return rank
+
+
+def leave(rank):
+    if rank == 0:
+        os._exit(3)
+
+
+def sleep_on(rank, ranks, seconds):
+    if rank in ranks:
+        time.sleep(seconds)
+    return rank
+
+
+def unpicklable(rank):
+    return lambda: rank
+
+
+def test_results_come_in_rank_order_and_the_pool_is_reused():
+    with RankPool(3) as pool:
+        assert pool.run(late_for_low_ranks, "a") == [("a", 0, 3), ("a", 1, 3), ("a", 2, 3)]
+        started = time.monotonic()
+        assert pool.run(fail_on, []) == [0, 1, 2]
+        assert time.monotonic() - started < 5
+        pids = pool.pids
+    assert all_gone(pids)
+
+
+def test_tensors_of_every_dtype_survive_both_ways():
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool)
+    tensors = [torch.arange(12).reshape(3, 4).to(torch.float32).to(dtype) for dtype in dtypes]
+    tensors += [torch.tensor(2.5), torch.empty(0, 7, dtype=torch.bfloat16), torch.rand(4, 6).T]
+    (result,) = run_ranks(1, echo, tensors, {"x": tensors[1]})
+    for given, back in zip([*tensors, tensors[1]], [*result[0], result[1]["x"]]):
+        assert given.dtype == back.dtype and given.shape == back.shape
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (given, back)]
+        assert torch.equal(*bits)
+
+
+def test_a_small_view_does_not_carry_its_storage():
+    assert len(testing._dumps(torch.zeros(1 << 20)[:4])) < 1000
+
+
+def test_exceptions_are_reported_per_rank_and_leave_the_pool_usable():
+    with RankPool(3) as pool:
+        with pytest.raises(RankError) as caught:
+            pool.run(fail_on, [0, 2])
+        assert set(caught.value.failures) == {0, 2}
+        assert caught.value.failures[2][:2] == ("KeyError", "'no 2'")
+        assert "in fail_on" in caught.value.failures[2][2] and "in fail_on" in str(caught.value)
+        assert pickle.loads(pickle.dumps(caught.value)).failures == caught.value.failures
+        with pytest.raises(RankError, match="(?i)can't pickle|can't get local"):
+            pool.run(unpicklable)
+        assert pool.run(fail_on, []) == [0, 1, 2]
+
+
+def test_ranks_that_wait_for_a_failed_one_are_stopped_early(monkeypatch):
+    monkeypatch.setattr(testing, "GRACE_S", 0.5)
+    with RankPool(2) as pool:
+        pids, started = pool.pids, time.monotonic()
+        with pytest.raises(RankError) as caught:
+            pool.run(fail_before_barrier)
+        assert time.monotonic() - started < 10
+        assert caught.value.failures[1][:2] == ("ValueError", "rank 1 leaves")
+        name, message, stack = caught.value.failures[0]
+        assert name == "Stopped" and "after rank 1 failed" in message and "in fail_before_barrier" in stack
+        assert pool.closed and all_gone(pids)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_dead_rank_is_named_and_closes_the_pool(signal_number):
+    pool = RankPool(2)
+    pids = pool.pids
+    with pytest.raises(RankError) as caught:
+        pool.run(die_on, [1], signal_number)
+    assert caught.value.failures == {1: ("Died", f"died with signal {int(signal_number)}", "")}
+    assert pool.closed and all_gone(pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run(fail_on, [])
+
+
+def test_a_rank_that_exits_is_named():
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, leave)
+    assert caught.value.failures == {0: ("Died", "exited with code 3", "")}
+
+
+def test_a_rank_killed_between_runs_is_named():
+    with RankPool(2) as pool:
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(RankError) as caught:
+            pool.run(fail_on, [])
+    assert caught.value.failures == {0: ("Died", "died with signal 9", "")}
+
+
+def test_allowed_deaths_give_none():
+    pool = RankPool(3)
+    pids = pool.pids
+    assert pool.run(die_on, [1], signal.SIGKILL, allow_dead={1}) == [0, None, 2]
+    assert pool.closed and all_gone(pids)
+
+
+def test_a_rank_that_takes_too_long_is_killed_and_named_with_its_stack():
+    pool = RankPool(2)
+    pids = pool.pids
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(sleep_on, [1], 100, timeout_s=0.5)
+    assert time.monotonic() - started < 10
+    assert set(caught.value.failures) == {1}
+    name, message, stack = caught.value.failures[1]
+    assert name == "Timeout" and "0.5 s" in message and "in sleep_on" in stack
+    assert pool.closed and all_gone(pids)
+
+
+def test_no_rank_outlives_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import time\n"
+        "from ep_dispatcher.testing import RankPool\n"
+        "def stay(rank):\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RankPool(2)\n"
+        "    print(*pool.pids, flush=True)\n"
+        "    pool.run(stay)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(testing.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        time.sleep(0.3)  # until the ranks are busy
+        parent.kill()
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize("num_tokens,num_experts,num_topk", [(500, 8, 3), (500, 4, 1), (0, 4, 2), (40, 4, 4)])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_routings_keep_their_promises(kind, num_tokens, num_experts, num_topk):
+    idx, weights = make_routing(kind, num_tokens, num_experts, num_topk, seed=5)
+    assert idx.dtype == torch.int64 and weights.dtype == torch.float32
+    assert idx.shape == weights.shape == (num_tokens, num_topk)
+    assert ((idx >= -1) & (idx < num_experts)).all() and ((weights > 0) & (weights <= 1)).all()
+    chosen = torch.stack([(idx == e).sum(1) for e in range(num_experts)], 1)
+    assert (chosen <= 1).all(), "an expert twice in a row"
+    again = make_routing(kind, num_tokens, num_experts, num_topk, seed=5)
+    assert torch.equal(again[0], idx) and torch.equal(again[1], weights)
+    assert make_routing(kind, num_tokens, num_experts, num_topk, seed=5, weights=False)[1] is None
+    if num_tokens < 500:
+        return
+    share = chosen.sum(0) / num_tokens
+    if kind == "uniform":
+        assert chosen.sum() == idx.numel() and (share / (num_topk / num_experts) - 1).abs().max() < 0.3
+    elif kind == "skewed":
+        assert chosen.sum() == idx.numel() and share[0] > 2 * share[-1]
+    elif kind == "one_expert":
+        assert (chosen[:, 0] == 1).all() and chosen.sum() == num_tokens
+    elif kind == "masked":
+        assert 0.2 < (idx == -1).float().mean() < 0.5 and (idx == -1).all(1).any()
+    else:
+        assert (idx == -1).all()
+    if kind not in ("one_expert", "empty"):
+        assert not torch.equal(make_routing(kind, num_tokens, num_experts, num_topk, seed=6)[0], idx)
+
+
+def test_routing_mistakes():
+    with pytest.raises(ValueError, match="kind"):
+        make_routing("random", 1, 2, 1, seed=0)
+    with pytest.raises(ValueError, match="num_topk"):
+        make_routing("uniform", 1, 2, 3, seed=0)
