@@ -1,0 +1,101 @@
+# One command per chore; each sets up first whatever is missing.
+#   make demo     train a small MoE language model over several ranks (ARGS="..." is passed on)
+#   make test     run every test
+#   make bench    measure dispatch and combine (ARGS="..." is passed on)
+#   make doctor   say what was found on this machine, what will be used, and how to get the rest
+#   make format   format all code; `make check-format` only checks
+#   make clean    remove what was built; `make distclean` removes .venv too
+#
+# Which Python: an active virtual environment whose PyTorch is new enough is used itself. Otherwise .venv is made from
+# PYTHON: on top of its PyTorch where that is new enough, else with a PyTorch of its own. The system is never changed.
+
+PYTHON ?= python3
+TORCH = torch==2.13.0
+SHELL = /bin/bash -o pipefail
+MAKEFLAGS += --no-print-directory
+
+STAMPS := build/make
+PY = $(shell cat $(STAMPS)/python 2> /dev/null)
+PIP = $(PY) -m pip install -q --disable-pip-version-check
+SAY = @printf '\n== %s\n'
+HAS_TORCH = -c 'import re, torch; v = re.findall("[0-9]+", torch.__version__); assert (int(v[0]), int(v[1])) >= (2, 9)'
+IN_VENV = -c 'import sys; assert sys.prefix != sys.base_prefix'
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SETUP := setup.py pyproject.toml ep_dispatcher/_version.py $(wildcard integrations/__init__.py integrations/*/__init__.py)
+
+ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the stamps stand for
+$(shell rm -rf $(STAMPS))
+endif
+
+.PHONY: demo test bench doctor format check-format setup clean distclean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(SAY) 'examples/train_moe_lm.py'
+	$(PY) examples/train_moe_lm.py $(ARGS)
+
+test: setup
+	$(SAY) 'tests'
+	$(PY) -m pytest -q --durations=10 $(ARGS)
+
+bench: setup
+	$(PY) -m ep_dispatcher.bench $(ARGS)
+
+doctor: setup
+	@$(PY) -m ep_dispatcher.doctor $(ARGS)
+
+format: $(STAMPS)/format
+	PYTHON=$(PY) ./format.sh
+
+check-format: $(STAMPS)/format
+	PYTHON=$(PY) ./format.sh --check
+
+setup: $(STAMPS)/package
+
+# The interpreter that everything below uses.
+$(STAMPS)/python:
+	@mkdir -p $(STAMPS)
+	@command -v $(PYTHON) > /dev/null || { echo 'No $(PYTHON) found: apt-get install python3, or make PYTHON=...'; exit 1; }
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10)' 2> /dev/null || \
+	    { echo '$(PYTHON) is older than 3.10: make PYTHON=...'; exit 1; }
+	@if [ -x .venv/bin/python ]; then \
+	    echo '== using .venv'; \
+	elif $(PYTHON) $(IN_VENV) 2> /dev/null && $(PYTHON) $(HAS_TORCH) 2> /dev/null; then \
+	    echo "== using the active virtual environment with its PyTorch"; \
+	    $(PYTHON) -c 'import sys; print(sys.executable)' > $@; exit; \
+	elif ! $(PYTHON) -c 'import venv, ensurepip' 2> /dev/null; then \
+	    echo '$(PYTHON) cannot make a virtual environment: apt-get install python3-venv'; exit 1; \
+	elif $(PYTHON) $(HAS_TORCH) 2> /dev/null; then \
+	    echo '== making .venv on top of the PyTorch of $(PYTHON)'; \
+	    $(PYTHON) -m venv --system-site-packages .venv || { rm -rf .venv; exit 1; }; \
+	else \
+	    echo '== making .venv with $(PYTHON)'; \
+	    $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; \
+	fi; \
+	[ -s $@ ] || echo "$(CURDIR)/.venv/bin/python" > $@
+
+$(STAMPS)/torch: $(STAMPS)/python
+	@$(PY) $(HAS_TORCH) 2> /dev/null || { echo '== installing $(TORCH) (this can take minutes)'; $(PIP) $(TORCH); }
+	@$(PY) -c 'import sys, torch; print("== Python", sys.version.split()[0], "PyTorch", torch.__version__)' 2> /dev/null
+	@touch $@
+
+# Editable, so that only changes of compiled code and of metadata come here again; pip's output is shown when it fails.
+$(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch
+	$(SAY) 'building and installing ep_dispatcher (editable)'
+	@$(PIP) 'setuptools>=64' 'pybind11>=2.12' wheel
+	@$(PY) -m pip install -v --disable-pip-version-check --no-build-isolation -e '.[test,examples]' \
+	    > $(STAMPS)/log 2>&1 || { cat $(STAMPS)/log; exit 1; }
+	@sed -n 's/^ *ep_dispatcher build: //p' $(STAMPS)/log
+	@touch $@
+
+$(STAMPS)/format: $(STAMPS)/python format.sh
+	@$(PIP) $$(./format.sh --tools)
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info ep_dispatcher/*.so .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Formats Python by ruff and C++ by clang-format; fails on lint and on a PyTorch include in csrc/.
+#   ./format.sh            rewrite files
+#   ./format.sh --check    change nothing, fail when a file would change
+#   ./format.sh --tools    print what to pip install for this
+# PYTHON names the interpreter whose environment has the tools (default .venv/bin/python); `make format` installs them.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# Both tools change their style between minor versions; a compatible release keeps formatted files formatted.
+tools=('ruff~=0.17.0' 'clang-format~=23.1.0')
+python=${PYTHON:-.venv/bin/python}
+mode=${1:-write}
+
+case $mode in
+--tools) echo "${tools[@]}" && exit ;;
+--check) ruff_format=(format --diff) ruff_check=(check --output-format concise) ;;
+write) ruff_format=(format) ruff_check=(check --fix --output-format concise) ;;
+*) sed -n '2,6s/^# //p' "$0" && exit 2 ;;
+esac
+
+bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+for tool in ruff clang-format; do
+    [ -x "$bin/$tool" ] || { echo "no $tool in $bin: $python -m pip install ${tools[*]}" && exit 1; }
+done
+
+failed=0
+"$bin/ruff" "${ruff_check[@]}" . || failed=1
+"$bin/ruff" "${ruff_format[@]}" . || failed=1
+mapfile -t sources < <(git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+if [ ${#sources[@]} -gt 0 ]; then
+    if [ "$mode" = write ]; then
+        "$bin/clang-format" -i "${sources[@]}" || failed=1
+    else
+        for source in "${sources[@]}"; do
+            "$bin/clang-format" "$source" | diff -u --label "$source" --label formatted "$source" - || failed=1
+        done
+    fi
+    # csrc takes raw pointers, so that one build serves every PyTorch and needs none.
+    if grep -nE '#\s*include\s*[<"](torch|ATen|c10)/' "${sources[@]}"; then
+        echo 'csrc/ must not include PyTorch' && failed=1
+    fi
+fi
+exit $failed
