@@ -1,8 +1,8 @@
-# One command per chore; each sets up first whatever is missing.
+# One command per chore; each first sets up what it needs.
 #   make demo     train a small MoE language model over several ranks (ARGS="..." is passed on)
 #   make test     run every test
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)
-#   make doctor   say what was found on this machine, what will be used, and how to get the rest
+#   make doctor   say what was found on this machine, what will be used, and how to get the rest (works before setup)
 #   make format   format all code; `make check-format` only checks
 #   make clean    remove what was built; `make distclean` removes .venv too
 #
@@ -42,8 +42,8 @@ test: setup
 bench: setup
 	$(PY) -m ep_dispatcher.bench $(ARGS)
 
-doctor: setup
-	@$(PY) -m ep_dispatcher.doctor $(ARGS)
+doctor:  # sets nothing up: it is for machines where that fails
+	@$(or $(PY),$(PYTHON)) ep_dispatcher/doctor.py $(ARGS)
 
 format: $(STAMPS)/format
 	PYTHON=$(PY) ./format.sh

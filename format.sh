@@ -27,7 +27,7 @@ done
 failed=0
 "$bin/ruff" "${ruff_check[@]}" . || failed=1
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
-mapfile -t sources < <(git ls-files --cached --others --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+mapfile -t sources < <(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then
     if [ "$mode" = write ]; then
         "$bin/clang-format" -i "${sources[@]}" || failed=1

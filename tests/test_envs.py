@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from ep_dispatcher import envs
+
+READERS = {
+    "EP_DISPATCHER_ENGINE": envs.engine,
+    "EP_DISPATCHER_RANKS_PER_NODE": envs.ranks_per_node,
+    "EP_DISPATCHER_TIMEOUT_S": envs.timeout_s,
+    "EP_DISPATCHER_SPIN_US": envs.spin_us,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for switch in envs.SWITCHES:
+        monkeypatch.delenv(switch.name, raising=False)
+
+
+def test_defaults():
+    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50]
+    assert list(READERS) == [switch.name for switch in envs.SWITCHES]
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("EP_DISPATCHER_ENGINE", "cpu", "cpu"),
+        ("EP_DISPATCHER_ENGINE", " cuda ", "cuda"),
+        ("EP_DISPATCHER_ENGINE", "", "auto"),
+        ("EP_DISPATCHER_RANKS_PER_NODE", "4", 4),
+        ("EP_DISPATCHER_TIMEOUT_S", "0.5", 0.5),
+        ("EP_DISPATCHER_SPIN_US", "0", 0),
+    ],
+)
+def test_values_are_read_when_asked(monkeypatch, name, text, value):
+    monkeypatch.setenv(name, text)
+    assert READERS[name]() == envs.read(name) == value
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("EP_DISPATCHER_ENGINE", "gpu"),
+        ("EP_DISPATCHER_ENGINE", "CPU"),
+        ("EP_DISPATCHER_RANKS_PER_NODE", "0"),
+        ("EP_DISPATCHER_RANKS_PER_NODE", "two"),
+        ("EP_DISPATCHER_TIMEOUT_S", "0"),
+        ("EP_DISPATCHER_TIMEOUT_S", "inf"),
+        ("EP_DISPATCHER_TIMEOUT_S", "nan"),
+        ("EP_DISPATCHER_SPIN_US", "-1"),
+        ("EP_DISPATCHER_SPIN_US", "1.5"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    allowed = next(switch.allowed for switch in envs.SWITCHES if switch.name == name)
+    with pytest.raises(ValueError) as caught:
+        READERS[name]()
+    assert str(caught.value) == f"{name}: given {text!r}, allowed: {allowed}"
+
+
+def test_unknown_switches_are_found(monkeypatch):
+    monkeypatch.setenv("EP_DISPATCHER_ENGIN", "cpu")
+    assert "EP_DISPATCHER_ENGIN" in envs.unknown()
+
+
+def test_the_table_and_the_readme_have_every_switch():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for switch in envs.SWITCHES:
+        assert f"| `{switch.name}` |" in envs.table()
+        assert switch.name in readme, f"README.md lacks {switch.name}; `python -m ep_dispatcher.envs` prints the table"

@@ -1,0 +1,119 @@
+"""What `pip install .` and a source distribution contain, and that building needs no PyTorch."""
+
+import importlib.machinery
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pybind11")
+pytest.importorskip("setuptools")
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+VERSION = re.search('"(.*)"', (ROOT / "ep_dispatcher/_version.py").read_text()).group(1)
+# Runs a build hook as pip does, where PyTorch cannot be imported.
+HOOK = """
+import sys
+sys.modules["torch"] = None
+import setuptools.build_meta
+print(getattr(setuptools.build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+
+def run(*command, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | environment
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """An unpacked source distribution, made from a copy of this folder."""
+    folder = tmp_path_factory.mktemp("packaging")
+    copy = folder / "copy"
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        copy.mkdir(exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy)
+    for name in ("csrc", "ep_dispatcher", "integrations"):
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    result = run(sys.executable, "-c", HOOK, "build_sdist", folder, cwd=copy)
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(folder / result.stdout.split()[-1]) as archive:
+        archive.extractall(folder)
+    return folder / f"ep_dispatcher-{VERSION}"
+
+
+@pytest.fixture(scope="module")
+def build(source) -> tuple[Path, str]:
+    """The wheel, built from the source distribution and unpacked, and what the build printed."""
+    folder = source.parent / "wheel"
+    result = run(sys.executable, "-c", HOOK, "build_wheel", folder, cwd=source)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "unpacked")
+    return folder / "unpacked", result.stdout
+
+
+def names(folder: Path, pattern: str) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob(pattern) if "__pycache__" not in p.parts}
+
+
+def test_the_source_distribution_has_all_of_csrc(source):
+    for pattern in ("*.h", "*.cpp", "*.cu", "*.cuh"):
+        assert names(source / "csrc", pattern) == names(ROOT / "csrc", pattern)
+
+
+def test_the_wheel_has_every_module_and_nothing_else(build):
+    unpacked, _ = build
+    expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
+    if (ROOT / "integrations/__init__.py").exists():
+        expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
+    compiled = f"ep_dispatcher/_C_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
+    assert found == expected | {compiled}
+
+
+def test_the_compiled_module_loads_without_any_other_package(build):
+    unpacked, _ = build
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import _C_cpu; print('torch' in sys.modules)"
+    result = run(sys.executable, "-I", "-S", "-c", code, unpacked / "ep_dispatcher", cwd=unpacked)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_the_build_says_what_it_builds_and_is_portable(build):
+    _, said = build
+    summary = "\n".join(line for line in said.splitlines() if line.startswith("ep_dispatcher build:"))
+    assert "compiler" in summary and "_C_cpu from" in summary and "-std=c++17" in summary and "-O3" in summary
+    assert "-march" not in said and "-mcpu" not in said and "-mtune" not in said
+
+
+def test_metadata(build):
+    unpacked, _ = build
+    (file,) = unpacked.glob("*.dist-info/METADATA")
+    metadata = Parser().parsestr(file.read_text())
+    assert metadata["Version"] == VERSION
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    (torch,) = (requirement for requirement in requirements if requirement.marker is None)
+    assert torch.name == "torch"  # and no other: whoever has it installs nothing more
+    for version in ("2.9.0", "2.9.1+cu128", "2.11.0+cu130", "2.13.0+cpu", "2.9.0a0+50eac811a6.nv25.9"):
+        assert torch.specifier.contains(version, prereleases=True), version
+    assert not torch.specifier.contains("2.8.0", prereleases=True)
+
+
+@pytest.mark.parametrize("compiler, said", [("no-such-g++", "cannot compile C++17"), ("false", "cannot compile C++17")])
+def test_a_missing_compiler_is_named_with_the_fix(source, compiler, said):
+    result = run(sys.executable, "setup.py", "build_ext", cwd=source, CC=compiler, CXX=compiler)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert f"the compiler '{compiler}' {said}; install one: apt-get install g++" in result.stderr
