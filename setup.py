@@ -76,7 +76,7 @@ def extensions():
 
 
 def packages():
-    """Package names and their folders; integrations/ lies beside ep_dispatcher/ and is installed inside it."""
+    """Package names and their folders; integrations/, a package, lies beside ep_dispatcher/ and is installed inside."""
     names, folders = find_packages(include=["ep_dispatcher", "ep_dispatcher.*"]), {}
     if Path("integrations/__init__.py").exists():
         inner = ["ep_dispatcher.integrations." + name for name in find_packages("integrations")]

@@ -343,29 +343,25 @@ def look_for_apex() -> str:
     return installed("apex")
 
 
+def choose_engine() -> str:
+    """As `Buffer` does with its arguments at their defaults."""
+    from ep_dispatcher import engines, envs
+
+    return engines.choose(envs.engine())
+
+
 def what_is_used(findings: list[Finding]) -> dict[str, str]:
-    """The choice of `Buffer` with every argument at its default."""
-    state = {finding.what: finding.state for finding in findings}
     try:
-        envs = _load("envs")
-        asked, ranks_per_node = envs.engine(), envs.ranks_per_node()
-    except ValueError as error:
-        return {"engine": f"none: {error}"}
-    cuda = state["compiled module cuda"] == state["GPUs"] == OK
-    if asked == "cuda" and not cuda:
-        return {"engine": "none: EP_DISPATCHER_ENGINE=cuda, but the cuda engine cannot be used here"}
-    nodes = (
-        f"nodes of {ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
-    )
-    if cuda and asked != "cpu":
-        between = "NVSHMEM puts" if state["NVSHMEM"] == OK else "nothing: NVSHMEM is missing"
-        return {"engine": "cuda", "node": nodes, "inside a node": "NVLink peer memory", "between nodes": between}
-    return {
-        "engine": "cpu",
-        "node": nodes,
-        "inside a node": "POSIX shared memory",
-        "between nodes": "torch.distributed (gloo)",
-    }
+        engine, ranks_per_node = choose_engine(), _load("envs").ranks_per_node()
+    except Exception as error:  # as for the probes
+        return {"engine": f"none: {type(error).__name__}: {error}"}
+    node = f"{ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
+    if engine == "cpu":
+        inside, between = "POSIX shared memory", "torch.distributed (gloo)"
+    else:
+        nvshmem = any(finding.what == "NVSHMEM" and finding.state == OK for finding in findings)
+        inside, between = "NVLink peer memory", "NVSHMEM puts" if nvshmem else "nothing: NVSHMEM is missing"
+    return {"engine": engine, "a node is": node, "inside a node": inside, "between nodes": between}
 
 
 RUN_ALONE = "see all of it: python -c 'from ep_dispatcher.doctor import self_test; self_test()'"
@@ -434,7 +430,8 @@ def as_text(result: dict) -> str:
             if finding[label]:
                 lines.append(f"{'':29}{label}: {finding[label]}")
     lines += ["", "a Buffer with default arguments takes"]
-    lines += [f"      {what:<21} {by_what}" for what, by_what in result["used"].items()]
+    for what, by_what in result["used"].items():
+        lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<21} {by_what}")
     lines += [
         "",
         "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!",
@@ -453,5 +450,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != PACKAGE]  # when run as a file: its siblings
+    if Path(sys.path[0]).resolve() == PACKAGE:  # run as a file, which sees its siblings instead of the package
+        sys.path[0] = str(PACKAGE.parent)
     sys.exit(main())

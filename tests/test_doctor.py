@@ -121,17 +121,21 @@ def test_switches(monkeypatch):
 
 
 def test_what_is_used(monkeypatch):
-    def used(cuda: bool, nvshmem: bool = False) -> dict[str, str]:
-        state = {"compiled module cuda": cuda, "GPUs": cuda, "NVSHMEM": nvshmem}
-        return doctor.what_is_used([doctor.Finding(what, "ok" if ok else "optional", "") for what, ok in state.items()])
+    def used(nvshmem: bool) -> dict[str, str]:
+        return doctor.what_is_used([doctor.Finding("NVSHMEM", "ok" if nvshmem else "optional", "")])
 
-    assert used(cuda=False)["engine"] == "cpu"
-    assert used(cuda=True)["engine"] == "cuda" and "missing" in used(cuda=True)["between nodes"]
-    assert used(cuda=True, nvshmem=True)["between nodes"] == "NVSHMEM puts"
     monkeypatch.setenv("EP_DISPATCHER_ENGINE", "cpu")
-    assert used(cuda=True)["engine"] == "cpu"
-    monkeypatch.setenv("EP_DISPATCHER_ENGINE", "cuda")
-    assert used(cuda=False)["engine"].startswith("none")
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "2")
+    assert used(nvshmem=True)["engine"] == "cpu" and used(nvshmem=True)["a node is"].startswith("2 ranks")
+    monkeypatch.setattr(doctor, "choose_engine", lambda: "cuda")
+    assert used(nvshmem=True)["between nodes"] == "NVSHMEM puts"
+    assert "missing" in used(nvshmem=False)["between nodes"]
+
+    def none():
+        raise ValueError("engine: given 'cuda', allowed: 'cpu'")
+
+    monkeypatch.setattr(doctor, "choose_engine", none)
+    assert used(nvshmem=True) == {"engine": "none: ValueError: engine: given 'cuda', allowed: 'cpu'"}
 
 
 def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):

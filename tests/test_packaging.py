@@ -78,8 +78,7 @@ def test_the_source_distribution_has_all_of_csrc(source):
 def test_the_wheel_has_every_module_and_nothing_else(build):
     unpacked, _ = build
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
-    if (ROOT / "integrations/__init__.py").exists():
-        expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
+    expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
     compiled = f"ep_dispatcher/_C_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
     assert found == expected | {compiled}
