@@ -11,7 +11,8 @@
 
 PYTHON ?= python3
 TORCH = torch==2.13.0
-SHELL = /bin/bash -o pipefail
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 MAKEFLAGS += --no-print-directory
 
 STAMPS := build/make
