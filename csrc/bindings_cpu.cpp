@@ -1,0 +1,207 @@
+// The Python face of the CPU engine. Tensors come as addresses (int), 0 for "none"; memory goes out as memoryviews.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/engine.h"
+#include "cpu/sum_rows.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+py::memoryview view(ep::Span span) {
+  return py::memoryview::from_memory(span.data, static_cast<py::ssize_t>(span.size));
+}
+
+using RowArrays = std::vector<std::pair<Address, size_t>>;  // (address, bytes per row)
+
+ep::DispatchArgs dispatch_args(const RowArrays& rows, Address topk_weights, int num_tokens) {
+  ep::DispatchArgs args;
+  for (const auto& [address, bytes] : rows) args.rows.push_back({pointer<const char>(address), bytes});
+  args.topk_weights = pointer<const float>(topk_weights);
+  args.num_tokens = num_tokens;
+  return args;
+}
+
+ep::PullArgs pull_args(const std::vector<Address>& out, Address out_weights, Address out_topk_idx) {
+  ep::PullArgs args;
+  for (Address address : out) args.out.push_back(pointer<char>(address));
+  args.out_weights = pointer<float>(out_weights);
+  args.out_topk_idx = pointer<int64_t>(out_topk_idx);
+  return args;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C_cpu, m) {
+  using ep::Engine;
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+  static py::exception<ep::PeerLate> peer_late(m, "PeerLate");
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const ep::PeerLate& late) {
+      py::object instance = static_cast<py::object&>(peer_late)(late.what());
+      instance.attr("phase") = late.phase;
+      instance.attr("ranks") = late.ranks;
+      PyErr_SetObject(peer_late.ptr(), instance.ptr());
+    }
+  });
+
+  py::enum_<ep::DType>(m, "DType")
+      .value("float32", ep::DType::kFloat32)
+      .value("bfloat16", ep::DType::kBFloat16)
+      .value("float16", ep::DType::kFloat16);
+  py::enum_<ep::Layout>(m, "Layout").value("rank", ep::Layout::kRank).value("expert", ep::Layout::kExpert);
+
+  py::class_<ep::Config>(m, "Config")
+      .def(py::init<>())
+      .def_readwrite("rank", &ep::Config::rank)
+      .def_readwrite("rank_at", &ep::Config::rank_at)
+      .def_readwrite("num_nodes", &ep::Config::num_nodes)
+      .def_readwrite("ranks_per_node", &ep::Config::ranks_per_node)
+      .def_readwrite("node", &ep::Config::node)
+      .def_readwrite("local_rank", &ep::Config::local_rank)
+      .def_readwrite("num_experts", &ep::Config::num_experts)
+      .def_readwrite("num_topk", &ep::Config::num_topk)
+      .def_readwrite("max_tokens", &ep::Config::max_tokens)
+      .def_readwrite("hidden", &ep::Config::hidden)
+      .def_readwrite("dtype", &ep::Config::dtype)
+      .def_readwrite("spin_us", &ep::Config::spin_us);
+
+  // (token, k, expert, repeated) of the first wrong entry of topk_idx (int64 [num_tokens, num_topk]), or None.
+  m.def("find_bad_entry", [](Address topk_idx, int num_tokens, int num_topk, int num_experts) -> py::object {
+    const auto bad = ep::find_bad_entry(pointer<const int64_t>(topk_idx), num_tokens, num_topk, num_experts);
+    if (!bad) return py::none();
+    return py::make_tuple(bad->token, bad->k, bad->expert, bad->repeated);
+  });
+  // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
+  m.def("plan_capacity", &ep::plan_capacity);
+  // (plan id, uid of the buffer, layout, num_tokens, num_rows) of a plan.
+  m.def("describe_plan", [](const ep::Config& config, Address plan) {
+    const ep::Plan::Fixed& fixed = *ep::read_plan(config, pointer<const int32_t>(plan)).fixed;
+    return py::make_tuple(fixed.plan_id, fixed.buffer_uid, static_cast<ep::Layout>(fixed.layout), fixed.num_tokens,
+                          fixed.num_rows);
+  });
+
+  py::class_<Engine>(m, "Engine")
+      .def(py::init<ep::Config, int64_t>())
+      .def_property_readonly("epoch", &Engine::epoch)
+      .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
+      .def_property_readonly("bytes_written", [](const Engine& e) { return e.traffic().bytes_written; })
+      .def("fd", &Engine::fd)
+      .def("attach", &Engine::attach)
+      .def("close_fd", &Engine::close_fd)
+      .def("begin", &Engine::begin)
+      .def("give_up", &Engine::give_up)
+      .def(
+          "route",
+          [](Engine& e, Address topk_idx, ep::Layout layout, int expert_alignment, int max_recv_rows,
+             const RowArrays& rows, Address topk_weights, int num_tokens) {
+            ep::RouteArgs args;
+            args.topk_idx = pointer<const int64_t>(topk_idx);
+            args.num_tokens = num_tokens;
+            args.layout = layout;
+            args.expert_alignment = expert_alignment;
+            args.max_recv_rows = max_recv_rows;
+            e.route(args, dispatch_args(rows, topk_weights, num_tokens));
+          },
+          Unlocked())
+      .def("reuse",
+           [](Engine& e, Address plan, const std::vector<size_t>& bytes_per_row, bool has_weights) {
+             e.reuse(pointer<const int32_t>(plan), bytes_per_row, has_weights);
+           })
+      .def(
+          "stage",
+          [](Engine& e, const RowArrays& rows, Address topk_weights, int num_tokens) {
+            e.stage(dispatch_args(rows, topk_weights, num_tokens));
+          },
+          Unlocked())
+      .def("own_head", [](const Engine& e) { return view(e.own_head()); })
+      .def("incoming_head", [](const Engine& e, int node) { return view(e.incoming_head(node)); })
+      .def("head_arrived", &Engine::head_arrived)
+      .def(
+          "count",
+          [](Engine& e) {
+            const ep::Counts counts = e.count();
+            return std::make_pair(counts.num_rows, counts.plan_elements);
+          },
+          Unlocked())
+      .def(
+          "start_plan", [](Engine& e, Address plan) { e.start_plan(pointer<int32_t>(plan)); }, Unlocked())
+      .def("outgoing_lists", [](Engine& e, int node) { return view(e.outgoing_lists(node)); })
+      .def("incoming_lists", [](const Engine& e, int node) { return view(e.incoming_lists(node)); })
+      .def("lists_arrived", &Engine::lists_arrived)
+      .def("finish_plan", &Engine::finish_plan, Unlocked())
+      .def("counts_per_expert", &Engine::counts_per_expert)  // (true, padded)
+      .def("pack_payload",
+           [](Engine& e, int node, const RowArrays& rows, Address topk_weights,
+              int num_tokens) {
+             const ep::DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);
+             ep::Span span;
+             {
+               py::gil_scoped_release unlocked;
+               span = e.pack_payload(node, args);
+             }
+             return view(span);
+           })
+      .def("incoming_payload", [](const Engine& e, int node) { return view(e.incoming_payload(node)); })
+      .def("payload_arrived", &Engine::payload_arrived)
+      .def(
+          "clear_padding",
+          [](Engine& e, const std::vector<Address>& out, Address weights, Address topk_idx) {
+            e.clear_padding(pull_args(out, weights, topk_idx));
+          },
+          Unlocked())
+      .def(
+          "pull",
+          [](Engine& e, int node, const std::vector<Address>& out, Address weights, Address topk_idx) {
+            e.pull(node, pull_args(out, weights, topk_idx));
+          },
+          Unlocked())
+      .def(
+          "push",
+          [](Engine& e, int node, Address y, Address topk_weights) {
+            ep::CombineArgs args;
+            args.y = pointer<const char>(y);
+            args.topk_weights = pointer<const float>(topk_weights);
+            e.push(node, args);
+          },
+          Unlocked())
+      .def("reduce",
+           [](Engine& e, int node, bool has_weights) {
+             ep::Span span;
+             {
+               py::gil_scoped_release unlocked;
+               span = e.reduce(node, has_weights);
+             }
+             return view(span);
+           })
+      .def("incoming_sums", [](Engine& e, int node, bool has_weights) { return view(e.incoming_sums(node, has_weights)); })
+      .def(
+          "sum",
+          [](Engine& e, Address topk_weights, Address out, Address out_weights) {
+            ep::CombineArgs args;
+            args.topk_weights = pointer<const float>(topk_weights);
+            args.out = pointer<char>(out);
+            args.out_weights = pointer<float>(out_weights);
+            e.sum(args);
+          },
+          Unlocked())
+      .def("finish", &Engine::finish);
+
+  // out = rows[0] + rows[1] + ..., as in every combine; for tests of the rounding.
+  m.def("sum_rows", [](const std::vector<Address>& rows, Address out, size_t n, ep::DType dtype) {
+    std::vector<const char*> pointers;
+    for (Address row : rows) pointers.push_back(pointer<const char>(row));
+    ep::sum_rows(pointers.data(), static_cast<int>(pointers.size()), pointer<char>(out), n, dtype);
+  });
+}

@@ -1,0 +1,122 @@
+// The rows' way back: summed over a rank's experts, then over a node's ranks, then over the nodes. The order of
+// every sum and its one rounding are those of ep_dispatcher/reference.py.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/engine.h"
+#include "cpu/sum_rows.h"
+
+namespace ep {
+
+void Engine::push(int node, const CombineArgs& args) {
+  if (pushed_epoch_ != epoch_) wait_for(&Region::consumed, 0, "free slots", pushed_epoch_);
+  pushed_epoch_ = epoch_;
+  const int num_topk = config_.num_topk;
+  const size_t row_bytes = config_.row_bytes();
+  const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool has_weights = args.topk_weights != nullptr;
+  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different rail
+    const int local = (config_.local_rank + i) % config_.ranks_per_node;
+    const int source = config_.rank_at[node * config_.ranks_per_node + local];
+    const Slots& slots = from(source).slots;
+    const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
+#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
+    {
+      std::vector<const char*> rows(num_topk);
+#pragma omp for
+      for (int item = begin; item < end; ++item) {
+        const size_t slot = plan_.item_slot[item];
+        const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
+        const int num_rows = expert_layout ? end_copy - first_copy : 1;
+        for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.copy_row[first_copy + j] * row_bytes;
+        sum_rows(rows.data(), num_rows, slots.rows + slot * row_bytes, config_.hidden, config_.dtype);
+        if (!has_weights) continue;
+        float* weights = slots.weights + slot * num_topk;
+        std::fill_n(weights, num_topk, 0.0f);
+        for (int copy = first_copy; copy < end_copy; ++copy) {
+          const size_t row = plan_.copy_row[copy], k = plan_.copy_k[copy];
+          weights[k] = args.topk_weights[expert_layout ? row : row * num_topk + k];
+        }
+      }
+    }
+    traffic_.bytes_written[config_.rank_at[this->node() * config_.ranks_per_node + local]] +=
+        (end - begin) * (row_bytes + (has_weights ? config_.weights_bytes() : 0));
+  }
+  raise_flag(own().pushed[node], epoch_);
+}
+
+Span Engine::reduce(int node, bool has_weights) {
+  wait_for(&Region::pushed, node, "partial sums of another node's tokens");
+  check_agreement();
+  const int num_topk = config_.num_topk, num_rows = plan_.num_reduced_from(node);
+  const size_t row_bytes = config_.row_bytes();
+  const Slots& slots = own().from_node[node].slots;
+  const int32_t* slot_begin = plan_.slot_begin_of(node);
+  Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
+  char* const data = payload_out_[node].get();
+  const Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
+#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
+  {
+    std::vector<const char*> rows(config_.max_partials());
+#pragma omp for
+    for (int row = 0; row < num_rows; ++row) {
+      const size_t begin = slot_begin[row], num_slots = slot_begin[row + 1] - begin;
+      for (size_t j = 0; j < num_slots; ++j) rows[j] = slots.rows + (begin + j) * row_bytes;
+      sum_rows(rows.data(), static_cast<int>(num_slots), sums.rows[0] + row * row_bytes, config_.hidden, config_.dtype);
+      if (!has_weights) continue;
+      float* weights = sums.weights + static_cast<size_t>(row) * num_topk;
+      std::fill_n(weights, num_topk, 0.0f);
+      for (size_t j = 0; j < num_slots; ++j)  // only one slot is not 0 in any column: no rounding
+        for (int k = 0; k < num_topk; ++k) weights[k] += slots.weights[(begin + j) * num_topk + k];
+    }
+  }
+  return {data, num_rows ? c.size() : 0};
+}
+
+Span Engine::incoming_sums(int node, bool has_weights) {
+  char* const data = scratch(sums_in_, node, max_payload_bytes(config_));
+  Cursor c(data);
+  carve_payload(c, config_, {config_.row_bytes()}, has_weights, plan_.sent_rows[node]);
+  return {data, plan_.sent_rows[node] ? c.size() : 0};
+}
+
+void Engine::sum(const CombineArgs& args) {
+  wait_for(&Region::pushed, node(), "partial sums");
+  check_agreement();
+  const bool has_weights = args.topk_weights != nullptr;
+  const int num_topk = config_.num_topk, num_tokens = plan_.fixed->num_tokens;
+  const size_t row_bytes = config_.row_bytes();
+  const Slots& slots = own().from_node[node()].slots;
+  const int32_t* slot_begin = plan_.slot_begin_of(node());
+  std::vector<Payload> from_node;
+  for (int m = 0; m < config_.num_nodes; ++m) {
+    Cursor c(sums_in_[m].get());
+    from_node.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.sent_rows[m]));
+  }
+#pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
+  {
+    std::vector<const char*> rows(config_.max_partials() + config_.num_nodes);
+#pragma omp for
+    for (int t = 0; t < num_tokens; ++t) {
+      float* weights = has_weights ? args.out_weights + static_cast<size_t>(t) * num_topk : nullptr;
+      if (weights) std::fill_n(weights, num_topk, 0.0f);
+      int n = 0;
+      const auto add = [&](const char* row, const float* row_weights) {
+        rows[n++] = row;
+        for (int k = 0; weights && k < num_topk; ++k) weights[k] += row_weights[k];
+      };
+      for (int m = 0; m < config_.num_nodes; ++m) {
+        if (m == node()) {
+          for (size_t slot = slot_begin[t]; slot < static_cast<size_t>(slot_begin[t + 1]); ++slot)
+            add(slots.rows + slot * row_bytes, slots.weights + slot * num_topk);
+        } else if (const int row = plan_.sent_row[static_cast<size_t>(m) * num_tokens + t]; row >= 0) {
+          const Payload& sums = from_node[m];
+          add(sums.rows[0] + row * row_bytes, has_weights ? sums.weights + size_t(row) * num_topk : nullptr);
+        }
+      }
+      sum_rows(rows.data(), n, args.out + t * row_bytes, config_.hidden, config_.dtype);
+    }
+  }
+}
+
+}  // namespace ep

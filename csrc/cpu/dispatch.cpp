@@ -1,0 +1,116 @@
+// The rows' way out: staged by their source, forwarded once per node over the rail, pulled into their final place.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/engine.h"
+
+namespace ep {
+
+Payload Engine::payload_of(int source) const {
+  Cursor c(from(source).payload);
+  return carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.payload_rows[source]);
+}
+
+void Engine::stage(const DispatchArgs& args) {
+  if (staged_epoch_ != epoch_) wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
+  staged_epoch_ = epoch_;
+  Cursor c(own().from_node[node()].payload);
+  const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, args.num_tokens);
+  for (size_t i = 0; i < args.rows.size(); ++i) {
+    const size_t bytes = args.rows[i].bytes_per_row;
+#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
+    for (int t = 0; t < args.num_tokens; ++t)
+      std::memcpy(payload.rows[i] + t * bytes, args.rows[i].data + t * bytes, bytes);
+  }
+  if (has_weights_) std::memcpy(payload.weights, args.topk_weights, args.num_tokens * config_.weights_bytes());
+  raise_flag(own().staged[node()], epoch_);
+}
+
+Span Engine::pack_payload(int node, const DispatchArgs& args) {
+  Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
+  char* const data = payload_out_[node].get();
+  const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.sent_rows[node]);
+  const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
+#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
+  for (int t = 0; t < args.num_tokens; ++t) {
+    const size_t to = sent_row[t], from = t;
+    if (sent_row[t] < 0) continue;
+    for (size_t i = 0; i < args.rows.size(); ++i) {
+      const size_t bytes = args.rows[i].bytes_per_row;
+      std::memcpy(payload.rows[i] + to * bytes, args.rows[i].data + from * bytes, bytes);
+    }
+    if (has_weights_)
+      std::memcpy(payload.weights + to * config_.num_topk, args.topk_weights + from * config_.num_topk,
+                  config_.weights_bytes());
+  }
+  return {data, plan_.sent_rows[node] ? c.size() : 0};
+}
+
+Span Engine::incoming_payload(int node) const {
+  const int source = config_.rank_at[node * config_.ranks_per_node + config_.local_rank];
+  Cursor c;
+  carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.payload_rows[source]);
+  return {own().from_node[node].payload, plan_.payload_rows[source] ? c.size() : 0};
+}
+
+void Engine::payload_arrived(int node) { raise_flag(own().staged[node], epoch_); }
+
+void Engine::clear_padding(const PullArgs& args) {
+  const Plan::Fixed& fixed = *plan_.fixed;
+  const bool expert_layout = fixed.layout == static_cast<int32_t>(Layout::kExpert);
+  const auto clear = [&](size_t begin, size_t end) {
+    for (size_t i = 0; i < args.out.size(); ++i)
+      std::memset(args.out[i] + begin * bytes_per_row_[i], 0, (end - begin) * bytes_per_row_[i]);
+    if (expert_layout && args.out_weights) std::fill(args.out_weights + begin, args.out_weights + end, 0.0f);
+  };
+  size_t row = 0;
+  if (expert_layout) {
+    for (int e = 0; e < num_experts_local(); ++e) {
+      clear(row + plan_.tokens_per_expert[e], row + plan_.rows_per_expert[e]);
+      row += plan_.rows_per_expert[e];
+    }
+  } else {
+    const size_t entries = static_cast<size_t>(fixed.num_rows) * config_.num_topk;
+    if (args.out_weights) std::fill_n(args.out_weights, entries, 0.0f);
+    if (args.out_topk_idx) std::fill_n(args.out_topk_idx, entries, int64_t{-1});
+    row = fixed.num_items;
+  }
+  clear(row, fixed.num_rows);
+}
+
+void Engine::pull(int node, const PullArgs& args) {
+  wait_for(&Region::staged, node, "rows");
+  check_agreement();
+  const int num_topk = config_.num_topk;
+  const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
+  size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;
+  for (size_t bytes : bytes_per_row_) item_bytes += bytes;
+  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different source
+    const int local = (config_.local_rank + i) % config_.ranks_per_node;
+    const int source = config_.rank_at[node * config_.ranks_per_node + local];
+    const Payload payload = payload_of(source);
+    const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
+#pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
+    for (int item = begin; item < end; ++item) {
+      const size_t from = plan_.item_row[item];
+      const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
+      const int end_row = expert_layout ? end_copy : first_copy + 1;  // rank layout: one row for all copies
+      for (size_t r = 0; r < args.out.size(); ++r) {
+        const size_t bytes = bytes_per_row_[r];
+        for (int copy = first_copy; copy < end_row; ++copy)
+          std::memcpy(args.out[r] + plan_.copy_row[copy] * bytes, payload.rows[r] + from * bytes, bytes);
+      }
+      for (int copy = first_copy; copy < end_copy; ++copy) {
+        const size_t row = plan_.copy_row[copy], entry = row * num_topk + plan_.copy_k[copy];
+        if (args.out_weights)
+          args.out_weights[expert_layout ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
+        if (args.out_topk_idx) args.out_topk_idx[entry] = plan_.copy_expert[copy];
+      }
+    }
+    traffic_.bytes_read[config_.rank_at[this->node() * config_.ranks_per_node + local]] += (end - begin) * item_bytes;
+  }
+}
+
+void Engine::finish() { raise_flag(own().consumed[0], epoch_); }
+
+}  // namespace ep

@@ -1,0 +1,289 @@
+// From a routing to a plan: the source lists who gets which row, the receivers place the rows by prefix sums.
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "cpu/engine.h"
+
+namespace ep {
+namespace {
+
+struct Choice {
+  int32_t expert, k;
+};
+
+// The experts of one token in ascending order; -1 entries are left out.
+int sorted_choices(const int64_t* topk_idx, int num_topk, Choice* choices) {
+  int n = 0;
+  for (int k = 0; k < num_topk; ++k) {
+    const int32_t expert = static_cast<int32_t>(topk_idx[k]);
+    if (expert < 0) continue;
+    int i = n++;
+    for (; i > 0 && choices[i - 1].expert > expert; --i) choices[i] = choices[i - 1];
+    choices[i] = {expert, k};
+  }
+  return n;
+}
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, int num_topk, int num_experts) {
+  for (int t = 0; t < num_tokens; ++t) {
+    const int64_t* row = topk_idx + static_cast<size_t>(t) * num_topk;
+    for (int k = 0; k < num_topk; ++k) {
+      if (row[k] == -1) continue;
+      if (row[k] < -1 || row[k] >= num_experts) return BadEntry{t, k, row[k], false};
+      if (std::find(row, row + k, row[k]) != row + k) return BadEntry{t, k, row[k], true};
+    }
+  }
+  return std::nullopt;
+}
+
+// Two passes over the routing: the first counts, which gives every list its place; the second fills the lists.
+void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
+  wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
+  staged_epoch_ = epoch_;
+  std::vector<size_t> bytes_per_row;
+  for (const Rows& rows : payload.rows) bytes_per_row.push_back(rows.bytes_per_row);
+  announce(epoch_, bytes_per_row, payload.topk_weights != nullptr);
+
+  const int num_nodes = config_.num_nodes, per_node = config_.ranks_per_node;
+  const Head& head = own().from_node[node()].head;
+  *head.fixed = {};
+  head.fixed->layout = static_cast<int32_t>(args.layout);
+  head.fixed->expert_alignment = args.expert_alignment;
+  head.fixed->max_recv_rows = args.max_recv_rows;
+  head.fixed->has_weights = payload.topk_weights != nullptr;
+  head.fixed->num_tokens = args.num_tokens;
+  head.fixed->num_row_arrays = static_cast<int32_t>(payload.rows.size());
+  for (size_t i = 0; i < bytes_per_row.size(); ++i) head.fixed->bytes_per_row[i] = bytes_per_row[i];
+  std::fill_n(head.node_tokens, num_nodes, 0);
+  std::fill_n(head.rank_tokens, config_.num_ranks(), 0);
+  std::fill_n(head.expert_tokens, config_.num_experts, 0);
+
+  std::vector<Choice> choices(config_.num_topk);
+  std::vector<int> last_token_to_rank(config_.num_ranks(), -1), last_token_to_node(num_nodes, -1);
+  for (int t = 0; t < args.num_tokens; ++t) {
+    for (int k = 0; k < config_.num_topk; ++k) {
+      const int64_t expert = args.topk_idx[static_cast<size_t>(t) * config_.num_topk + k];
+      if (expert < 0) continue;
+      const int rank = static_cast<int>(expert) / num_experts_local();
+      head.expert_tokens[expert]++;
+      if (std::exchange(last_token_to_rank[rank], t) != t) head.rank_tokens[rank]++;
+      if (std::exchange(last_token_to_node[node_of_[rank]], t) != t) head.node_tokens[node_of_[rank]]++;
+    }
+  }
+  head.node_tokens[node()] = args.num_tokens;  // its own node reads the tokens where they are
+
+  struct Cursors {  // of one node's lists
+    Lists lists;
+    int32_t num_rows = 0, num_slots = 0;
+    std::vector<int32_t> num_items, num_copies;
+  };
+  std::vector<Cursors> to(num_nodes);
+  for (int m = 0; m < num_nodes; ++m) {
+    Cursor c(m == node() ? own().from_node[m].lists : scratch(lists_out_, m, max_lists_bytes(config_)));
+    to[m].lists = carve_lists(c, config_, head, m);
+    to[m].num_items.assign(per_node, 0);
+    to[m].num_copies.assign(per_node, 0);
+    to[m].lists.slot_begin[0] = 0;
+  }
+  for (int t = 0; t < args.num_tokens; ++t) {
+    const int64_t* row = args.topk_idx + static_cast<size_t>(t) * config_.num_topk;
+    const int n = sorted_choices(row, config_.num_topk, choices.data());
+    for (int i = 0; i < n;) {
+      const int rank = choices[i].expert / num_experts_local(), local = local_of_[rank];
+      Cursors& cursors = to[node_of_[rank]];
+      Lists::OfRank& of = cursors.lists.of_rank[local];
+      const int item = cursors.num_items[local]++;
+      of.row[item] = cursors.num_rows;
+      of.slot[item] = cursors.num_slots++;
+      of.copy_begin[item] = cursors.num_copies[local];
+      for (; i < n && choices[i].expert / num_experts_local() == rank; ++i) {
+        const int copy = cursors.num_copies[local]++;
+        of.expert[copy] = choices[i].expert - rank * num_experts_local();
+        of.k[copy] = choices[i].k;
+      }
+    }
+    for (int m = 0; m < num_nodes; ++m) {
+      Cursors& cursors = to[m];
+      const bool goes_there = cursors.num_slots != cursors.lists.slot_begin[cursors.num_rows];
+      if (m == node() || goes_there) cursors.lists.slot_begin[++cursors.num_rows] = cursors.num_slots;
+    }
+  }
+  for (Cursors& cursors : to)
+    for (int local = 0; local < per_node; ++local)
+      cursors.lists.of_rank[local].copy_begin[cursors.num_items[local]] = cursors.num_copies[local];
+  topk_idx_ = args.topk_idx;
+  raise_flag(own().headed[node()], epoch_);
+  raise_flag(own().listed[node()], epoch_);
+}
+
+Span Engine::own_head() const { return incoming_head(node()); }
+
+Span Engine::incoming_head(int node) const {
+  char* data = reinterpret_cast<char*>(own().from_node[node].head.fixed);
+  Cursor c;
+  carve_head(c, config_);
+  return {data, c.size()};
+}
+
+void Engine::head_arrived(int node) { raise_flag(own().headed[node], epoch_); }
+
+Counts Engine::count() {
+  for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::headed, m, "counts");
+  const Head::Fixed& mine = *own().from_node[node()].head.fixed;
+  const int experts = num_experts_local();
+  std::ostringstream too_small;
+  for (int source = 0; source < config_.num_ranks(); ++source) {
+    const Head::Fixed& theirs = *from(source).head.fixed;
+    const auto check = [&](const char* argument, int64_t given, int64_t ours) {
+      if (given == ours) return;
+      std::ostringstream message;
+      message << argument << ": rank " << source << " gave " << given << ", rank " << config_.rank << " gave " << ours
+              << "; all ranks must give the same";
+      throw std::invalid_argument(message.str());
+    };
+    check("layout (0 rank, 1 expert)", theirs.layout, mine.layout);
+    check("expert_alignment", theirs.expert_alignment, mine.expert_alignment);
+    check("topk_weights (0 None, 1 given)", theirs.has_weights, mine.has_weights);
+    check("x (bytes of a row)", theirs.bytes_per_row[0], mine.bytes_per_row[0]);
+    check("x (bytes of a row's scales)", theirs.bytes_per_row[1], mine.bytes_per_row[1]);
+  }
+
+  counted_ = {};
+  for (int rank = 0; rank < config_.num_ranks(); ++rank) {  // every rank finds every rank's overflow
+    int64_t items = 0, copies = 0, padded = 0;
+    for (int source = 0; source < config_.num_ranks(); ++source) items += from(source).head.rank_tokens[rank];
+    for (int e = rank * experts; e < (rank + 1) * experts; ++e) {
+      int64_t tokens = 0;
+      for (int source = 0; source < config_.num_ranks(); ++source) tokens += from(source).head.expert_tokens[e];
+      copies += tokens;
+      padded += round_up(tokens, mine.expert_alignment);
+    }
+    const int64_t needed = mine.layout == static_cast<int32_t>(Layout::kExpert) ? padded : items;
+    const int64_t given = from(rank).head.fixed->max_recv_rows;
+    if (needed > INT32_MAX) throw std::overflow_error("a rank receives more than 2^31 rows in one dispatch");
+    if (given >= 0 && needed > given)
+      too_small << (too_small.tellp() ? "; " : "") << "rank " << rank << " needs " << needed << " rows, given "
+                << given;
+    if (rank != config_.rank) continue;
+    counted_.num_items = static_cast<int32_t>(items);
+    counted_.num_copies = static_cast<int32_t>(copies);
+    counted_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
+  }
+  if (too_small.tellp()) throw std::invalid_argument("max_recv_rows: too small: " + too_small.str());
+
+  counted_.magic = Plan::kMagic;
+  counted_.plan_id = static_cast<int32_t>(epoch_);
+  counted_.buffer_uid = buffer_uid_;
+  counted_.layout = mine.layout;
+  counted_.expert_alignment = mine.expert_alignment;
+  counted_.num_tokens = mine.num_tokens;
+  for (int m = 0; m < config_.num_nodes; ++m)
+    counted_.num_reduced += own().from_node[m].head.node_tokens[node()];
+  Cursor c;
+  carve_plan(c, config_, &counted_);
+  return {counted_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
+}
+
+Span Engine::outgoing_lists(int node) {
+  Cursor c;
+  carve_lists(c, config_, own().from_node[this->node()].head, node);
+  return {lists_out_[node].get(), c.size()};
+}
+
+Span Engine::incoming_lists(int node) const {
+  const FromNode& source = own().from_node[node];
+  Cursor c;
+  carve_lists(c, config_, source.head, this->node());
+  return {source.lists, c.size()};
+}
+
+void Engine::lists_arrived(int node) { raise_flag(own().listed[node], epoch_); }
+
+void Engine::start_plan(int32_t* block) {
+  Cursor c(block);
+  plan_ = carve_plan(c, config_, &counted_);
+  *plan_.fixed = counted_;
+  const int num_nodes = config_.num_nodes, experts = num_experts_local();
+  for (int source = 0; source < config_.num_ranks(); ++source)
+    plan_.payload_rows[source] = from(source).head.node_tokens[node()];
+  std::copy_n(own().from_node[node()].head.node_tokens, num_nodes, plan_.sent_rows);
+  plan_.sent_rows[node()] = 0;
+  std::vector<int32_t> sent(num_nodes, 0);
+  std::fill_n(plan_.sent_row, static_cast<size_t>(num_nodes) * counted_.num_tokens, -1);
+  for (int t = 0; t < counted_.num_tokens; ++t) {
+    for (int k = 0; k < config_.num_topk; ++k) {
+      const int64_t expert = topk_idx_[static_cast<size_t>(t) * config_.num_topk + k];
+      const int m = expert < 0 ? node() : node_of_[expert / experts];
+      int32_t& row = plan_.sent_row[static_cast<size_t>(m) * counted_.num_tokens + t];
+      if (m != node() && row < 0) row = sent[m]++;
+    }
+  }
+}
+
+void Engine::finish_plan() {
+  for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::listed, m, "lists");
+  const int num_ranks = config_.num_ranks(), experts = num_experts_local(), first = config_.rank * experts;
+  std::vector<int32_t> next_row(experts);  // of each expert's group
+  int32_t group = 0;
+  for (int e = 0; e < experts; ++e) {
+    int32_t tokens = 0;
+    for (int source = 0; source < num_ranks; ++source) tokens += from(source).head.expert_tokens[first + e];
+    plan_.tokens_per_expert[e] = tokens;
+    plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, counted_.expert_alignment));
+    next_row[e] = group;
+    group += plan_.rows_per_expert[e];
+  }
+
+  const bool expert_layout = counted_.layout == static_cast<int32_t>(Layout::kExpert);
+  int32_t item = 0, copy = 0;
+  for (int source = 0; source < num_ranks; ++source) {
+    Cursor c(from(source).lists);
+    const Lists lists = carve_lists(c, config_, from(source).head, node());
+    const Lists::OfRank& of = lists.of_rank[config_.local_rank];
+    plan_.item_begin[source] = item;
+    std::copy_n(of.row, of.num_items, plan_.item_row + item);
+    std::copy_n(of.slot, of.num_items, plan_.item_slot + item);
+    std::copy_n(of.expert, of.num_copies, plan_.copy_expert + copy);
+    std::copy_n(of.k, of.num_copies, plan_.copy_k + copy);
+    for (int i = 0; i < of.num_items; ++i, ++item) {
+      plan_.copy_begin[item] = copy;
+      for (int n = of.copy_begin[i + 1] - of.copy_begin[i]; n > 0; --n, ++copy)
+        plan_.copy_row[copy] = expert_layout ? next_row[plan_.copy_expert[copy]]++ : item;
+    }
+  }
+  plan_.item_begin[num_ranks] = item;
+  plan_.copy_begin[item] = copy;
+
+  int32_t reduced = 0;  // on the way back, the tokens of its rail meet on this rank
+  for (int m = 0; m < config_.num_nodes; ++m) {
+    const FromNode& source = own().from_node[m];
+    const int32_t rows = source.head.node_tokens[node()];
+    plan_.reduced_begin[m] = reduced;
+    Cursor c(source.lists);
+    std::copy_n(carve_lists(c, config_, source.head, node()).slot_begin, rows + 1, plan_.slot_begin + reduced + m);
+    reduced += rows;
+  }
+  plan_.reduced_begin[config_.num_nodes] = reduced;
+}
+
+std::pair<std::vector<int64_t>, std::vector<int64_t>> Engine::counts_per_expert() const {
+  const int n = num_experts_local();
+  return {{plan_.tokens_per_expert, plan_.tokens_per_expert + n}, {plan_.rows_per_expert, plan_.rows_per_expert + n}};
+}
+
+void Engine::reuse(const int32_t* block, const std::vector<size_t>& bytes_per_row, bool has_weights) {
+  const Plan plan = read_plan(config_, block);
+  if (plan.fixed->magic != Plan::kMagic || plan.fixed->buffer_uid != buffer_uid_)
+    throw std::invalid_argument("handle: made by another buffer; a handle belongs to the buffer that made it");
+  plan_ = plan;
+  announce(static_cast<uint32_t>(plan.fixed->plan_id), bytes_per_row, has_weights);
+}
+
+}  // namespace ep

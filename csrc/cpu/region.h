@@ -1,0 +1,150 @@
+// What every rank keeps in shared memory, and the views of it. All offsets come from the carve functions.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "common/args.h"
+#include "common/layout.h"
+#include "cpu/flags.h"
+
+namespace ep {
+
+// The parameters of one dispatch and the counts of one source rank: what every rank needs from every rank.
+struct Head {
+  struct Fixed {
+    int32_t layout, expert_alignment, max_recv_rows, has_weights, num_tokens, num_row_arrays;
+    int64_t bytes_per_row[2];
+  };
+  Fixed* fixed;
+  int32_t* node_tokens;    // [num_nodes] tokens that go to a node; on the source's own node all tokens
+  int32_t* rank_tokens;    // [num_ranks] tokens that go to a rank
+  int32_t* expert_tokens;  // [num_experts] tokens that go to an expert
+};
+
+inline Head carve_head(Cursor& c, const Config& config) {
+  Head head;
+  head.fixed = c.take<Head::Fixed>(1);
+  head.node_tokens = c.take<int32_t>(config.num_nodes);
+  head.rank_tokens = c.take<int32_t>(config.num_ranks());
+  head.expert_tokens = c.take<int32_t>(config.num_experts);
+  return head;
+}
+
+// For one source rank and one receiving node: which row goes where. An item is a (row, rank of the node), a copy
+// is one local expert of an item; items are in the order of the source's tokens, copies ascend by expert.
+struct Lists {
+  struct OfRank {
+    int32_t num_items, num_copies;
+    int32_t* row;         // [num_items] row of the message
+    int32_t* slot;        // [num_items] slot of the partial sum on the way back
+    int32_t* copy_begin;  // [num_items + 1]
+    int32_t* expert;      // [num_copies] local expert
+    int32_t* k;           // [num_copies] column of topk_idx
+  };
+  int32_t* slot_begin;  // [node_tokens + 1] slots of a row
+  std::vector<OfRank> of_rank;
+};
+
+inline Lists carve_lists(Cursor& c, const Config& config, const Head& head, int node) {
+  Lists lists;
+  lists.slot_begin = c.take<int32_t>(head.node_tokens[node] + 1);
+  for (int local = 0; local < config.ranks_per_node; ++local) {
+    const int rank = config.rank_at[node * config.ranks_per_node + local];
+    const int experts = config.num_local_experts();
+    Lists::OfRank of;
+    of.num_items = head.rank_tokens[rank];
+    of.num_copies = 0;
+    for (int e = 0; e < experts; ++e) of.num_copies += head.expert_tokens[rank * experts + e];
+    of.row = c.take<int32_t>(of.num_items);
+    of.slot = c.take<int32_t>(of.num_items);
+    of.copy_begin = c.take<int32_t>(of.num_items + 1);
+    of.expert = c.take<int32_t>(of.num_copies);
+    of.k = c.take<int32_t>(of.num_copies);
+    lists.of_rank.push_back(of);
+  }
+  return lists;
+}
+
+inline size_t max_lists_bytes(const Config& config) {
+  // Every token to every rank of the node that its top-k can reach, and the padding of each array.
+  const size_t tokens = config.max_tokens, items = tokens * config.max_partials(), copies = tokens * config.num_topk;
+  const size_t arrays = 1 + 5 * static_cast<size_t>(config.ranks_per_node);
+  return (tokens + 3 * items + 2 * copies + arrays) * sizeof(int32_t) + arrays * Cursor::kAlignment;
+}
+
+// The rows of one source rank for one node, as they travel.
+struct Payload {
+  std::vector<char*> rows;  // each [num_rows, bytes_per_row]
+  float* weights;           // [num_rows, num_topk], or null
+};
+
+inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<size_t>& bytes_per_row,
+                             bool has_weights, size_t num_rows) {
+  Payload payload;
+  for (size_t bytes : bytes_per_row) payload.rows.push_back(c.take<char>(num_rows * bytes));
+  payload.weights = has_weights ? c.take<float>(num_rows * config.num_topk) : nullptr;
+  return payload;
+}
+
+inline size_t max_payload_bytes(const Config& config) {
+  // float8 rows with scales take 1 + 4/128 bytes an element, the rows of every dtype 2 or more.
+  return config.max_tokens * (config.row_bytes() + config.weights_bytes()) + 3 * Cursor::kAlignment;
+}
+
+// Where the partial sums of one source rank's tokens meet.
+struct Slots {
+  char* rows;      // [max_tokens * max_partials, row_bytes]
+  float* weights;  // [max_tokens * max_partials, num_topk]
+};
+
+// What a rank holds for the source on its own rail of one node (for its own node: itself).
+struct FromNode {
+  Head head;
+  char* lists;    // max_lists_bytes
+  char* payload;  // max_payload_bytes
+  Slots slots;
+};
+
+// What a rank does in an epoch; its peers compare it with what they do. Two, because a peer can be one epoch ahead.
+struct Operation {
+  uint32_t plan_id;
+  uint32_t has_weights;
+  uint64_t bytes_per_row[2];
+};
+
+// The shared memory of one rank, in full.
+struct Region {
+  Flag* gave_up;         // not 0 once this rank has given up on this buffer
+  Operation* operation;  // [2] by the parity of the epoch
+  Flag* headed;    // [num_nodes] the head from this node is here
+  Flag* listed;    // [num_nodes] the lists from this node are here
+  Flag* staged;    // [num_nodes] the rows from this node are here
+  Flag* pushed;    // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
+  Flag* consumed;  // this rank has read all that it reads in this epoch
+  std::vector<FromNode> from_node;
+};
+
+inline Region carve_region(Cursor& c, const Config& config) {
+  Region region;
+  region.gave_up = c.take<Flag>(1);
+  region.operation = c.take<Operation>(2);
+  region.headed = c.take<Flag>(config.num_nodes);
+  region.listed = c.take<Flag>(config.num_nodes);
+  region.staged = c.take<Flag>(config.num_nodes);
+  region.pushed = c.take<Flag>(config.num_nodes);
+  region.consumed = c.take<Flag>(1);
+  const size_t slots = static_cast<size_t>(config.max_tokens) * config.max_partials();
+  for (int node = 0; node < config.num_nodes; ++node) {
+    FromNode from;
+    from.head = carve_head(c, config);
+    from.lists = c.take<char>(max_lists_bytes(config));
+    from.payload = c.take<char>(max_payload_bytes(config));
+    from.slots.rows = c.take<char>(slots * config.row_bytes());
+    from.slots.weights = c.take<float>(slots * config.num_topk);
+    region.from_node.push_back(from);
+  }
+  return region;
+}
+
+}  // namespace ep

@@ -1,0 +1,68 @@
+#include "cpu/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace ep {
+namespace {
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::runtime_error("shared memory: " + what + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) {
+    const int error = errno;
+    close_fd();
+    errno = error;
+    fail("cannot map " + std::to_string(bytes) + " bytes");
+  }
+  data_ = static_cast<char*>(data);
+  madvise(data, bytes, MADV_HUGEPAGE);  // fewer page faults; a system without huge pages loses nothing
+}
+
+SharedMemory SharedMemory::create(size_t bytes) {
+  const int fd = memfd_create("ep_dispatcher", MFD_CLOEXEC);
+  if (fd < 0) fail("memfd_create");
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    const int error = errno;
+    close(fd);
+    errno = error;
+    fail("cannot reserve " + std::to_string(bytes) + " bytes");
+  }
+  return SharedMemory(fd, bytes);
+}
+
+SharedMemory SharedMemory::attach(int pid, int fd, size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) fail("cannot open " + path);
+  SharedMemory memory(opened, bytes);
+  memory.close_fd();
+  return memory;
+}
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+
+SharedMemory::~SharedMemory() {
+  if (data_) munmap(data_, bytes_);
+  close_fd();
+}
+
+void SharedMemory::close_fd() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+}  // namespace ep

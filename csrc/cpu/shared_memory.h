@@ -1,0 +1,29 @@
+// Memory that the ranks of one node share. It has no name in any file system, so nothing is left behind,
+// however a rank ends.
+#pragma once
+#include <cstddef>
+
+namespace ep {
+
+class SharedMemory {
+ public:
+  static SharedMemory create(size_t bytes);                   // zero-filled; pages are committed when touched
+  static SharedMemory attach(int pid, int fd, size_t bytes);  // what process `pid` created and holds as `fd`
+
+  SharedMemory(SharedMemory&& other) noexcept;
+  SharedMemory& operator=(SharedMemory&&) = delete;
+  ~SharedMemory();
+
+  char* data() const { return data_; }
+  size_t size() const { return bytes_; }
+  int fd() const { return fd_; }
+  void close_fd();  // once every peer has attached
+
+ private:
+  SharedMemory(int fd, size_t bytes);
+  int fd_;
+  size_t bytes_;
+  char* data_;
+};
+
+}  // namespace ep

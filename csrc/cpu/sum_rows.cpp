@@ -1,0 +1,113 @@
+#include "cpu/sum_rows.h"
+
+#include <cstdint>
+#include <cstring>
+
+// One build runs everywhere and still uses the wide registers where there are some.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define EP_SIMD __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define EP_SIMD
+#endif
+
+namespace ep {
+namespace {
+
+inline uint32_t bits_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof(u));
+  return u;
+}
+
+inline float float_of(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, sizeof(x));
+  return x;
+}
+
+struct Float32 {
+  using Storage = float;
+  static inline float load(float x) { return x; }
+  static inline float round(float x) { return x; }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static inline float load(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+  static inline uint16_t round(float x) {  // to nearest, ties to even
+    const uint32_t u = bits_of(x);
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  }
+};
+
+struct Float16 {
+  using Storage = uint16_t;
+  static inline float load(uint16_t h) {
+    const uint32_t magnitude = static_cast<uint32_t>(h & 0x7fffu) << 13;
+    const uint32_t exponent = magnitude & (0x7c00u << 13);
+    const uint32_t normal = magnitude + ((127u - 15u) << 23);
+    const uint32_t special = normal + ((128u - 16u) << 23);  // infinity, NaN
+    // A subnormal: 2^-14 * (1 + fraction) - 2^-14.
+    const uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23));
+    const uint32_t u = exponent == 0 ? subnormal : exponent == (0x7c00u << 13) ? special : normal;
+    return float_of(u | static_cast<uint32_t>(h & 0x8000u) << 16);
+  }
+  static inline uint16_t round(float x) {  // to nearest, ties to even
+    const uint32_t bits = bits_of(x), sign = bits & 0x80000000u, u = bits ^ sign;
+    // Below 2^-14 the float adder itself rounds to multiples of 2^-24, when 0.5 is added.
+    const uint32_t subnormal = bits_of(float_of(u) + 0.5f) - bits_of(0.5f);
+    const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
+    const uint32_t infinite = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t h = u >= (143u << 23) ? infinite : u < (113u << 23) ? subnormal : normal;
+    return static_cast<uint16_t>(h | sign >> 16);
+  }
+};
+
+constexpr size_t kBlock = 512;  // the float32 sums of a block stay in the first-level cache
+
+template <class T>
+__attribute__((always_inline)) inline void sum(const char* const* rows, int num_rows, char* out, size_t n) {
+  using Storage = typename T::Storage;
+  float total[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t count = n - begin < kBlock ? n - begin : kBlock;
+    const Storage* first = reinterpret_cast<const Storage*>(rows[0]) + begin;
+    for (size_t i = 0; i < count; ++i) total[i] = T::load(first[i]);
+    for (int r = 1; r < num_rows; ++r) {
+      const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
+      for (size_t i = 0; i < count; ++i) total[i] += T::load(row[i]);
+    }
+    Storage* to = reinterpret_cast<Storage*>(out) + begin;
+    for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
+  }
+}
+
+EP_SIMD void sum_float32(const char* const* rows, int num_rows, char* out, size_t n) {
+  sum<Float32>(rows, num_rows, out, n);
+}
+EP_SIMD void sum_bfloat16(const char* const* rows, int num_rows, char* out, size_t n) {
+  sum<BFloat16>(rows, num_rows, out, n);
+}
+EP_SIMD void sum_float16(const char* const* rows, int num_rows, char* out, size_t n) {
+  sum<Float16>(rows, num_rows, out, n);
+}
+
+}  // namespace
+
+void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype) {
+  if (num_rows < 2) {
+    if (num_rows == 0)
+      std::memset(out, 0, n * size_of(dtype));
+    else
+      std::memcpy(out, rows[0], n * size_of(dtype));
+  } else if (dtype == DType::kFloat32) {
+    sum_float32(rows, num_rows, out, n);
+  } else if (dtype == DType::kBFloat16) {
+    sum_bfloat16(rows, num_rows, out, n);
+  } else {
+    sum_float16(rows, num_rows, out, n);
+  }
+}
+
+}  // namespace ep

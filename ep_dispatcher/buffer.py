@@ -1,0 +1,330 @@
+"""Buffer: the memory, the connections and the two operations of one expert-parallel group."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup
+
+from ep_dispatcher import checks, engines, envs
+from ep_dispatcher._version import __version__
+from ep_dispatcher.engines import EngineConfig
+from ep_dispatcher.handle import CombineOutput, CompletedEvent, DispatchOutput, Handle
+from ep_dispatcher.quantize import QuantizedRows, quantize as quantize_rows
+from ep_dispatcher.topology import Topology, host_id
+
+_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+
+
+def find_buffer(buffer_id: int) -> Buffer:
+    """The living buffer with this id; ValueError when there is none."""
+    buffer = _buffers.get(buffer_id)
+    if buffer is None:
+        raise ValueError(f"buffer: given one that is gone (id {buffer_id}), allowed: a buffer that still exists")
+    return buffer
+
+
+class Buffer:
+    """Brings tokens to the ranks of their experts and the results back.
+
+        with ep.Buffer(group, hidden=7168, num_experts=256, num_topk=8, max_tokens_per_rank=4096) as buffer:
+            out = buffer.dispatch(x, topk_idx, topk_weights)      # out.x: one row per (token, local expert)
+            y = experts(out.x, out.rows_per_expert) * out.topk_weights[:, None]
+            res = buffer.combine(y, out.handle)                   # res.x: one row per token again
+
+    Making and destroying a buffer is collective, and every operation is called by all ranks of the group in the same
+    order. ``ep.dispatch`` and ``ep.combine`` are the same operations with gradients.
+
+    group                torch.distributed process group, or None for the default group; its ranks own
+                         ``num_experts / num_ranks`` consecutive experts each
+    hidden               elements of a row; a row must be a multiple of 16 bytes
+    num_experts          of all ranks together
+    num_topk             columns of topk_idx, at most 32
+    max_tokens_per_rank  the most tokens that a rank brings to one dispatch
+    dtype                torch.bfloat16, torch.float16 or torch.float32
+    engine               "cpu" or "auto"; the default "auto" reads EP_DISPATCHER_ENGINE
+    ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of so
+                         many consecutive ranks, also several on one host (virtual nodes)
+    timeout_s            limit of every operation in seconds; None: EP_DISPATCHER_TIMEOUT_S, which is 100 by default
+    num_sms              for GPU engines; the CPU engine takes no notice
+
+    Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        max_tokens_per_rank: int,
+        dtype: torch.dtype = torch.bfloat16,
+        engine: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout_s: float | None = None,
+        num_sms: int | None = None,
+    ):
+        self._engine = None
+        if not dist.is_initialized():
+            raise ValueError("group: torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        group = group if group is not None else dist.group.WORLD
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group: this process is not a member of the group given")
+
+        def own_config() -> dict[str, Any]:
+            name = engines.choose(envs.engine() if engine == "auto" else engine)
+            per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
+            if per_node is not None:
+                checks.integer("ranks_per_node", per_node, 1)
+            limit = envs.timeout_s() if timeout_s is None else timeout_s
+            same = dict(
+                hidden=hidden,
+                num_experts=num_experts,
+                num_topk=num_topk,
+                max_tokens_per_rank=max_tokens_per_rank,
+                dtype=dtype,
+            )
+            checks.buffer_config(num_ranks=group.size(), timeout_s=limit, num_sms=num_sms, **same)
+            same |= dict(engine=name, ranks_per_node=per_node, version=__version__)
+            return dict(same=same, host=host_id(), buffer_id=secrets.randbits(62))
+
+        def gather(produce: Callable[[], Any]) -> list:
+            return _gather(group, produce)
+
+        everyone = gather(own_config)
+        _check_same(everyone)
+        same, self._timeout_s = everyone[group.rank()]["same"], timeout_s or envs.timeout_s()
+        topology = Topology.make(group.rank(), [one["host"] for one in everyone], same["ranks_per_node"])
+        self.id: int = everyone[0]["buffer_id"]
+        config = self._config = EngineConfig(
+            topology=topology,
+            buffer_id=self.id,
+            hidden=hidden,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            timeout_s=self._timeout_s,
+            num_sms=num_sms,
+            store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
+            gather=gather,
+        )
+        self._engine = engines.make(same["engine"], config)
+        self.engine: str = same["engine"]
+        _buffers[self.id] = self
+
+    @property
+    def topology(self) -> Topology:
+        return self._config.topology
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._config.num_local_experts
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        quantize: str | None = None,
+        handle: Handle | None = None,
+        max_recv_rows: int | None = None,
+        async_finish: bool = False,
+    ) -> DispatchOutput:
+        """Bring every token to the ranks of its experts; no gradients (``ep.dispatch`` has them).
+
+            expert layout:  out.x[row of (token, expert)] = x[token]  for every expert of the token that lives here
+            rank layout:    out.x[row of token] = x[token]            for every token that has an expert here
+
+        x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
+                      float32 [num_tokens, hidden / 128]); out.x is of the same kind
+        topk_idx      int32 or int64 [num_tokens, num_topk]: experts of each token, -1 for none, none twice in a row
+        topk_weights  float32 [num_tokens, num_topk], or None on every rank
+        layout        "expert": rows grouped by local expert in ascending order, inside a group by (source rank, source
+                      token), every group padded with zero rows to a multiple of expert_alignment; "rank": rows in the
+                      order of (source rank, source token), expert_alignment counting only in rows_per_expert
+        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep_dispatcher.quantize)
+        handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
+        max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
+                      what each rank needs, if that is too few for one of them
+        async_finish  return before the operation is complete; wait with out.event
+
+        num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
+        not allowed, and PeerTimeoutError if a peer does not come in time.
+        """
+        return self._dispatch(self._run_dispatch, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows)
+
+    def combine(
+        self, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
+    ) -> CombineOutput:
+        """Sum every token's rows on the rank that brought the token; no gradients (``ep.combine`` has them).
+
+            res.x[token] = sum of y[row] over the token's rows on all ranks;  res.topk_weights[token, k] = topk_weights[row]
+
+        y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank layout
+                      the caller has summed a token's local experts
+        handle        of the dispatch
+        topk_weights  float32, shaped as dispatch gave them, or None on every rank: brought back, for their gradient
+
+        The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
+        """
+        return self._combine(self._run_combine, y, handle, topk_weights)
+
+    def counters(self) -> dict[str, list[int]]:
+        """Bytes moved since the buffer was made, each a list by rank of the group.
+
+        inter_node_bytes_sent: to the rank, all messages; intra_node_bytes_read, intra_node_bytes_written: rows, scales
+        and weights from and to the rank's shared memory, this rank's own included.
+        """
+        return self._live_engine().counters()
+
+    def destroy(self) -> None:
+        """Give memory and connections back. Collective, but it does not wait for peers that are gone; twice is once."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+            _buffers.pop(self.id, None)
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.destroy()
+
+    def _live_engine(self):
+        if self._engine is None:
+            raise ValueError("buffer: given one that was destroyed, allowed: a living buffer")
+        return self._engine
+
+    def _dispatch(
+        self, run, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows
+    ) -> DispatchOutput:
+        """Check, run (with or without gradients: autograd.py) and name the outputs."""
+        config, device = self._config, self._live_engine().device
+        checks.rows(
+            x,
+            hidden=config.hidden,
+            dtype=config.dtype,
+            device=device,
+            max_tokens=config.max_tokens_per_rank,
+            quantize=quantize,
+        )
+        if quantize is not None:
+            x = quantize_rows(x)
+        rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
+        num_tokens = rows.shape[0]
+        per_choice = (num_tokens, config.num_topk)
+        if topk_weights is not None:
+            checks.tensor("topk_weights", topk_weights, (torch.float32,), per_choice, device)
+        if handle is None:
+            checks.one_of("layout", layout, checks.LAYOUTS)
+            checks.integer("expert_alignment", expert_alignment, 1)
+            if max_recv_rows is not None:
+                checks.integer("max_recv_rows", max_recv_rows, 0)
+            checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), per_choice, device)
+            plan, num_rows = None, -1 if max_recv_rows is None else max_recv_rows
+        else:
+            self._check_handle(handle)
+            self._check_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
+            layout, expert_alignment = handle.layout, handle.expert_alignment
+            plan, num_rows = handle.plan, handle.num_rows
+        received = run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
+        out_rows, out_scales, out_weights, out_idx, tokens_per_expert, rows_per_expert, new_plan = received
+        if handle is None:
+            handle = Handle(
+                buffer_id=self.id,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                num_tokens=num_tokens,
+                num_rows=out_rows.shape[0],
+                plan=new_plan,
+                tokens_per_expert=tokens_per_expert,
+                rows_per_expert=rows_per_expert,
+            )
+        return DispatchOutput(
+            x=out_rows if scales is None else QuantizedRows(out_rows, out_scales),
+            topk_weights=None if topk_weights is None else out_weights,
+            topk_idx=out_idx if layout == "rank" else None,
+            tokens_per_expert=tokens_per_expert,
+            rows_per_expert=rows_per_expert,
+            handle=handle,
+            event=CompletedEvent(),
+        )
+
+    def _combine(self, run, y, handle, topk_weights) -> CombineOutput:
+        config, device = self._config, self._live_engine().device
+        self._check_handle(handle)
+        checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
+        if topk_weights is not None:
+            shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
+            checks.tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
+        x, weights = run(y, handle.plan, topk_weights, handle.num_tokens)
+        return CombineOutput(x, None if topk_weights is None else weights, CompletedEvent())
+
+    def _check_handle(self, handle: Handle) -> None:
+        if not isinstance(handle, Handle):
+            checks.fail("handle", type(handle).__name__, "the Handle of a dispatch on this buffer")
+        if handle.buffer_id != self.id:
+            checks.fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({self.id})")
+
+    def _check_reuse(self, handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows) -> None:
+        if topk_idx is not None:
+            checks.fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
+        if num_tokens != handle.num_tokens:
+            checks.fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows of the dispatch that made the handle")
+        # Arguments at their defaults say nothing; others must say what the handle says.
+        if layout not in ("expert", handle.layout):
+            checks.fail("layout", repr(layout), f"the handle's {handle.layout!r}")
+        if expert_alignment not in (1, handle.expert_alignment):
+            checks.fail("expert_alignment", expert_alignment, f"the handle's {handle.expert_alignment}")
+        if max_recv_rows not in (None, handle.num_rows):
+            checks.fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
+
+    def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows):
+        tensors = (t if t is None else t.detach().contiguous() for t in (rows, scales, topk_idx, topk_weights, plan))
+        rows, scales, topk_idx, topk_weights, plan = tensors
+        topk_idx = None if topk_idx is None else topk_idx.long()
+        return self._live_engine().dispatch(
+            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows
+        )
+
+    def _run_combine(self, y, plan, topk_weights, num_tokens):
+        weights = None if topk_weights is None else topk_weights.detach().contiguous()
+        return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+
+
+def _gather(group: ProcessGroup, produce: Callable[[], Any]) -> list:
+    """Every rank's result of ``produce``; if it fails on a rank, the same error on every rank."""
+    try:
+        mine = (produce(), None, None)
+    except ValueError as error:
+        mine = (None, ValueError, str(error))
+    except (RuntimeError, OSError) as error:
+        mine = (None, RuntimeError, f"{type(error).__name__}: {error}")
+    everyone: list = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    failed = [(rank, kind, text) for rank, (_, kind, text) in enumerate(everyone) if kind is not None]
+    if failed:
+        rank, kind, text = failed[0]
+        everywhere = len(failed) == len(everyone) and len({text for _, _, text in failed}) == 1
+        raise kind(text if everywhere else f"{text} (on rank {rank})")
+    return [result for result, _, _ in everyone]
+
+
+def _check_same(everyone: list[dict[str, Any]]) -> None:
+    first = everyone[0]["same"]
+    for rank, name in itertools.product(range(len(everyone)), first):
+        other = everyone[rank]["same"][name]
+        if other != first[name]:
+            raise ValueError(f"{name}: rank 0 gave {first[name]}, rank {rank} gave {other}; all ranks must give the same")

@@ -1,0 +1,87 @@
+"""Every mistake of a caller, found before anything is sent: ValueErrors that name argument, given and allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher.quantize import BLOCK
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = ("expert", "rank")
+ROW_GRANULARITY = 16  # bytes
+MAX_TOPK = 32
+QUANTIZE = (None, "e4m3_1x128")
+
+
+def fail(argument: str, given: Any, allowed: str) -> None:
+    raise ValueError(f"{argument}: given {given}, allowed: {allowed}")
+
+
+def integer(argument: str, value: Any, lowest: int, highest: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest or (highest and value > highest):
+        fail(argument, repr(value), f"an integer of at least {lowest}" + (f" and at most {highest}" if highest else ""))
+
+
+def one_of(argument: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
+
+
+def buffer_config(*, num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype, timeout_s, num_sms) -> None:
+    integer("hidden", hidden, 1)
+    integer("num_experts", num_experts, 1)
+    if num_experts % num_ranks:
+        fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
+    integer("num_topk", num_topk, 1, min(MAX_TOPK, num_experts))
+    integer("max_tokens_per_rank", max_tokens_per_rank, 1)
+    one_of("dtype", dtype, DTYPES)
+    if hidden * dtype.itemsize % ROW_GRANULARITY:
+        fail(
+            "hidden",
+            f"{hidden} ({hidden * dtype.itemsize} bytes a row in {dtype})",
+            f"a row of a multiple of {ROW_GRANULARITY} bytes, so a multiple of {ROW_GRANULARITY // dtype.itemsize}",
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        fail("timeout_s", repr(timeout_s), "a number of seconds above 0")
+    if num_sms is not None:
+        integer("num_sms", num_sms, 1)
+
+
+def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
+    """``shape``: an int where it is fixed, a name where it is free."""
+    words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
+    if not isinstance(value, Tensor):
+        fail(argument, type(value).__name__, words)
+    fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
+    if not fits or value.dtype not in dtypes or value.device.type != device:
+        fail(argument, f"{list(value.shape)} of {value.dtype} on {value.device.type}", words)
+
+
+def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, quantize: str | None) -> None:
+    one_of("quantize", quantize, QUANTIZE)
+    if isinstance(x, (tuple, list)):
+        if quantize is not None:
+            fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantised already")
+        if len(x) != 2:
+            fail("x", f"{len(x)} tensors", "one tensor, or a pair (rows, scales)")
+        if hidden % BLOCK:
+            fail("x", "a pair", f"a pair only with hidden a multiple of {BLOCK}; it is {hidden}")
+        tensor("x[0]", x[0], (torch.float8_e4m3fn,), ("num_tokens", hidden), device)
+        tensor("x[1]", x[1], (torch.float32,), (x[0].shape[0], hidden // BLOCK), device)
+        x = x[0]
+    else:
+        tensor("x", x, (dtype,), ("num_tokens", hidden), device)
+        if quantize is not None and (dtype != torch.bfloat16 or hidden % BLOCK):
+            fail("quantize", repr(quantize), f"it with bfloat16 rows and hidden a multiple of {BLOCK}")
+    if x.shape[0] > max_tokens:
+        fail("x", f"{x.shape[0]} rows", f"at most max_tokens_per_rank = {max_tokens}")
+
+
+def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> None:
+    token, k, expert, repeated = entry
+    if repeated:
+        fail(f"topk_idx[{token}, {k}]", f"expert {expert} again", "every expert at most once in a row")
+    fail(f"topk_idx[{token}, {k}]", expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")

@@ -1,0 +1,72 @@
+"""What an engine has to do. Buffer checks the arguments first, so an engine gets only what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from ep_dispatcher.topology import Topology
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One buffer, as an engine is made for it."""
+
+    topology: Topology
+    buffer_id: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    timeout_s: float
+    num_sms: int | None
+    store: Store  # shared by the ranks of the group, under a prefix of this buffer's own
+    gather: Callable[[Callable[[], Any]], list]  # collective: every rank's result, or the same error on every rank
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.topology.num_ranks
+
+
+class Received(NamedTuple):
+    """The tensors of one dispatch; what was not asked for has no elements."""
+
+    rows: Tensor
+    scales: Tensor
+    topk_weights: Tensor
+    topk_idx: Tensor
+    tokens_per_expert: Tensor
+    rows_per_expert: Tensor
+    plan: Tensor  # a new plan; no elements when the plan was given
+
+
+class Engine(Protocol):
+    device: str  # type of the device whose tensors it takes
+
+    def dispatch(
+        self,
+        rows: Tensor,  # [num_tokens, hidden]
+        scales: Tensor | None,  # [num_tokens, hidden / 128]
+        topk_idx: Tensor | None,  # int64 [num_tokens, num_topk]; None: the plan is given
+        topk_weights: Tensor | None,  # float32 [num_tokens, num_topk]
+        plan: Tensor | None,
+        layout: str,
+        expert_alignment: int,
+        num_rows: int,  # of the output; -1: as many as are received
+    ) -> Received: ...
+
+    def combine(
+        self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int
+    ) -> tuple[Tensor, Tensor]: ...  # x [num_tokens, hidden], weights [num_tokens, num_topk] or no elements
+
+    def plan_capacity(self, num_tokens: int, num_rows: int, layout: str) -> int: ...  # elements of a plan of static size
+
+    def counters(self) -> dict[str, list[int]]: ...
+
+    def destroy(self) -> None: ...

@@ -1,0 +1,215 @@
+"""The CPU engine: compiled steps inside a node, gloo between nodes, and the order of both."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import _C_cpu, envs
+from ep_dispatcher.engines.base import EngineConfig, Received
+from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.rail import Rail, RailLate
+from ep_dispatcher.errors import PeerTimeoutError
+
+_DTYPES = {
+    torch.float32: _C_cpu.DType.float32,
+    torch.bfloat16: _C_cpu.DType.bfloat16,
+    torch.float16: _C_cpu.DType.float16,
+}
+_LAYOUTS = {"rank": _C_cpu.Layout.rank, "expert": _C_cpu.Layout.expert}
+_HEADS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
+
+
+_NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
+
+
+def _arrays(rows: Tensor, scales: Tensor | None) -> list[tuple[int, int]]:
+    """(address, bytes per row) of the arrays of rows that travel together."""
+    return [(_address(t), t.shape[1] * t.itemsize) for t in (rows, scales) if t is not None]
+
+
+class CpuEngine:
+    device = "cpu"
+
+    def __init__(self, config: EngineConfig):
+        topology = config.topology
+        self._config, self._topology = config, topology
+        c = self._c_config = _C_cpu.Config()
+        c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
+        c.rank_at = [r for ranks in topology.nodes for r in ranks]
+        c.num_nodes, c.ranks_per_node = topology.num_nodes, topology.ranks_per_node
+        c.num_experts, c.num_topk = config.num_experts, config.num_topk
+        c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
+        c.spin_us = envs.spin_us()
+        self._failure: PeerTimeoutError | None = None
+        self._deadline = 0.0
+        self._rail: Rail | None = None
+
+        def create():
+            self._c = _C_cpu.Engine(c, config.buffer_id)
+            return os.getpid(), self._c.fd()
+
+        def attach():
+            pids, fds = zip(*(addresses[r] for r in topology.local_ranks))
+            self._c.attach(pids, fds)
+            self._rail = Rail(config.store, topology.rail, topology.node)
+
+        addresses = config.gather(create)
+        config.gather(attach)
+        self._c.close_fd()  # all peers have attached
+
+    def dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows) -> Received:
+        if topk_idx is not None:
+            self._check_routing(topk_idx)
+        c, rail = self._c, self._rail
+        arrays, weights, num_tokens = _arrays(rows, scales), _address(topk_weights), rows.shape[0]
+        with self._operation("dispatch"):
+            if plan is None:
+                new_plan = self._make_plan(topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens)
+                num_rows, plan = self._num_rows, new_plan
+            else:
+                new_plan = plan.new_empty(0)
+                c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
+                c.stage(arrays, weights, num_tokens)
+            tag = self._tag(_ROWS, plan)
+            pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
+            for m in rail.others:
+                rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
+            if new_plan.numel():
+                for m in rail.others:
+                    rail.wait(self._pending_lists.pop(m), self._deadline)
+                    c.lists_arrived(m)
+                c.finish_plan()
+            received = self._allocate(rows, scales, topk_weights, layout, num_rows, new_plan)
+            out = [_address(t) for t in (received.rows, received.scales) if t.dim() == 2]
+            out_weights = _address(None if topk_weights is None else received.topk_weights)
+            to = (out, out_weights, _address(received.topk_idx if layout == "rank" else None))
+            c.clear_padding(*to)
+            c.pull(self._topology.node, *to)
+            for m in rail.others:
+                rail.wait(pending[m], self._deadline)
+                c.payload_arrived(m)
+                c.pull(m, *to)
+            rail.flush(self._deadline)
+            c.finish()
+        return received
+
+    def _make_plan(self, topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens) -> Tensor:
+        """Plans and stages; the lists from other nodes are still on their way when it returns."""
+        c, rail = self._c, self._rail
+        routed = (_address(topk_idx), _LAYOUTS[layout], expert_alignment, num_rows, arrays, weights, num_tokens)
+        c.route(*routed)
+        tag = self._tag(_HEADS)
+        pending = {m: rail.receive("counts between nodes", m, c.incoming_head(m), tag) for m in rail.others}
+        for m in rail.others:
+            rail.send("counts between nodes", m, c.own_head(), tag)
+        c.stage(arrays, weights, num_tokens)
+        for m in rail.others:
+            rail.wait(pending[m], self._deadline)
+            c.head_arrived(m)
+        self._num_rows, elements = c.count()
+        if num_rows >= 0:
+            elements = self.plan_capacity(num_tokens, num_rows, layout)
+        plan = torch.empty(elements, dtype=torch.int32)
+        c.start_plan(plan.data_ptr())
+        tag = self._tag(_LISTS)
+        self._pending_lists = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
+        for m in rail.others:
+            rail.send("lists between nodes", m, c.outgoing_lists(m), tag)
+        return plan
+
+    def _allocate(self, rows, scales, topk_weights, layout, num_rows, plan) -> Received:
+        config, none = self._config, rows.new_empty
+        tokens, padded = (torch.tensor(counts) for counts in self._c.counts_per_expert())
+        by_rank = layout == "rank"
+        weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
+        return Received(
+            rows=rows.new_empty(num_rows, rows.shape[1]),
+            scales=none(0) if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+            topk_weights=torch.empty(0 if topk_weights is None else weights_shape),
+            topk_idx=torch.empty((num_rows, config.num_topk) if by_rank else 0, dtype=torch.int64),
+            tokens_per_expert=tokens,
+            rows_per_expert=padded,
+            plan=plan,
+        )
+
+    def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        c, rail, has_weights = self._c, self._rail, topk_weights is not None
+        x = y.new_empty(num_tokens, self._config.hidden)
+        weights_out = torch.empty((num_tokens, self._config.num_topk) if has_weights else 0)
+        weights = _address(topk_weights)
+        with self._operation("combine"):
+            c.reuse(plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+            phase, tag = "sums between nodes", self._tag(_SUMS, plan)
+            pending = [rail.receive(phase, m, c.incoming_sums(m, has_weights), tag) for m in rail.others]
+            for m in rail.others:
+                c.push(m, _address(y), weights)
+            for m in rail.others:
+                rail.send(phase, m, c.reduce(m, has_weights), tag)
+            c.push(self._topology.node, _address(y), weights)
+            for receive in pending:
+                rail.wait(receive, self._deadline)
+            c.sum(weights, _address(x), _address(weights_out))
+            rail.flush(self._deadline)
+            c.finish()
+        return x, weights_out
+
+    def plan_capacity(self, num_tokens: int, num_rows: int, layout: str) -> int:
+        return _C_cpu.plan_capacity(self._c_config, num_tokens, num_rows, _LAYOUTS[layout])
+
+    def counters(self) -> dict[str, list[int]]:
+        """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
+        sent = [0] * self._topology.num_ranks
+        for rank, count in zip(self._rail.ranks, self._rail.bytes_sent):
+            sent[rank] = count
+        return {
+            "inter_node_bytes_sent": sent,
+            "intra_node_bytes_read": list(self._c.bytes_read),
+            "intra_node_bytes_written": list(self._c.bytes_written),
+        }
+
+    def destroy(self) -> None:
+        self._rail.close()
+        del self._c
+
+    def _check_routing(self, topk_idx: Tensor) -> None:
+        from ep_dispatcher import checks
+
+        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), *topk_idx.shape, self._config.num_experts)
+        if entry is not None:
+            checks.bad_entry(entry, self._config.num_experts)
+
+    def _tag(self, kind: int, plan: Tensor | None = None) -> int:
+        """Of a message: the epoch, the plan and the kind, so that two different operations can never meet."""
+        plan_id = self._c.epoch if plan is None else _C_cpu.describe_plan(self._c_config, plan.data_ptr())[0]
+        return ((self._c.epoch & 0x3FFF) << 16) | ((plan_id & 0x3FFF) << 2) | kind
+
+    @contextmanager
+    def _operation(self, name: str):
+        if self._failure is not None:
+            raise self._failure
+        timeout_s = self._config.timeout_s
+        epoch = self._c.begin(timeout_s, torch.get_num_threads())
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            try:
+                yield
+            except ValueError:  # the ranks do not agree; all of them find it, and the buffer stays usable
+                self._rail.flush(self._deadline)
+                self._c.finish()
+                raise
+        except (_C_cpu.PeerLate, RailLate) as late:
+            self._c.give_up()
+            waited_for = late.ranks if isinstance(late, _C_cpu.PeerLate) else [late.rank]
+            ranks = find_late_ranks(self._config.store, self._topology.rank, waited_for)
+            detail = f" for {timeout_s:g} s"
+            self._failure = PeerTimeoutError(name, epoch, late.phase, self._topology.rank, ranks, detail)
+            raise self._failure from late

@@ -1,0 +1,23 @@
+"""The one error that is nobody's mistake: a peer that does not come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PeerTimeoutError(RuntimeError):
+    """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
+
+    operation: "dispatch" or "combine"; epoch: number of the operation on the buffer; phase: what was waited for;
+    rank: who waited; late_ranks: who had neither arrived nor said that they wait themselves. Ranks are those of
+    the buffer's group.
+    """
+
+    def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], detail: str = ""):
+        self.operation, self.epoch, self.phase = operation, epoch, phase
+        self.rank, self.late_ranks = rank, tuple(late_ranks)
+        late = ", ".join(str(r) for r in self.late_ranks)
+        super().__init__(
+            f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited for rank{'s' * (len(late_ranks) > 1)} "
+            f"{late}{detail}. destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+        )

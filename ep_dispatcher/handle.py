@@ -1,0 +1,67 @@
+"""What dispatch and combine return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """The plan of one routing on one rank: made by ``dispatch``, taken by ``combine``, by a backward and by a recompute.
+
+    It belongs to the buffer that made it, stays valid until that is destroyed, and never changes.
+    """
+
+    buffer_id: int
+    layout: str  # "expert" | "rank"
+    expert_alignment: int
+    num_tokens: int  # of this rank, as a source
+    num_rows: int  # rows of the dispatched output, zero rows included
+    plan: Tensor  # int32 [plan size], on the engine's device; its content is the engine's own
+    tokens_per_expert: Tensor  # int64 [num_local_experts], true counts
+    rows_per_expert: Tensor  # int64 [num_local_experts], padded counts
+
+
+class CompletedEvent:
+    """The event of an operation that is complete when the call returns, as every one of the CPU engine is."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for the operation."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for the operation."""
+
+    def query(self) -> bool:
+        """Whether the operation is complete."""
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchOutput:
+    """Rows received by this rank. ``rows`` counts them, padding included.
+
+    x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
+    topk_weights      float32; expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local; or None
+    topk_idx          rank layout: int64 [rows, num_topk], local expert or -1; expert layout: None
+    tokens_per_expert int64 [num_local_experts], true counts
+    rows_per_expert   int64 [num_local_experts], each count rounded up to expert_alignment
+    """
+
+    x: Tensor | tuple[Tensor, Tensor]
+    topk_weights: Tensor | None
+    topk_idx: Tensor | None
+    tokens_per_expert: Tensor
+    rows_per_expert: Tensor
+    handle: Handle
+    event: CompletedEvent
+
+
+@dataclass(frozen=True, eq=False)
+class CombineOutput:
+    """x [num_tokens, hidden] of the buffer's dtype; topk_weights float32 [num_tokens, num_topk], or None."""
+
+    x: Tensor
+    topk_weights: Tensor | None
+    event: CompletedEvent

@@ -1,0 +1,79 @@
+"""Which ranks share a node, and which share a rail."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+def host_id() -> str:
+    """The same for two processes exactly if they can open each other's shared memory: one kernel, one process namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``nodes[n]`` are the ranks of node n in ascending order; all nodes have the same size."""
+
+    rank: int
+    nodes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def make(rank: int, host_of: list[str], ranks_per_node: int | None) -> Topology:
+        """Nodes of ``ranks_per_node`` consecutive ranks, or (None) one node per host.
+
+        Raises ValueError when the ranks cannot be split so.
+        """
+        num_ranks = len(host_of)
+        if ranks_per_node is not None:
+            if ranks_per_node < 1 or num_ranks % ranks_per_node:
+                raise ValueError(
+                    f"ranks_per_node: given {ranks_per_node}, allowed: a divisor of the number of ranks ({num_ranks})"
+                )
+            nodes = [tuple(range(r, r + ranks_per_node)) for r in range(0, num_ranks, ranks_per_node)]
+            for node in nodes:
+                if len({host_of[r] for r in node}) > 1:
+                    raise ValueError(
+                        f"ranks_per_node: given {ranks_per_node}, but ranks {list(node)} are not on one host; allowed: "
+                        "a size that puts only ranks of one host into a node"
+                    )
+        else:
+            hosts = list(dict.fromkeys(host_of))
+            nodes = [tuple(r for r in range(num_ranks) if host_of[r] == host) for host in hosts]
+            if len({len(node) for node in nodes}) > 1:
+                raise ValueError(
+                    f"group: has {[len(node) for node in nodes]} ranks on its hosts; allowed: the same number on every "
+                    "host (or ranks_per_node, a size that divides each of them)"
+                )
+        return Topology(rank, tuple(nodes))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.nodes) * len(self.nodes[0])
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return len(self.nodes[0])
+
+    @cached_property
+    def node(self) -> int:
+        return next(n for n, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @cached_property
+    def local_rank(self) -> int:
+        return self.nodes[self.node].index(self.rank)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        return self.nodes[self.node]
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks with this rank's local index, by node."""
+        return tuple(ranks[self.local_rank] for ranks in self.nodes)
