@@ -1,0 +1,72 @@
+"""The chart of a run: losses on the left, tokens per expert on the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+
+def smooth(values: list[float], width: int) -> np.ndarray:
+    """Mean over a centred stretch of up to ``width`` values."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def draw(report: dict, path: Path) -> None:
+    """``report`` is what ``Recorder.write`` returns. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 12, "axes.titlesize": 13, "axes.titlelocation": "left"})
+    counts = np.array(report["tokens_per_expert"]["counts"], dtype=float)  # [stretch, layer, expert]
+    num_layers = counts.shape[1]
+    figure = plt.figure(figsize=(15, max(6.0, 2.6 * num_layers)), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.03)
+    draw_losses(left.subplots(), report)
+    draw_experts(right, counts, report)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_losses(axes, report: dict) -> None:
+    training, held_out, final = report["training_bits_per_byte"], report["held_out"], report["final"]
+    steps = np.arange(1, len(training) + 1)
+    axes.plot(steps, training, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth(training, 21), color="tab:blue", label="training (mean of 21 steps)")
+    at, bits = zip(*((point["step"], point["bits_per_byte"]) for point in held_out))
+    axes.plot(at, bits, color="tab:orange", marker="o", markersize=4, label="held out (a sample)")
+    value = final["held_out_bits_per_byte"]
+    axes.plot(len(training), value, color="tab:red", marker="*", markersize=14, linestyle="none", zorder=5)
+    axes.lines[-1].set_label(f"held out at the end, all: {value:.2f}")
+    for name, style in (("unigram", "--"), ("bigram", ":")):
+        bits = final[f"{name}_bits_per_byte"]
+        axes.axhline(bits, color="black", linestyle=style, linewidth=1.2, label=f"{name} entropy: {bits:.2f}")
+    axes.set(title="Loss", xlabel="step", ylabel="bits per byte", ylim=(0, 8.5), xlim=(0, len(training) * 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+
+
+def draw_experts(figure, counts: np.ndarray, report: dict) -> None:
+    """A heat map per layer: every expert's tokens over the mean, 1 everywhere when the load is balanced."""
+    num_stretches, num_layers, num_experts = counts.shape
+    load = counts / counts.mean(-1, keepdims=True)
+    panels = figure.subplots(num_layers, 1, sharex=True, squeeze=False)[:, 0]
+    last_step = len(report["training_bits_per_byte"])
+    for layer, axes in enumerate(panels):
+        extent = (0.5, last_step + 0.5, num_experts - 0.5, -0.5)
+        image = axes.imshow(
+            load[:, layer].T, aspect="auto", interpolation="nearest", extent=extent, cmap="RdBu_r", vmin=0, vmax=2
+        )
+        axes.set(title=f"Tokens per expert, layer {layer}", ylabel="expert")
+        axes.set_yticks(np.arange(0, num_experts, max(1, num_experts // 8)))
+        per_rank = num_experts // report["config"]["ranks"]
+        for boundary in range(per_rank, num_experts, per_rank):
+            axes.axhline(boundary - 0.5, color="black", linewidth=0.6, alpha=0.6)
+    panels[-1].set_xlabel("step (thin lines separate the experts of different ranks)")
+    bar = figure.colorbar(image, ax=list(panels), extend="max", pad=0.02)
+    bar.set_label("tokens / mean")

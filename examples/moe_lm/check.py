@@ -1,0 +1,108 @@
+"""``--check``: the same training without a dispatcher, on one rank, must give the same losses and gradients.
+
+All ranks train the expert-parallel model. Rank 0 also trains a dense model that holds every expert and takes the ranks'
+batches one after the other, each with its own load-balancing loss, and minimises their mean. Both start from the same
+weights and see the same text, but each takes its own optimizer steps, so the routing, the dispatcher's forward and
+backward, the gradient reduction, the clipping and the update are all in what is compared.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from moe_layer import Expert, Router
+from torch import Tensor, nn
+
+from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
+from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
+from moe_lm.text import RandomWindows
+
+TOLERANCE = 1e-4  # of the largest entry of a tensor; ten steps of the default model differ by about 5e-6
+
+
+class DenseMoELayer(nn.Module):
+    """What ``MoELayer`` computes, with all experts here and a loop over them instead of a dispatcher."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.router = Router(config.hidden, config.num_experts, config.num_topk)
+        seeds = {e: (config.seed, layer, e) for e in range(config.num_experts)}
+        self.experts = nn.ModuleDict(
+            {str(e): Expert(config.hidden, config.intermediate, seed) for e, seed in seeds.items()}
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        topk_idx, topk_weights, balance_loss, tokens_per_expert = self.router(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts.values()):
+            tokens, ks = (topk_idx == e).nonzero(as_tuple=True)
+            y = y.index_add(0, tokens, expert(x[tokens]) * topk_weights[tokens, ks, None])
+        return y, balance_loss, tokens_per_expert
+
+
+def relative_difference(a: Tensor | float, b: Tensor | float) -> float:
+    """The largest difference over the largest value of ``b``."""
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+
+
+def all_gradients(model: nn.Module) -> dict[str, Tensor] | None:
+    """Every parameter's gradient by name on rank 0, where the experts' arrive from their ranks; None elsewhere."""
+    mine = {name: p.grad for name, p in model.named_parameters() if is_expert(name) or dist.get_rank() == 0}
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    return {name: grad for part in gathered for name, grad in part.items()} if gathered else None
+
+
+def dense_backward(model: nn.Module, batches, balance_coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the mean over the batches; returns (mean loss, mean balance loss, tokens per expert)."""
+    losses, balance_losses, counts = zip(*(backward(model, *batch, balance_coefficient) for batch in batches))
+    for p in model.parameters():
+        p.grad.div_(len(batches))
+    return torch.stack(losses).mean(), torch.stack(balance_losses).mean(), torch.stack(counts).sum(0)
+
+
+def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
+    """Train both models for ``args.steps`` steps; rank 0 prints a table, every rank returns the verdict."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    windows = [RandomWindows(text, args.batch, config.seq_len, config.seed, r) for r in range(num_ranks)]
+    optimizer = make_optimizer(model, args.weight_decay)
+    if rank == 0:
+        dense = MoELanguageModel(config, lambda layer: DenseMoELayer(config, layer))
+        dense_optimizer = make_optimizer(dense, args.weight_decay)
+        print(f"Expert parallel over {num_ranks} ranks against one rank without dispatcher, float32.")
+        print("Differences are relative to the largest entry of each tensor; the largest of all tensors is shown.\n")
+        print(f"{'':4}  {'loss, nats per byte':^19}  {'relative difference of':^58}  tokens")
+        columns = ("loss", "balance loss", "grad norm", "dense grads", "expert grads")
+        print("step  parallel   dense    " + "  ".join(f"{c:>12}" for c in columns[:1] + columns[1:]) + "  rerouted")
+    worst = 0.0
+    for step in range(args.steps):
+        batches = [w.next() for w in windows]
+        lr = learning_rate(args.lr, (step + 1) / args.steps)
+        result = reduce_gradients(model, *backward(model, *batches[rank], args.balance), clock=0.0)
+        gradients = all_gradients(model)
+        update(model, optimizer, lr, result.grad_norm, args.clip)
+        if rank != 0:
+            continue
+        loss, balance_loss, counts = dense_backward(dense, batches, args.balance)
+        norm = torch.stack([p.grad.norm() for p in dense.parameters()]).norm().item()
+        differences = {name: relative_difference(gradients[name], p.grad) for name, p in dense.named_parameters()}
+        row = (
+            relative_difference(result.loss, loss),
+            relative_difference(result.balance_loss, balance_loss),
+            relative_difference(result.grad_norm, norm),
+            max(d for name, d in differences.items() if not is_expert(name)),
+            max(d for name, d in differences.items() if is_expert(name)),
+        )
+        worst = max(worst, *row)
+        moved = (result.tokens_per_expert - counts).abs().sum().item() // 2
+        cells = "  ".join(f"{value:12.1e}" for value in row)
+        print(f"{step:4}  {result.loss:8.5f}  {loss:8.5f}  {cells}  {moved:8}", flush=True)
+        update(dense, dense_optimizer, lr, norm, args.clip)
+    verdict = [worst <= TOLERANCE]
+    dist.broadcast_object_list(verdict)
+    if rank == 0:
+        print(
+            f"\n{'AGREE' if verdict[0] else 'DO NOT AGREE'}: largest {worst:.1e}, allowed {TOLERANCE:.0e}", flush=True
+        )
+    return verdict[0]

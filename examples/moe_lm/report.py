@@ -1,0 +1,124 @@
+"""What is printed while training, and the figures that are kept in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from pathlib import Path
+
+import numpy
+import torch
+
+import ep_dispatcher
+from moe_lm.step import StepResult
+
+COLUMNS = 120  # the tokens per expert are kept summed over this many equal stretches of the run
+HEADER = """
+             tokens per    bits per byte      busiest expert
+ time   step   second    training  held-out    over mean      left"""
+
+
+def imbalance(tokens_per_expert: torch.Tensor) -> float:
+    """The busiest expert's tokens over the mean, averaged over the layers; 1 is balanced. [..., layers, experts]"""
+    counts = tokens_per_expert.reshape(-1, *tokens_per_expert.shape[-2:]).sum(0).double()
+    return (counts.amax(-1) / counts.mean(-1)).mean().item()
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+class Recorder:
+    """Collects the figures of a run on every rank; prints on rank 0."""
+
+    def __init__(self, printing: bool, tokens_per_step: int, unigram: float, bigram: float):
+        self.printing, self.tokens_per_step = printing, tokens_per_step
+        self.unigram, self.bigram = unigram, bigram
+        self.training, self.grad_norms, self.counts = [], [], []
+        self.held_out, self.last_clock, self.final = [], 0.0, {}
+
+    def say(self, text: str) -> None:
+        if self.printing:
+            print(text, flush=True)
+
+    def step(self, result: StepResult) -> None:
+        self.training.append(result.loss / math.log(2))
+        self.grad_norms.append(result.grad_norm)
+        self.counts.append(result.tokens_per_expert)
+
+    def progress(self, seconds: float, done: float, held_out: float) -> None:
+        """One line about the steps since the last one. ``done``: share of the run, 0 to 1."""
+        if not self.held_out:
+            self.say(HEADER)
+        steps = len(self.training) - (self.held_out[-1]["step"] if self.held_out else 0)
+        speed = steps * self.tokens_per_step / max(1e-9, seconds - self.last_clock)
+        training = sum(self.training[-steps:]) / steps
+        balance = imbalance(torch.stack(self.counts[-steps:]))
+        left = seconds * (1 - done) / done
+        self.held_out.append({"step": len(self.training), "seconds": seconds, "bits_per_byte": held_out})
+        self.last_clock = seconds
+        self.say(
+            f"{clock(seconds):>5}  {len(self.training):5}  {speed:7,.0f}  {training:8.3f}  {held_out:8.3f}"
+            f"  {balance:11.2f}      {clock(left):>5}"
+        )
+
+    def finish(self, seconds: float, held_out: float) -> None:
+        steps = len(self.training)
+        tenth = max(1, steps // 10)
+        self.final = {
+            "steps": steps,
+            "training_seconds": seconds,
+            "tokens": steps * self.tokens_per_step,
+            "tokens_per_second": steps * self.tokens_per_step / seconds,
+            "training_bits_per_byte": sum(self.training[-tenth:]) / tenth,
+            "held_out_bits_per_byte": held_out,
+            "unigram_bits_per_byte": self.unigram,
+            "bigram_bits_per_byte": self.bigram,
+            "busiest_expert_over_mean": imbalance(torch.stack(self.counts[-tenth:])),
+        }
+
+    def tokens_per_expert(self) -> dict:
+        """``counts[stretch][layer][expert]`` and the step at which each stretch begins."""
+        stretches = torch.stack(self.counts).tensor_split(min(COLUMNS, len(self.counts)))
+        sizes = torch.tensor([len(s) for s in stretches])
+        return {
+            "first_step": (sizes.cumsum(0) - sizes + 1).tolist(),
+            "counts": [s.sum(0).tolist() for s in stretches],
+        }
+
+    def table(self, wall_seconds: float) -> str:
+        f = self.final
+        rows = (
+            ("bits per byte, held out", f"{f['held_out_bits_per_byte']:.3f}"),
+            ("bits per byte, training", f"{f['training_bits_per_byte']:.3f}   last tenth of the steps"),
+            ("  unigram entropy", f"{f['unigram_bits_per_byte']:.3f}   held out, byte frequencies alone"),
+            ("  bigram entropy", f"{f['bigram_bits_per_byte']:.3f}   held out, with the byte before known"),
+            ("busiest expert over mean", f"{f['busiest_expert_over_mean']:.2f}    last tenth of the steps"),
+            ("steps, tokens", f"{f['steps']:,}, {f['tokens']:,}"),
+            ("tokens per second", f"{f['tokens_per_second']:,.0f}"),
+            ("seconds, of them training", f"{wall_seconds:.0f}, {f['training_seconds']:.0f}"),
+        )
+        return "\n".join(f"  {name:28}{value}" for name, value in rows)
+
+    def write(self, path: Path, config: dict, text: dict, sample: str, wall_seconds: float) -> dict:
+        report = {
+            "config": config,
+            "versions": {
+                "ep_dispatcher": ep_dispatcher.__version__,
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "python": platform.python_version(),
+            },
+            "machine": {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+            "text": text,
+            "final": {**self.final, "wall_seconds": wall_seconds},
+            "training_bits_per_byte": [round(loss, 5) for loss in self.training],
+            "grad_norm": [round(norm, 5) for norm in self.grad_norms],
+            "held_out": self.held_out,
+            "tokens_per_expert": self.tokens_per_expert(),
+            "sample": sample,
+        }
+        path.write_text(json.dumps(report))
+        return report

@@ -1,0 +1,84 @@
+"""The text: Python's own language reference, which every CPython carries in ``pydoc_data.topics`` for ``help()``.
+
+Some topics are printed again inside larger ones ("attribute-access" is a chapter of "specialnames"). A paragraph that
+occurred before is left out; else a fifth of the text would be there twice, and held-out text would be trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import log2
+
+import torch
+from torch import Tensor
+
+HELD_OUT_EVERY, HELD_OUT_FIRST = (
+    10,
+    5,
+)  # of the sorted topics, numbers 5, 15, 25, ... are held out: about 9% of the bytes
+
+
+def load_text() -> tuple[bytes, bytes]:
+    """The training and the held-out bytes: whole topics in sorted order, each paragraph once."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise SystemExit(
+            "train_moe_lm reads its text from the standard module pydoc_data.topics, which this Python lacks; "
+            "use a full Python (on Debian and Ubuntu: apt-get install libpython3-stdlib)"
+        ) from error
+    seen, parts = set(), ([], [])
+    for number, name in enumerate(sorted(topics)):
+        held_out = number % HELD_OUT_EVERY == HELD_OUT_FIRST
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words not in seen:
+                seen.add(words)
+                parts[held_out].append(paragraph)
+    train, held_out = ("\n\n".join(part).encode() for part in parts)
+    return train, held_out
+
+
+def unigram_bits(train: bytes, held_out: bytes) -> float:
+    """Bits per byte of ``held_out`` under the byte frequencies of ``train``, every count plus one."""
+    counts = Counter(train)
+    return -sum(log2((counts[byte] + 1) / (len(train) + 256)) for byte in held_out) / len(held_out)
+
+
+def bigram_bits(train: bytes, held_out: bytes, smoothing: float = 0.02) -> float:
+    """The same when the byte before is known: pairs counted in ``train``, every count plus ``smoothing``."""
+    singles, pairs = Counter(train[:-1]), Counter(zip(train, train[1:]))
+    bits = 0.0
+    for previous, byte in zip(held_out, held_out[1:]):
+        bits -= log2((pairs[previous, byte] + smoothing) / (singles[previous] + 256 * smoothing))
+    return bits / (len(held_out) - 1)
+
+
+def to_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+class RandomWindows:
+    """Endless batches ``(inputs, targets)``, each int64 ``[batch, seq_len]``: the windows of one data-parallel rank."""
+
+    def __init__(self, text: Tensor, batch: int, seq_len: int, seed: int, rank: int):
+        self.text, self.batch, self.seq_len = text, batch, seq_len
+        self.generator = torch.Generator().manual_seed(1_000 * seed + rank)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(self.text) - self.seq_len, (self.batch, 1), generator=self.generator)
+        windows = self.text[starts + torch.arange(self.seq_len + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+def held_out_batches(text: Tensor, batch: int, seq_len: int, rank: int, num_ranks: int, max_windows: int | None = None):
+    """This rank's share of ``text`` in windows side by side, as a list of ``(inputs, targets)``.
+
+    Every rank gets as many batches of the same size as every other, because all ranks must dispatch in step; the few
+    windows that do not fill a batch on every rank are left out. ``max_windows`` (of all ranks) takes an even sample.
+    """
+    windows = text.unfold(0, seq_len + 1, seq_len)
+    if max_windows is not None:
+        windows = windows[:: max(1, len(windows) // max_windows)]
+    share = windows[rank : len(windows) // num_ranks * num_ranks : num_ranks]
+    return [(piece[:, :-1], piece[:, 1:]) for piece in share.split(batch)]

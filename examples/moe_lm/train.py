@@ -1,0 +1,56 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_lm.report import Recorder
+from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
+from moe_lm.text import RandomWindows, held_out_batches
+
+REPORT_EVERY_S = 5.0
+QUICK_WINDOWS = 64  # how many held-out windows are looked at while training; the end takes all
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """Bits per byte of the batches of all ranks."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for inputs, targets in batches:
+        nats = F.cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction="sum")
+        total += torch.tensor([nats.item(), targets.numel()])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item() / math.log(2)
+
+
+def train(args, model: nn.Module, train_text: Tensor, held_out: Tensor, recorder: Recorder) -> None:
+    """Train until ``args.steps`` steps or ``args.minutes`` minutes are over, and let ``recorder`` know how it goes.
+
+    The learning rate follows the share of the run that is done: a slow machine takes fewer steps of the same schedule.
+    Every rank goes by rank 0's clock, which comes with the gradients, so all evaluate and stop at the same step.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    windows = RandomWindows(train_text, args.batch, args.seq_len, args.seed, rank)
+    quick = held_out_batches(held_out, args.batch, args.seq_len, rank, num_ranks, QUICK_WINDOWS)
+    optimizer = make_optimizer(model, args.weight_decay)
+    start, step, done, next_report = time.monotonic(), 0, 0.0, 0.0
+    while done < 1.0:
+        local = backward(model, *windows.next(), args.balance)
+        result = reduce_gradients(model, *local, clock=time.monotonic() - start)
+        step += 1
+        done = max(
+            step / args.steps if args.steps else 0.0, result.clock / (60 * args.minutes) if args.minutes else 0.0
+        )
+        update(model, optimizer, learning_rate(args.lr, done), result.grad_norm, args.clip)
+        recorder.step(result)
+        if result.clock >= next_report or done >= 1.0:
+            recorder.progress(result.clock, done, evaluate(model, quick))
+            next_report = result.clock + REPORT_EVERY_S
+    everything = held_out_batches(held_out, args.batch, args.seq_len, rank, num_ranks)
+    recorder.finish(time.monotonic() - start, evaluate(model, everything))

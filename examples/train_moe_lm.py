@@ -1,0 +1,134 @@
+"""Train a small mixture-of-experts language model with expert parallelism, on the CPUs of one machine.
+
+    python examples/train_moe_lm.py            # 4 ranks in 2 virtual nodes, about three minutes on two cores
+    python examples/train_moe_lm.py --check    # the same against a dense model without dispatcher
+    torchrun --nproc-per-node 4 examples/train_moe_lm.py
+
+The dense part is data parallel: every rank has a copy of it and trains on sequences of its own. The experts are spread
+over the ranks; in every layer ``ep.dispatch`` brings each token to the ranks of its experts and ``ep.combine`` brings
+the results back, forward and backward. The MoE layer is in moe_layer.py, the rest of the model in moe_lm/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+
+import torch
+import torch.distributed as dist
+from moe_layer import MoELayer
+from moe_lm.arguments import parse_arguments
+from moe_lm.charts import draw
+from moe_lm.check import check
+from moe_lm.generate import generate
+from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
+from moe_lm.report import Recorder
+from moe_lm.text import bigram_bits, load_text, to_tensor, unigram_bits
+from moe_lm.train import train
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import RankError, run_ranks
+
+PROMPT = "The "
+NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports a rank that does not come
+
+
+def make_model(args, config: ModelConfig, buffer: ep.Buffer) -> MoELanguageModel:
+    num_local = config.num_experts // args.ranks
+    local_experts = range(dist.get_rank() * num_local, (dist.get_rank() + 1) * num_local)
+
+    def make_moe(layer: int) -> MoELayer:
+        return MoELayer(
+            buffer,
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            num_experts=config.num_experts,
+            num_topk=config.num_topk,
+            local_experts=local_experts,
+            seed=config.seed,
+            layer=layer,
+        )
+
+    return MoELanguageModel(config, make_moe)
+
+
+def run(rank: int, args, config: ModelConfig, started: float) -> bool:
+    """All of one rank's work, in a process that has joined the default group; returns whether it went well."""
+    train_bytes, held_out_bytes = load_text()
+    train_text, held_out = to_tensor(train_bytes), to_tensor(held_out_bytes)
+    with ep.Buffer(
+        dist.group.WORLD,
+        hidden=config.hidden,
+        num_experts=config.num_experts,
+        num_topk=config.num_topk,
+        max_tokens_per_rank=args.batch * config.seq_len,
+        dtype=torch.float32,
+        engine="cpu",
+        ranks_per_node=args.ranks_per_node,
+    ) as buffer:
+        model = make_model(args, config, buffer)
+        if args.check:
+            return check(args, config, model, train_text)
+        unigram, bigram = unigram_bits(train_bytes, held_out_bytes), bigram_bits(train_bytes, held_out_bytes)
+        recorder = Recorder(rank == 0, args.ranks * args.batch * config.seq_len, unigram, bigram)
+        recorder.say(describe(args, config, model))
+        recorder.say(f"unigram entropy {unigram:.3f}, bigram {bigram:.3f} bits per byte of the held-out text")
+        train(args, model, train_text, held_out, recorder)
+        sample = generate(model, PROMPT, args.sample_bytes, config.seq_len, seed=args.seed + rank)
+    if rank == 0:
+        text = {"training_bytes": len(train_bytes), "held_out_bytes": len(held_out_bytes)}
+        finish(args, recorder, text, sample, started)
+    return True
+
+
+def describe(args, config: ModelConfig, model: torch.nn.Module) -> str:
+    num_nodes = args.ranks // args.ranks_per_node
+    dense = sum(p.numel() for name, p in model.named_parameters() if not is_expert(name)) / 1e6
+    experts = sum(p.numel() for name, p in model.named_parameters() if is_expert(name)) * args.ranks / 1e6
+    lines = (
+        f"{args.ranks} ranks in {num_nodes} virtual nodes, {args.batch} x {config.seq_len} bytes on each",
+        f"{config.num_layers} layers, hidden {config.hidden}, top-{config.num_topk} of {config.num_experts} experts",
+        f"{dense:.2f} M parameters on every rank, {experts:.2f} M in the experts of all ranks",
+    )
+    return "\n".join(lines)
+
+
+def finish(args, recorder: Recorder, text: dict, sample: str, started: float) -> None:
+    """The sample, the table, the JSON and the chart; on rank 0 only."""
+    wall_seconds = time.time() - started
+    if args.sample_bytes:
+        print(f"\nGenerated after {PROMPT!r}:\n" + textwrap.indent(sample, "  | ", lambda line: True))
+    print(f"\nFinal figures\n{recorder.table(wall_seconds)}\n")
+    config = {name: value for name, value in vars(args).items() if name != "check"} | {"out": str(args.out)}
+    report = recorder.write(args.out / "report.json", config, text, sample, wall_seconds)
+    print(f"figures: {args.out / 'report.json'}")
+    try:
+        draw(report, args.out / "chart.png")
+        print(f"chart:   {args.out / 'chart.png'}", flush=True)
+    except ImportError:
+        print("chart:   not drawn, matplotlib is missing (pip install matplotlib)", flush=True)
+
+
+def main() -> int:
+    started = time.time()
+    args, config = parse_arguments()
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+        try:
+            return 0 if run(dist.get_rank(), args, config, started) else 1
+        finally:
+            dist.destroy_process_group()
+    try:
+        return 0 if all(run_ranks(args.ranks, run, args, config, started, timeout_s=NO_LIMIT_S)) else 1
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
