@@ -7,6 +7,7 @@ through a graph as one.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Optional
 
@@ -17,7 +18,12 @@ from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.handle import DispatchOutput, Handle
 from ep_dispatcher.quantize import BLOCK, QuantizedRows
 
-_Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
+    """Stands for the exact rows of a quantised dispatch (quantize.QuantizedRows); no elements without one."""
+    return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
 
 
 @torch.library.custom_op("ep_dispatcher::dispatch", mutates_args=())
@@ -30,14 +36,16 @@ def _dispatch(
     layout: str,
     expert_alignment: int,
     num_rows: int,
+    quantize: bool,
     buffer_id: int,
 ) -> _Received:
     run = find_buffer(buffer_id)._run_dispatch
-    return tuple(run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows))
+    received = run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
+    return *received[:-1], _anchor(rows, received[0].shape[0], quantize)
 
 
 @_dispatch.register_fake
-def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, buffer_id):
+def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize, buffer_id):
     buffer = find_buffer(buffer_id)
     engine, num_topk = buffer._live_engine(), buffer._config.num_topk
     by_rank, static = layout == "rank", num_rows >= 0
@@ -49,15 +57,18 @@ def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_
         plan_size = engine.plan_capacity(rows.shape[0], num_rows, layout)
     else:
         plan_size = torch.library.get_ctx().new_dynamic_size()
+    hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
+    pair = quantize or scales is not None
     weights_shape = (num_rows, num_topk) if by_rank else (num_rows,)
     return (
-        rows.new_empty(num_rows, rows.shape[1]),
-        rows.new_empty(0) if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+        rows.new_empty(num_rows, hidden, dtype=dtype),
+        rows.new_empty((num_rows, hidden // BLOCK) if pair else 0, dtype=torch.float32),
         rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
         rows.new_empty((num_rows, num_topk) if by_rank else 0, dtype=torch.int64),
         rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         rows.new_empty(plan_size, dtype=torch.int32),
+        _anchor(rows, num_rows, quantize),
     )
 
 
@@ -76,18 +87,18 @@ def _(y, plan, topk_weights, num_tokens, layout, buffer_id):
 
 
 def _dispatch_setup(ctx, inputs, output):
-    rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.buffer_id = inputs
-    ctx.save_for_backward(output[-1] if plan is None else plan)
+    rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.quantize, ctx.buffer_id = inputs
+    ctx.save_for_backward(output[6] if plan is None else plan)
     ctx.num_tokens, ctx.has_weights = rows.shape[0], topk_weights is not None
 
 
-def _dispatch_backward(ctx, grad_rows, _scales, grad_weights, *_):
+def _dispatch_backward(ctx, grad_rows, _scales, grad_weights, _idx, _tokens, _rows, _plan, grad_anchor):
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
+    grad = grad_anchor if ctx.quantize else grad_rows
+    grad = grad.to(find_buffer(ctx.buffer_id)._config.dtype)  # float8 rows have no gradient; only their weights do
     weights = grad_weights if ctx.has_weights else None
-    grad_x, grad_topk_weights = _combine(
-        grad_rows, *ctx.saved_tensors, weights, ctx.num_tokens, ctx.layout, ctx.buffer_id
-    )
-    return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, None, None, None, None, None
+    grad_x, grad_topk_weights = _combine(grad, *ctx.saved_tensors, weights, ctx.num_tokens, ctx.layout, ctx.buffer_id)
+    return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, *[None] * 6
 
 
 def _combine_setup(ctx, inputs, output):
@@ -98,38 +109,13 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_backward(ctx, grad_x, grad_weights):
     weights = grad_weights if ctx.has_weights else None
-    received = _dispatch(
-        grad_x, None, None, weights, *ctx.saved_tensors, ctx.layout, 1, ctx.num_rows, ctx.buffer_id
-    )
+    plan, static = ctx.saved_tensors[0], (ctx.layout, 1, ctx.num_rows, False, ctx.buffer_id)
+    received = _dispatch(grad_x, None, None, weights, plan, *static)
     return received[0], None, received[2] if ctx.has_weights else None, None, None, None
 
 
 _dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 _combine.register_autograd(_combine_backward, setup_context=_combine_setup)
-
-
-@torch.library.custom_op("ep_dispatcher::anchor", mutates_args=())
-def _anchor(x: Tensor, plan: Tensor, num_rows: int, layout: str, buffer_id: int) -> Tensor:
-    return x.new_zeros(()).expand(num_rows, x.shape[1])
-
-
-@_anchor.register_fake
-def _(x, plan, num_rows, layout, buffer_id):
-    return x.new_zeros(()).expand(num_rows, x.shape[1])
-
-
-def _anchor_setup(ctx, inputs, output):
-    x, plan, _, ctx.layout, ctx.buffer_id = inputs
-    ctx.save_for_backward(plan)
-    ctx.num_tokens = x.shape[0]
-
-
-def _anchor_backward(ctx, grad):
-    grad_x, _ = _combine(grad, *ctx.saved_tensors, None, ctx.num_tokens, ctx.layout, ctx.buffer_id)
-    return grad_x, None, None, None, None
-
-
-_anchor.register_autograd(_anchor_backward, setup_context=_anchor_setup)
 
 
 class _Float8Rows(torch.autograd.Function):
@@ -138,7 +124,7 @@ class _Float8Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, scales, anchor):
         ctx.save_for_backward(scales)
-        return rows.view_as(rows)
+        return rows.detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -173,13 +159,20 @@ def dispatch(
     through the rounding: take it with ``ep.dequantize(out.x)``, or give ``out.x.anchor`` to an operator of your own
     (see ep_dispatcher.quantize). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
     """
-    run = partial(_dispatch, buffer_id=buffer.id)
-    out = buffer._dispatch(run, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows)
-    if quantize is not None and x.requires_grad:
-        anchor = _anchor(x, out.handle.plan, out.handle.num_rows, out.handle.layout, buffer.id)
+    out = buffer._dispatch(
+        partial(_dispatch, buffer_id=buffer.id),
+        x,
+        topk_idx,
+        topk_weights,
+        layout=layout,
+        expert_alignment=expert_alignment,
+        quantize=quantize,
+        handle=handle,
+        max_recv_rows=max_recv_rows,
+    )
+    if quantize is not None:
         rows, scales = out.x
-        pair = QuantizedRows(_Float8Rows.apply(rows, scales, anchor), scales, anchor)
-        out = DispatchOutput(**{**vars(out), "x": pair})
+        out = replace(out, x=QuantizedRows(_Float8Rows.apply(rows, scales, out.x.anchor), scales, out.x.anchor))
     return out
 
 

@@ -74,7 +74,9 @@ class Buffer:
     ):
         self._engine = None
         if not dist.is_initialized():
-            raise ValueError("group: torch.distributed is not initialised; call torch.distributed.init_process_group first")
+            raise ValueError(
+                "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+            )
         group = group if group is not None else dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group: this process is not a member of the group given")
@@ -163,7 +165,17 @@ class Buffer:
         num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
         not allowed, and PeerTimeoutError if a peer does not come in time.
         """
-        return self._dispatch(self._run_dispatch, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows)
+        return self._dispatch(
+            self._run_dispatch,
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            handle=handle,
+            max_recv_rows=max_recv_rows,
+        )
 
     def combine(
         self, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
@@ -208,7 +220,7 @@ class Buffer:
         return self._engine
 
     def _dispatch(
-        self, run, x, topk_idx, topk_weights, layout, expert_alignment, quantize, handle, max_recv_rows
+        self, run, x, topk_idx, topk_weights, *, layout, expert_alignment, quantize, handle, max_recv_rows
     ) -> DispatchOutput:
         """Check, run (with or without gradients: autograd.py) and name the outputs."""
         config, device = self._config, self._live_engine().device
@@ -220,8 +232,6 @@ class Buffer:
             max_tokens=config.max_tokens_per_rank,
             quantize=quantize,
         )
-        if quantize is not None:
-            x = quantize_rows(x)
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
         num_tokens = rows.shape[0]
         per_choice = (num_tokens, config.num_topk)
@@ -239,8 +249,11 @@ class Buffer:
             self._check_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
-        received = run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
-        out_rows, out_scales, out_weights, out_idx, tokens_per_expert, rows_per_expert, new_plan = received
+        received = run(
+            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
+        )
+        out_rows, out_scales, out_weights, out_idx, tokens_per_expert, rows_per_expert, new_plan, anchor = received
+        pair = quantize is not None or scales is not None
         if handle is None:
             handle = Handle(
                 buffer_id=self.id,
@@ -253,7 +266,7 @@ class Buffer:
                 rows_per_expert=rows_per_expert,
             )
         return DispatchOutput(
-            x=out_rows if scales is None else QuantizedRows(out_rows, out_scales),
+            x=QuantizedRows(out_rows, out_scales, anchor) if pair else out_rows,
             topk_weights=None if topk_weights is None else out_weights,
             topk_idx=out_idx if layout == "rank" else None,
             tokens_per_expert=tokens_per_expert,
@@ -291,13 +304,16 @@ class Buffer:
         if max_recv_rows not in (None, handle.num_rows):
             checks.fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
-    def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows):
+    def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize):
+        """The engine's tensors, and None in the place of the anchor that a dispatch with gradients returns."""
+        if quantize:
+            rows, scales = quantize_rows(rows)
         tensors = (t if t is None else t.detach().contiguous() for t in (rows, scales, topk_idx, topk_weights, plan))
         rows, scales, topk_idx, topk_weights, plan = tensors
         topk_idx = None if topk_idx is None else topk_idx.long()
-        return self._live_engine().dispatch(
-            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows
-        )
+        engine = self._live_engine()
+        received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
+        return *received, None
 
     def _run_combine(self, y, plan, topk_weights, num_tokens):
         weights = None if topk_weights is None else topk_weights.detach().contiguous()
@@ -327,4 +343,6 @@ def _check_same(everyone: list[dict[str, Any]]) -> None:
     for rank, name in itertools.product(range(len(everyone)), first):
         other = everyone[rank]["same"][name]
         if other != first[name]:
-            raise ValueError(f"{name}: rank 0 gave {first[name]}, rank {rank} gave {other}; all ranks must give the same")
+            raise ValueError(
+                f"{name}: rank 0 gave {first[name]}, rank {rank} gave {other}; all ranks must give the same"
+            )

@@ -8,7 +8,7 @@ ENGINES = ("cpu",)  # those of this build
 
 
 def choose(engine: str) -> str:
-    """"auto" -> the best engine that can run here. ValueError when the one asked for is not there."""
+    """ "auto" -> the best engine that can run here. ValueError when the one asked for is not there."""
     if engine == "auto":
         return "cpu"
     if engine not in ENGINES:
