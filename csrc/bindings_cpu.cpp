@@ -115,10 +115,8 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.route(args, dispatch_args(rows, topk_weights, num_tokens));
           },
           Unlocked())
-      .def("reuse",
-           [](Engine& e, Address plan, const std::vector<size_t>& bytes_per_row, bool has_weights) {
-             e.reuse(pointer<const int32_t>(plan), bytes_per_row, has_weights);
-           })
+      .def("reuse", [](Engine& e, Address plan, const std::vector<size_t>& bytes_per_row,
+                       bool has_weights) { e.reuse(pointer<const int32_t>(plan), bytes_per_row, has_weights); })
       .def(
           "stage",
           [](Engine& e, const RowArrays& rows, Address topk_weights, int num_tokens) {
@@ -143,8 +141,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("finish_plan", &Engine::finish_plan, Unlocked())
       .def("counts_per_expert", &Engine::counts_per_expert)  // (true, padded)
       .def("pack_payload",
-           [](Engine& e, int node, const RowArrays& rows, Address topk_weights,
-              int num_tokens) {
+           [](Engine& e, int node, const RowArrays& rows, Address topk_weights, int num_tokens) {
              const ep::DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);
              ep::Span span;
              {
@@ -185,7 +182,8 @@ PYBIND11_MODULE(_C_cpu, m) {
              }
              return view(span);
            })
-      .def("incoming_sums", [](Engine& e, int node, bool has_weights) { return view(e.incoming_sums(node, has_weights)); })
+      .def("incoming_sums",
+           [](Engine& e, int node, bool has_weights) { return view(e.incoming_sums(node, has_weights)); })
       .def(
           "sum",
           [](Engine& e, Address topk_weights, Address out, Address out_weights) {

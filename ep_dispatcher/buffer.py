@@ -17,7 +17,8 @@ from ep_dispatcher import checks, engines, envs
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
 from ep_dispatcher.handle import CombineOutput, CompletedEvent, DispatchOutput, Handle
-from ep_dispatcher.quantize import QuantizedRows, quantize as quantize_rows
+from ep_dispatcher.quantize import QuantizedRows
+from ep_dispatcher.quantize import quantize as quantize_rows
 from ep_dispatcher.topology import Topology, host_id
 
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -50,8 +51,8 @@ class Buffer:
     max_tokens_per_rank  the most tokens that a rank brings to one dispatch
     dtype                torch.bfloat16, torch.float16 or torch.float32
     engine               "cpu" or "auto"; the default "auto" reads EP_DISPATCHER_ENGINE
-    ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of so
-                         many consecutive ranks, also several on one host (virtual nodes)
+    ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of
+                         so many consecutive ranks, also several on one host (virtual nodes)
     timeout_s            limit of every operation in seconds; None: EP_DISPATCHER_TIMEOUT_S, which is 100 by default
     num_sms              for GPU engines; the CPU engine takes no notice
 
@@ -182,10 +183,11 @@ class Buffer:
     ) -> CombineOutput:
         """Sum every token's rows on the rank that brought the token; no gradients (``ep.combine`` has them).
 
-            res.x[token] = sum of y[row] over the token's rows on all ranks;  res.topk_weights[token, k] = topk_weights[row]
+            res.x[token] = sum of y[row] over the token's rows on all ranks
+            res.topk_weights[token, k] = topk_weights[row of (token, k)]
 
-        y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank layout
-                      the caller has summed a token's local experts
+        y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank
+                      layout the caller has summed a token's local experts
         handle        of the dispatch
         topk_weights  float32, shaped as dispatch gave them, or None on every rank: brought back, for their gradient
 

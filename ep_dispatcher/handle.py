@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """The plan of one routing on one rank: made by ``dispatch``, taken by ``combine``, by a backward and by a recompute.
+    """The plan of one routing on one rank: made by ``dispatch``, taken by ``combine``, a backward and a recompute.
 
     It belongs to the buffer that made it, stays valid until that is destroyed, and never changes.
     """
@@ -43,7 +43,8 @@ class DispatchOutput:
     """Rows received by this rank. ``rows`` counts them, padding included.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
-    topk_weights      float32; expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local; or None
+    topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local;
+                      None when none were given
     topk_idx          rank layout: int64 [rows, num_topk], local expert or -1; expert layout: None
     tokens_per_expert int64 [num_local_experts], true counts
     rows_per_expert   int64 [num_local_experts], each count rounded up to expert_alignment

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """The same for two processes exactly if they can open each other's shared memory: one kernel, one process namespace."""
+    """The same for two processes if they can open each other's shared memory: one kernel, one process namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

@@ -55,7 +55,7 @@ void Engine::give_up() {
   if (!regions_.empty()) raise_flag(*own().gave_up, 1);
 }
 
-void Engine::wait_for(Flag* Region::*flags, int index, const char* phase, uint32_t epoch) const {
+void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const {
   std::vector<Awaited> awaited;
   for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank starts at a different peer
     const int local = (config_.local_rank + i) % config_.ranks_per_node;

@@ -4,8 +4,8 @@
 //
 //   dispatch  begin, route, stage, [heads, head_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
 //             finish_plan, clear_padding, pull own node, [payload_arrived, pull] per other node, finish
-//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], clear_padding, pull, [payload_arrived, pull], finish
-//   combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
+//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], clear_padding, pull, [payload_arrived, pull],
+//   finish combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
 #pragma once
 #include <memory>
 #include <optional>
@@ -88,8 +88,8 @@ class Engine {
   void finish();  // of either: this rank reads nothing more
 
  private:
-  void wait_for(Flag* Region::*flags, int index, const char* phase, uint32_t epoch) const;
-  void wait_for(Flag* Region::*flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
+  void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
+  void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
   void announce(uint32_t plan_id, const std::vector<size_t>& bytes_per_row, bool has_weights);
   void check_agreement() const;
 
@@ -104,8 +104,8 @@ class Engine {
   int64_t buffer_uid_;
   SharedMemory own_memory_;
   std::vector<SharedMemory> peer_memory_;
-  std::vector<Region> regions_;          // [ranks_per_node]
-  std::vector<int> node_of_, local_of_;  // [num_ranks]
+  std::vector<Region> regions_;                                             // [ranks_per_node]
+  std::vector<int> node_of_, local_of_;                                     // [num_ranks]
   std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, sums_in_;  // [num_nodes] what crosses between nodes
   PeerTraffic traffic_;
 

@@ -184,8 +184,7 @@ Counts Engine::count() {
   counted_.layout = mine.layout;
   counted_.expert_alignment = mine.expert_alignment;
   counted_.num_tokens = mine.num_tokens;
-  for (int m = 0; m < config_.num_nodes; ++m)
-    counted_.num_reduced += own().from_node[m].head.node_tokens[node()];
+  for (int m = 0; m < config_.num_nodes; ++m) counted_.num_reduced += own().from_node[m].head.node_tokens[node()];
   Cursor c;
   carve_plan(c, config_, &counted_);
   return {counted_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};

@@ -71,8 +71,7 @@ inline Plan read_plan(const Config& config, const int32_t* block) {
 // int32 elements that hold every plan of at most `num_rows` output rows and `num_tokens` tokens of this rank.
 inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_rows, Layout layout) {
   const int64_t max_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
-  const int64_t copies_per_row =
-      layout == Layout::kExpert ? 1 : std::min(config.num_topk, config.num_local_experts());
+  const int64_t copies_per_row = layout == Layout::kExpert ? 1 : std::min(config.num_topk, config.num_local_experts());
   Plan::Fixed sizes{};
   sizes.num_tokens = num_tokens;
   sizes.num_items = static_cast<int32_t>(std::min(max_items, num_rows));

@@ -117,11 +117,11 @@ struct Operation {
 struct Region {
   Flag* gave_up;         // not 0 once this rank has given up on this buffer
   Operation* operation;  // [2] by the parity of the epoch
-  Flag* headed;    // [num_nodes] the head from this node is here
-  Flag* listed;    // [num_nodes] the lists from this node are here
-  Flag* staged;    // [num_nodes] the rows from this node are here
-  Flag* pushed;    // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
-  Flag* consumed;  // this rank has read all that it reads in this epoch
+  Flag* headed;          // [num_nodes] the head from this node is here
+  Flag* listed;          // [num_nodes] the lists from this node are here
+  Flag* staged;          // [num_nodes] the rows from this node are here
+  Flag* pushed;          // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
+  Flag* consumed;        // this rank has read all that it reads in this epoch
   std::vector<FromNode> from_node;
 };
 

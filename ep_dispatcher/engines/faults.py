@@ -1,4 +1,4 @@
-"""Who is late? A rank that waits in vain says for whom; the chain of those answers ends at the ranks that say nothing."""
+"""Who is late? A rank that waits in vain says for whom; the chain of answers ends at the ranks that say nothing."""
 
 from __future__ import annotations
 
