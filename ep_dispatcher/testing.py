@@ -26,7 +26,16 @@ from torch import Tensor
 
 GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
 ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
-_PRELOAD = ["__main__", "torch", "torch.distributed", "torch.testing", "ep_dispatcher", "ep_dispatcher.testing"]
+# Imported once, by the server that the ranks are forked from. A first custom operator imports torch._dynamo.
+_PRELOAD = [
+    "__main__",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.testing",
+    "ep_dispatcher",
+    "ep_dispatcher.testing",
+]
 
 
 class RankError(RuntimeError):
@@ -65,6 +74,18 @@ def _dumps(obj: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _failure(error: BaseException) -> tuple[bool, tuple[str, str, str]]:
+    return False, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def _loads(message: bytes) -> tuple[bool, Any]:
+    """What ``_dumps`` made of a pair (ok, value), or (False, failure) when it cannot be restored here."""
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        return _failure(error)
+
+
 def _die_with_parent(lifeline: Connection) -> None:
     lifeline.poll(None)  # nothing is ever sent: this returns when the parent's end closes
     os.kill(os.getpid(), signal.SIGKILL)
@@ -88,20 +109,18 @@ def _rank_main(rank, num_ranks, port, threads, timeout_s, connection: Connection
         try:
             reply = _dumps((True, fn(rank, *args)))
         except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides what they mean
-            reply = _dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
+            reply = _dumps(_failure(error))
         connection.send_bytes(reply)
 
     answer(join_group, ())
     try:
         while (request := connection.recv_bytes()) != b"stop":
-            try:
-                fn, args = pickle.loads(request)
-            except Exception as error:
-                reply = (False, (type(error).__name__, str(error), traceback.format_exc()))
-                connection.send_bytes(_dumps(reply))
-                continue
-            answer(fn, args)
-            del fn, args
+            ok, call = _loads(request)
+            if ok:
+                answer(*call)
+            else:
+                connection.send_bytes(_dumps((False, call)))
+            del call
     except (EOFError, ConnectionError):
         pass  # the parent is gone
     if dist.is_initialized():
@@ -156,7 +175,7 @@ class RankPool:
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
-        request = _dumps((fn, args))
+        request = _dumps((True, (fn, args)))
         for connection in self._connections:
             try:
                 connection.send_bytes(request)
@@ -179,7 +198,7 @@ class RankPool:
             for connection in wait(list(pending), max(0.0, deadline - time.monotonic())):
                 rank = pending.pop(connection)
                 try:
-                    ok, value = pickle.loads(connection.recv_bytes())
+                    ok, value = _loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     broken = True
                     if rank in allow_dead:
@@ -258,6 +277,14 @@ def run_ranks(num_ranks: int, fn: Callable, *args: Any, **options: Any) -> list[
     run_options = {key: options.pop(key) for key in ("allow_dead",) if key in options}
     with RankPool(num_ranks, **options) as pool:
         return pool.run(fn, *args, **run_options)
+
+
+def device_of(engine: str, rank: int) -> str:
+    """The device whose tensors ``engine`` takes on this rank; made the current one."""
+    if engine == "cpu":
+        return "cpu"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return f"cuda:{torch.cuda.current_device()}"
 
 
 def make_routing(

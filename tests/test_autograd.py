@@ -1,0 +1,277 @@
+"""Gradients: against a dense layer of experts, and bit by bit against the definition's own combine and dispatch."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_dispatch_combine import Case, Inputs, assert_same, expert_rows, make_buffer, make_inputs, to
+from torch.utils.checkpoint import checkpoint
+
+import ep_dispatcher as ep
+from ep_dispatcher import reference
+from ep_dispatcher.testing import device_of
+
+SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
+LAYOUTS = ["expert", "rank"]
+MAX_TOKENS = 64
+
+
+def normal(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def expert_matrices(case: Case) -> torch.Tensor:
+    return normal((case.num_experts, case.hidden, case.hidden), 7) / case.hidden**0.5
+
+
+def local_experts(out, case: Case, matrices: torch.Tensor) -> torch.Tensor:
+    """Every expert's tanh(x @ matrix), weighted, in the rows that combine takes."""
+    if case.layout == "expert":
+        rows = out.x.split([*out.rows_per_expert.tolist(), out.x.shape[0] - int(out.rows_per_expert.sum())])
+        y = [torch.tanh(part @ matrix) for part, matrix in zip(rows, matrices)]
+        return torch.cat([*y, rows[-1]]) * out.topk_weights[:, None]
+    y = torch.zeros_like(out.x)
+    for e, matrix in enumerate(matrices):
+        weight = torch.where(out.topk_idx == e, out.topk_weights, 0).sum(1, keepdim=True)
+        y = y + weight * torch.tanh(out.x @ matrix)
+    return y
+
+
+def moe_layer(rank: int, engine: str, case: Case, inputs: Inputs, options: dict, recompute: bool):
+    """Forward and backward of a layer of experts; loss = sum of outputs times fixed random numbers."""
+    device = device_of(engine, rank)
+    first = rank * case.experts_per_rank
+    x = inputs.x[rank].to(device).requires_grad_()
+    weights = inputs.topk_weights[rank].to(device).requires_grad_()
+    matrices = expert_matrices(case)[first : first + case.experts_per_rank].to(device).requires_grad_()
+    topk_idx = inputs.topk_idx[rank].to(device)
+
+    def forward(x, weights, matrices):
+        out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, **options)
+        return ep.combine(buffer, local_experts(out, case, matrices), out.handle)
+
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        result = (
+            checkpoint(forward, x, weights, matrices, use_reentrant=False)
+            if recompute
+            else forward(x, weights, matrices)
+        )
+        (result * normal(result.shape, 50 + rank).to(device)).sum().backward()
+    return result.detach(), x.grad, weights.grad, matrices.grad
+
+
+def dense_moe_layer(case: Case, inputs: Inputs):
+    """The same layer and loss in float64 in one process, one list entry per rank."""
+    matrices = expert_matrices(case).double().requires_grad_()
+    results, leaves = [], []
+    for rank, (x, idx, weights) in enumerate(zip(inputs.x, inputs.topk_idx, inputs.topk_weights)):
+        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+        each = torch.tanh(torch.einsum("th,ehd->ted", x, matrices))
+        chosen = each.gather(1, idx.clamp(min=0).long()[:, :, None].expand(-1, -1, case.hidden))
+        result = (chosen * torch.where(idx >= 0, weights, 0)[:, :, None]).sum(1)
+        (result * normal(result.shape, 50 + rank)).sum().backward()
+        results.append(result.detach())
+        leaves.append((x, weights))
+    return results, [x.grad for x, _ in leaves], [w.grad for _, w in leaves], matrices.grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
+@pytest.mark.parametrize(
+    "options,recompute",
+    [({}, False), ({"expert_alignment": 8}, True), ({"max_recv_rows": 200}, False)],
+    ids=["plain", "aligned-recomputed", "fixed-rows"],
+)
+def test_moe_layer_is_the_dense_one(pools, engine, num_ranks, ranks_per_node, layout, options, recompute):
+    if layout == "rank":
+        options = {key: value for key, value in options.items() if key != "expert_alignment"}
+    case = Case(num_ranks, ranks_per_node, num_topk=3, experts_per_rank=3, hidden=16, layout=layout, tokens="uneven")
+    inputs = make_inputs(dataclasses.replace(case, routing="masked"))
+    inputs.x[:] = [normal(x.shape, 20 + rank) for rank, x in enumerate(inputs.x)]
+    ranks = pools(num_ranks).run(moe_layer, engine, case, inputs, options, recompute)
+    results, x_grads, weight_grads, matrix_grads = dense_moe_layer(case, inputs)
+    assert sum(float(g.abs().sum()) for g in x_grads) > 1
+    for rank, (result, x_grad, weight_grad, matrix_grad) in enumerate(ranks):
+        first = rank * case.experts_per_rank
+        expected_matrix_grad = matrix_grads[first : first + case.experts_per_rank]
+        close = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(result, results[rank], **close)
+        torch.testing.assert_close(x_grad, x_grads[rank], **close)
+        torch.testing.assert_close(weight_grad, weight_grads[rank], **close)
+        torch.testing.assert_close(matrix_grad, expected_matrix_grad, **close)
+
+
+def gradients(rank: int, engine: str, case: Case, inputs: Inputs, z_grads: list, max_recv_rows: int | None):
+    """Two dispatches and two combines on one handle, one backward: the gradients of x, topk_weights and y of each."""
+    device = device_of(engine, rank)
+    leaves, outputs, output_grads, handle = [], [], [], None
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        for z_grad in z_grads:
+            x = inputs.x[rank].to(device).clone().requires_grad_()
+            weights = inputs.topk_weights[rank].to(device).clone().requires_grad_()
+            if handle is None:
+                options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+                out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights, **options)
+            else:
+                out = ep.dispatch(buffer, x, None, weights, handle=handle)
+            handle = out.handle
+            rows, row_weights = to(device, expert_rows(case, out, rank))  # serve as values and as gradients
+            y = rows.clone().requires_grad_()
+            leaves += [x, weights, y]
+            outputs += [out.x, out.topk_weights, ep.combine(buffer, y, handle)]
+            output_grads += [rows, row_weights, z_grad[rank].to(device)]
+        return torch.autograd.grad(outputs, leaves, output_grads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
+def test_gradients_have_the_bits_of_the_definition(pools, engine, num_ranks, ranks_per_node, dtype, layout):
+    """The backward of dispatch is the definition's combine and the reverse; NaN in padding rows stays there."""
+    max_recv_rows = 300 if layout == "expert" else None
+    case = Case(
+        num_ranks,
+        ranks_per_node,
+        dtype,
+        num_topk=3,
+        experts_per_rank=3,
+        layout=layout,
+        alignment=8 if layout == "expert" else 1,
+        routing="masked",
+        tokens="uneven",
+    )
+    inputs = make_inputs(case)
+    z_grads = [[normal(x.shape, 40 + 10 * i + r, dtype) for r, x in enumerate(inputs.x)] for i in range(2)]
+    ranks = pools(num_ranks).run(gradients, engine, case, inputs, z_grads, max_recv_rows)
+
+    options = dict(num_experts=case.num_experts, layout=layout)
+    placed = dict(options, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+    received = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **placed)
+    rows, row_weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
+    arguments = list(rows), received, inputs.topk_idx, list(row_weights)
+    dispatch_grads = reference.combine(*arguments, node_of=case.node_of, **options)
+    for use, z_grad in enumerate(z_grads):
+        combine_grads = reference.dispatch(z_grad, inputs.topk_idx, None, **placed)
+        for rank, seen in enumerate(ranks):
+            x_grad, weight_grad, y_grad = seen[3 * use : 3 * use + 3]
+            assert_same(x_grad, dispatch_grads[rank][0], f"rank {rank}, use {use}: gradient of x")
+            assert_same(weight_grad, dispatch_grads[rank][1], f"rank {rank}, use {use}: gradient of topk_weights")
+            assert_same(y_grad, combine_grads[rank].x, f"rank {rank}, use {use}: gradient of y")
+
+
+def partial_gradients(rank: int, engine: str, case: Case, inputs: Inputs, wanted: tuple, used: tuple):
+    """Gradients when only ``wanted`` asks for one and the loss only looks at ``used`` of the outputs."""
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        x = inputs.x[rank].to(device).requires_grad_("x" in wanted)
+        weights = None
+        if inputs.topk_weights:
+            weights = inputs.topk_weights[rank].to(device).requires_grad_("topk_weights" in wanted)
+        out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights, layout=case.layout)
+        rows, row_weights = to(device, expert_rows(case, out, rank))
+        loss = 0
+        if "x" in used:
+            loss = loss + (out.x * torch.nan_to_num(rows)).sum()
+        if "topk_weights" in used:
+            loss = loss + (out.topk_weights * row_weights).sum()
+        if not wanted:
+            return out.x.requires_grad, ep.combine(buffer, rows, out.handle).requires_grad
+        loss.backward()
+        return x.grad, None if weights is None else weights.grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "wanted,used,weighted",
+    [
+        (("x", "topk_weights"), ("x",), True),
+        (("x", "topk_weights"), ("topk_weights",), True),
+        (("x",), ("x", "topk_weights"), True),
+        (("topk_weights",), ("x", "topk_weights"), True),
+        (("x",), ("x",), False),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_partial_gradients(pools, engine, wanted, used, weighted, layout):
+    case = Case(2, 1, layout=layout, weighted=weighted)
+    inputs = make_inputs(case)
+    ranks = pools(2).run(partial_gradients, engine, case, inputs, wanted, used)
+    options = dict(num_experts=case.num_experts, layout=layout)
+    received = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
+    rows, row_weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
+    weights = list(row_weights) if weighted else None
+    expected = reference.combine(list(rows), received, inputs.topk_idx, weights, node_of=case.node_of, **options)
+    for (x_grad, weight_grad), (right_x, right_weights) in zip(ranks, expected):
+        pairs = {"x": (x_grad, right_x), "topk_weights": (weight_grad, right_weights)}
+        for name, (seen, right) in pairs.items():
+            if name not in wanted:
+                assert seen is None
+            elif name not in used:
+                assert seen is None or not seen.any()
+            else:
+                assert_same(seen, right, f"gradient of {name}")
+
+
+def test_no_graph_without_a_need(pools, engine):
+    case = Case(2, 2)
+    assert pools(2).run(partial_gradients, engine, case, make_inputs(case), (), ()) == [(False, False)] * 2
+
+
+def float8_gradients(rank: int, engine: str, case: Case, inputs: Inputs, used: tuple):
+    """Gradients when float8 rows travel; the loss looks at ``used`` of (dequantised rows, topk_weights)."""
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        x = to(device, inputs.x[rank])
+        quantize = "e4m3_1x128" if case.payload == "quantize" else None
+        leaves = [inputs.topk_weights[rank].to(device).requires_grad_()]
+        if "x" in used:
+            leaves.append(x.requires_grad_())
+        topk_idx = inputs.topk_idx[rank].to(device)
+        out = ep.dispatch(buffer, x, topk_idx, leaves[0], layout=case.layout, quantize=quantize)
+        values = ep.dequantize(out.x)
+        rows, row_weights = to(device, expert_rows(case, out, rank))
+        outputs = {"topk_weights": (out.topk_weights, row_weights), "x": (values, rows)}
+        given = [outputs[name] for name in used]
+        grads = torch.autograd.grad([o for o, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        return values.detach(), *grads
+
+
+def expected_gradients(case: Case, inputs: Inputs):
+    options = dict(num_experts=case.num_experts, layout=case.layout)
+    received = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
+    rows, row_weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
+    arguments = list(rows), received, inputs.topk_idx, list(row_weights)
+    return received, reference.combine(*arguments, node_of=case.node_of, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("used", [("topk_weights", "x"), ("x",)], ids="+".join)
+def test_the_gradient_passes_straight_through_quantization(pools, engine, ranks_per_node, layout, used):
+    case = Case(2, ranks_per_node, torch.bfloat16, payload="quantize", hidden=256, layout=layout)
+    inputs = make_inputs(case)
+    ranks = pools(2).run(float8_gradients, engine, case, inputs, used)
+    received, expected = expected_gradients(case, inputs)
+    for rank, (values, weight_grad, x_grad) in enumerate(ranks):
+        exact = received[rank].x.float()
+        block_max = exact.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
+        error = (values.float() - exact).abs()
+        assert (error <= exact.abs() / 16 + block_max / 448 / 64).all()  # 3 bits of mantissa, smallest step 2**-9
+        assert error.any(), "nothing was quantised"
+        assert_same(x_grad, expected[rank][0], f"rank {rank}: gradient of x")
+        if "topk_weights" in used:
+            assert_same(weight_grad, expected[rank][1], f"rank {rank}: gradient of topk_weights")
+        else:
+            assert weight_grad is None or not weight_grad.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("payload", ["pair", "quantize"])
+def test_weights_have_gradients_when_float8_rows_have_none(pools, engine, payload, ranks_per_node, layout):
+    case = Case(2, ranks_per_node, torch.bfloat16, payload=payload, hidden=256, layout=layout)
+    inputs = make_inputs(case)
+    ranks = pools(2).run(float8_gradients, engine, case, inputs, ("topk_weights",))
+    _, expected = expected_gradients(case, inputs)
+    for rank, (_, weight_grad) in enumerate(ranks):
+        assert_same(weight_grad, expected[rank][1], f"rank {rank}: gradient of topk_weights")

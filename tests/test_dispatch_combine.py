@@ -1,0 +1,350 @@
+"""Forward: whatever the configuration, every bit is that of ep_dispatcher/reference.py."""
+
+import dataclasses
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import reference
+from ep_dispatcher.testing import ROUTINGS, RankError, device_of, make_routing
+
+NUM_TOKENS = {"even": (19, 19, 19, 19), "uneven": (23, 0, 1, 14), "many": (2500, 2100, 0, 1025)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    num_ranks: int
+    ranks_per_node: int
+    dtype: torch.dtype = torch.float32
+    payload: str = "rows"  # or "pair": float8 rows and scales, or "quantize": made a pair on the way
+    num_topk: int = 2
+    hidden: int = 64
+    experts_per_rank: int = 2
+    layout: str = "expert"
+    alignment: int = 1
+    recv: str = "counted"  # "counted", or with max_recv_rows: "exact" or "spare"
+    routing: str = "uniform"
+    index_dtype: torch.dtype = torch.int64
+    weighted: bool = True
+    tokens: str = "even"  # a key of NUM_TOKENS
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_ranks * self.experts_per_rank
+
+    @property
+    def node_of(self) -> list[int]:
+        return [rank // self.ranks_per_node for rank in range(self.num_ranks)]
+
+    def possible(self) -> bool:
+        return self.num_topk <= self.num_experts and (
+            self.payload == "rows" or (self.hidden % 128 == 0 and self.dtype == torch.bfloat16)
+        )
+
+    def __str__(self) -> str:
+        parts = dataclasses.asdict(self).values()
+        return "-".join(str(part).removeprefix("torch.") for part in parts)
+
+
+def pairwise(options: dict[str, list], seed: int = 0) -> list[Case]:
+    """Few cases that together hold every possible pair of options of two different fields."""
+    rng, names = random.Random(seed), list(options)
+
+    def pairs_of(values: dict) -> set:
+        return set(itertools.combinations([(name, values[name]) for name in names if name in values], 2))
+
+    missing = dict.fromkeys(  # a dict keeps the order, so that the cases are the same in every process
+        ((a, va), (b, vb)) for a, b in itertools.combinations(names, 2) for va in options[a] for vb in options[b]
+    )
+    cases = []
+    while missing:
+        first = next(iter(missing))
+        best = None
+        for _ in range(60):
+            values = {name: rng.choice(options[name]) for name in names} | dict(first)
+            case = as_case(values)
+            gain = sum(pair in missing for pair in pairs_of(values)) if case.possible() else -1
+            if best is None or gain > best[0]:
+                best = (gain, case, values)
+        if best[0] > 0:
+            cases.append(best[1])
+            for pair in pairs_of(best[2]):
+                missing.pop(pair, None)
+        missing.pop(first, None)  # without gain: no possible case has this pair
+    return cases
+
+
+def as_case(values: dict) -> Case:
+    values = dict(values)
+    num_ranks, ranks_per_node = values.pop("ranks")
+    return Case(num_ranks, ranks_per_node, **values)
+
+
+GRID = pairwise(
+    {
+        "ranks": [(n, m) for n in (1, 2, 3, 4, 6, 8) for m in range(1, n + 1) if n % m == 0],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "payload": ["rows", "pair", "quantize"],
+        "num_topk": [1, 2, 8],
+        "hidden": [64, 512, 1000, 2880],
+        "experts_per_rank": [1, 3, 8],
+        "layout": ["expert", "rank"],
+        "alignment": [1, 8, 128],
+        "recv": ["counted", "exact", "spare"],
+        "routing": list(ROUTINGS),
+        "index_dtype": [torch.int64, torch.int32],
+        "weighted": [True, False],
+        "tokens": ["even", "uneven"],
+    }
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the ranks give to dispatch, one entry per rank."""
+
+    x: list[Tensor] | list[tuple[Tensor, Tensor]]
+    topk_idx: list[Tensor]
+    topk_weights: list[Tensor] | None
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize="e4m3_1x128"``: every block of 128 values is divided by its scale, the largest magnitude / 448."""
+    blocks = x.float().unflatten(1, (-1, 128))
+    scales = (blocks.abs().amax(2) / 448).clamp(min=2**-126)
+    return (blocks / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+
+
+def random_rows(case: Case, num_tokens: int, seed: int):
+    rows = torch.randn(num_tokens, case.hidden, generator=torch.Generator().manual_seed(seed)).to(case.dtype)
+    if case.payload == "pair":
+        scales = torch.rand(num_tokens, case.hidden // 128, generator=torch.Generator().manual_seed(seed))
+        return rows.to(torch.float8_e4m3fn), scales
+    return rows
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    x, topk_idx, topk_weights = [], [], []
+    for rank in range(case.num_ranks):
+        num_tokens = NUM_TOKENS[case.tokens][(rank + seed) % 4]
+        rank_seed = 100 * seed + rank
+        idx, weights = make_routing(case.routing, num_tokens, case.num_experts, case.num_topk, seed=rank_seed)
+        rows = random_rows(case, num_tokens, rank_seed)
+        if case.payload == "rows":
+            rows[(idx < 0).all(1)] = float("nan")  # nobody may look at a token without experts
+        x.append(rows)
+        topk_idx.append(idx.to(case.index_dtype))
+        topk_weights.append(weights)
+    return Inputs(x, topk_idx, topk_weights if case.weighted else None)
+
+
+def expert_rows(case: Case, out, rank: int) -> tuple[Tensor, Tensor | None]:
+    """Random outputs of the experts, and random weights, for what dispatch returned; NaN where there is no token."""
+    num_rows = (out.x[0] if isinstance(out.x, tuple) else out.x).shape[0]
+    y = torch.randn(num_rows, case.hidden, generator=torch.Generator().manual_seed(1000 + rank)).to(case.dtype)
+    weights = None
+    if out.topk_weights is not None:
+        weights = torch.rand(out.topk_weights.shape, generator=torch.Generator().manual_seed(2000 + rank))
+    used = torch.zeros(num_rows, dtype=torch.bool)
+    if case.layout == "rank":
+        used |= (out.topk_idx.cpu() >= 0).any(1)
+    else:
+        begin = 0
+        for count, padded in zip(out.tokens_per_expert.tolist(), out.rows_per_expert.tolist()):
+            used[begin : begin + count] = True
+            begin += padded
+    y[~used] = float("nan")
+    return y, weights
+
+
+def to(device: str, value):
+    if isinstance(value, tuple):
+        return tuple(to(device, v) for v in value)
+    return None if value is None else value.to(device)
+
+
+@dataclass(frozen=True)
+class Received:
+    """The fields of dispatch's result, without the handle, so that it can travel."""
+
+    x: Tensor | tuple[Tensor, Tensor]
+    topk_weights: Tensor | None
+    topk_idx: Tensor | None
+    tokens_per_expert: Tensor
+    rows_per_expert: Tensor
+
+    @staticmethod
+    def of(out) -> "Received":
+        x, *rest = (getattr(out, field.name) for field in dataclasses.fields(Received))
+        return Received(tuple(x) if isinstance(x, tuple) else x, *rest)
+
+
+def make_buffer(case: Case, engine: str, max_tokens_per_rank: int) -> ep.Buffer:
+    return ep.Buffer(
+        torch.distributed.group.WORLD,
+        hidden=case.hidden,
+        num_experts=case.num_experts,
+        num_topk=case.num_topk,
+        max_tokens_per_rank=max_tokens_per_rank,
+        dtype=case.dtype,
+        engine=engine,
+        ranks_per_node=case.ranks_per_node,
+        timeout_s=20,
+    )
+
+
+def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, max_recv_rows: int | None):
+    """Dispatch, combine, and the same with other rows on the cached handle."""
+    device = device_of(engine, rank)
+    quantize = "e4m3_1x128" if case.payload == "quantize" else None
+    results = []
+    most_tokens = max(1, *(idx.shape[0] for idx in inputs.topk_idx))
+    with make_buffer(case, engine, max_tokens_per_rank=most_tokens) as buffer:
+        handle = None
+        for given in (inputs, again):
+            x = to(device, given.x[rank])
+            topk_weights = to(device, given.topk_weights[rank]) if given.topk_weights else None
+            if handle is None:
+                topk_idx = to(device, given.topk_idx[rank])
+                options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+                out = buffer.dispatch(x, topk_idx, topk_weights, quantize=quantize, **options)
+            else:
+                out = buffer.dispatch(x, None, topk_weights, quantize=quantize, handle=handle)
+            handle = out.handle
+            y, weights = expert_rows(case, out, rank)
+            combined = buffer.combine(to(device, y), handle, topk_weights=to(device, weights))
+            results.append((Received.of(out), (combined.x, combined.topk_weights)))
+    return results
+
+
+def rows_needed(case: Case, topk_idx: list[Tensor]) -> list[int]:
+    """The rows that every rank receives, padding included."""
+    x = [torch.zeros(idx.shape[0], 1) for idx in topk_idx]
+    options = dict(num_experts=case.num_experts, layout=case.layout, expert_alignment=case.alignment)
+    return [out.x.shape[0] for out in reference.dispatch(x, topk_idx, None, **options)]
+
+
+def expected_of(case: Case, inputs: Inputs, max_recv_rows: int | None):
+    x = [quantized(rows) for rows in inputs.x] if case.payload == "quantize" else inputs.x
+    options = dict(num_experts=case.num_experts, layout=case.layout)
+    received = reference.dispatch(
+        x,
+        inputs.topk_idx,
+        inputs.topk_weights,
+        expert_alignment=case.alignment,
+        max_recv_rows=max_recv_rows,
+        **options,
+    )
+    y, weights = zip(*(expert_rows(case, out, rank) for rank, out in enumerate(received)))
+    weights = list(weights) if inputs.topk_weights else None
+    combined = reference.combine(list(y), received, inputs.topk_idx, weights, node_of=case.node_of, **options)
+    return list(zip(received, combined))
+
+
+def assert_same(seen, expected, what: str) -> None:
+    """The same type, shape and values, none of them NaN."""
+    if isinstance(expected, tuple):
+        assert isinstance(seen, tuple) and len(seen) == len(expected), f"{what}: a tuple of {len(expected)} expected"
+        for i, pair in enumerate(zip(seen, expected)):
+            assert_same(*pair, f"{what}[{i}]")
+        return
+    if expected is None or seen is None:
+        assert seen is None and expected is None, f"{what}: seen {seen}, expected {expected}"
+        return
+    assert (seen.dtype, seen.shape) == (expected.dtype, expected.shape), what
+    if expected.dtype == torch.float8_e4m3fn:
+        seen, expected = seen.view(torch.uint8), expected.view(torch.uint8)
+    if not torch.equal(seen, expected):
+        wrong = (seen != expected).nonzero()
+        first = tuple(wrong[0].tolist())
+        pytest.fail(
+            f"{what}: {len(wrong)} of {seen.numel()} differ, first at {first}: "
+            f"seen {seen[first].item()}, expected {expected[first].item()}"
+        )
+
+
+def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None, again: Inputs | None = None) -> list:
+    """Run ``case`` and compare everything with the definition; returns what the ranks returned."""
+    inputs = make_inputs(case) if inputs is None else inputs
+    if again is None:
+        x = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
+        weights = [1 - w for w in inputs.topk_weights] if inputs.topk_weights else None
+        again = Inputs(x, inputs.topk_idx, weights)
+    max_recv_rows = None
+    if case.recv != "counted":
+        max_recv_rows = max(1, *rows_needed(case, inputs.topk_idx)) + (17 if case.recv == "spare" else 0)
+    ranks = pools(case.num_ranks).run(run_case, engine, case, inputs, again, max_recv_rows)
+    for turn, given in enumerate((inputs, again)):
+        for rank, (expected, combined) in enumerate(expected_of(case, given, max_recv_rows)):
+            out, result = ranks[rank][turn]
+            where = f"rank {rank}, {'cached handle' if turn else 'first use'}"
+            for field in dataclasses.fields(Received):
+                assert_same(getattr(out, field.name), getattr(expected, field.name), f"{where}: out.{field.name}")
+            assert_same(result[0], combined[0], f"{where}: combined x")
+            assert_same(result[1], combined[1], f"{where}: combined topk_weights")
+    return ranks
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_bits_of_the_definition(pools, engine, case):
+    check_case(pools, engine, case)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_many_tokens(pools, engine, ranks_per_node, layout):
+    """More tokens than any engine moves in one piece."""
+    check_case(pools, engine, Case(4, ranks_per_node, torch.bfloat16, tokens="many", num_topk=3, layout=layout))
+
+
+def dispatch_into(rank: int, engine: str, case: Case, topk_idx: list[Tensor], max_recv_rows: int):
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
+        x = torch.ones(topk_idx[rank].shape[0], case.hidden, dtype=case.dtype, device=device)
+        options = dict(layout=case.layout, max_recv_rows=max_recv_rows)
+        return buffer.dispatch(x, topk_idx[rank].to(device), None, **options).x.shape[0]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_too_few_receive_rows_are_an_error_where_the_rows_do_not_fit(pools, engine, layout):
+    case = Case(2, 2, layout=layout)
+    topk_idx = [make_routing("one_expert", 20, case.num_experts, case.num_topk, seed=rank)[0] for rank in range(2)]
+    assert rows_needed(case, topk_idx) == [40, 0]
+    assert pools(2).run(dispatch_into, engine, case, topk_idx, 40) == [40, 40]
+    with pytest.raises(RankError) as caught:
+        pools(2).run(dispatch_into, engine, case, topk_idx, 39)
+    name, message, _ = caught.value.failures[0]
+    assert name == "ValueError" and "max_recv_rows" in message and "39" in message and "40" in message
+
+
+def dispatch_strided(rank: int, engine: str, case: Case, inputs: Inputs):
+    device = device_of(engine, rank)
+    x = torch.stack([inputs.x[rank], inputs.x[rank] + 1], 2).to(device)[:, :, 0]
+    topk_idx, topk_weights = (t[rank].to(device).T.contiguous().T for t in (inputs.topk_idx, inputs.topk_weights))
+    assert not x.is_contiguous() and not topk_idx.is_contiguous()
+    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
+        out = buffer.dispatch(x, topk_idx, topk_weights)
+        y = out.x.repeat(1, 2)[:, : case.hidden]
+        assert not y.is_contiguous()
+        return Received.of(out), buffer.combine(y, out.handle).x
+
+
+def test_strided_tensors_are_right(pools, engine):
+    case = Case(2, 1)
+    inputs = make_inputs(case)
+    ranks = pools(2).run(dispatch_strided, engine, case, inputs)
+    options = dict(num_experts=case.num_experts)
+    expected = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
+    y = [out.x for out in expected]
+    combined = reference.combine(y, expected, inputs.topk_idx, node_of=case.node_of, **options)
+    for (out, x), right, (right_x, _) in zip(ranks, expected, combined):
+        assert_same(out.x, right.x, "out.x")
+        assert_same(out.topk_weights, right.topk_weights, "out.topk_weights")
+        assert_same(x, right_x, "combined x")

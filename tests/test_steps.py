@@ -1,0 +1,192 @@
+"""Many steps on one buffer, and many buffers at once: no growth, no interference, the same bits every time."""
+
+import gc
+import hashlib
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_dispatch_combine import (
+    Case,
+    Inputs,
+    Received,
+    assert_same,
+    expected_of,
+    expert_rows,
+    make_buffer,
+    make_inputs,
+    to,
+)
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import ROUTINGS, device_of, make_routing
+
+NUM_STEPS = 200
+WARM_UP = 50
+MAX_TOKENS = 40
+
+
+def resources() -> dict[str, int]:
+    """Bytes of private memory, bytes of shared memory, open files and mappings of this process."""
+    gc.collect()
+    pages = [int(field) for field in Path("/proc/self/statm").read_text().split()]
+    page = os.sysconf("SC_PAGE_SIZE")
+    return {
+        "private": (pages[1] - pages[2]) * page,
+        "shared": pages[2] * page,
+        "files": len(os.listdir("/proc/self/fd")),
+        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+    }
+
+
+def add_to(digest, *tensors) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def step_inputs(case: Case, step: int, rank: int):
+    """Routing and number of tokens change with every step; every rank has a step without tokens now and then."""
+    rng = random.Random(1000 * step + rank)
+    num_tokens = 0 if rng.random() < 0.1 else rng.randint(1, MAX_TOKENS)
+    kind = ROUTINGS[step % len(ROUTINGS)]
+    topk_idx, weights = make_routing(kind, num_tokens, case.num_experts, case.num_topk, seed=1000 * step + rank)
+    x = torch.randn(num_tokens, case.hidden, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x.to(case.dtype), topk_idx, weights
+
+
+def train(rank: int, engine: str, case: Case, pauses: int):
+    """Forward and backward ``NUM_STEPS`` times; ``pauses`` seeds random delays, so that ranks arrive in any order."""
+    device, rng, digest = device_of(engine, rank), random.Random(pauses + rank), hashlib.sha256()
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        for step in range(NUM_STEPS):
+            x, topk_idx, weights = (t.to(device) for t in step_inputs(case, step, rank))
+            time.sleep(rng.choice([0, 0, 0, 0.002]))
+            x.requires_grad_()
+            weights.requires_grad_()
+            out = ep.dispatch(buffer, x, topk_idx, weights, layout=case.layout, expert_alignment=case.alignment)
+            time.sleep(rng.choice([0, 0, 0, 0.002]))
+            y = out.x * (
+                out.topk_weights[:, None] if case.layout == "expert" else out.topk_weights.sum(1, keepdim=True)
+            )
+            result = ep.combine(buffer, y.to(case.dtype), out.handle)
+            result.square().sum().backward()
+            add_to(digest, out.x, out.topk_weights, result, x.grad, weights.grad)
+            if step == WARM_UP:
+                before = resources()
+        return digest.hexdigest(), before, resources()
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_steps_do_not_grow_and_repeat_their_bits(pools, engine, ranks_per_node, layout):
+    alignment = 8 if layout == "expert" else 1
+    case = Case(4, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, layout=layout, alignment=alignment)
+    first, second = (pools(4).run(train, engine, case, pauses) for pauses in (1, 2))
+    for rank, ((digest, before, after), (again, *_)) in enumerate(zip(first, second)):
+        assert digest == again, f"rank {rank}: two runs differ"
+        for name, allowed in {"private": 4 << 20, "shared": 1 << 20, "files": 0, "mappings": 8}.items():
+            assert after[name] - before[name] <= allowed, f"rank {rank}: {name} went from {before} to {after}"
+    assert len({digest for digest, *_ in first}) == 4, "the ranks should have seen different tokens"
+
+
+def make_and_destroy(rank: int, engine: str, case: Case):
+    x, topk_idx, weights = step_inputs(case, 0, rank)
+    device = device_of(engine, rank)
+    seen = []
+    for _ in range(12):
+        buffer = make_buffer(case, engine, MAX_TOKENS)
+        out = buffer.dispatch(x.to(device), topk_idx.to(device), weights.to(device))
+        buffer.combine(out.x, out.handle)
+        buffer.destroy()
+        del buffer, out
+        seen.append(resources())
+    return seen[3], seen[-1]
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_destroyed_buffers_leave_nothing(pools, engine, ranks_per_node):
+    for before, after in pools(2).run(make_and_destroy, engine, Case(2, ranks_per_node)):
+        assert after["files"] <= before["files"] and after["mappings"] <= before["mappings"] + 4
+        assert after["private"] - before["private"] < 2 << 20 and after["shared"] - before["shared"] < 1 << 20
+
+
+def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buffer) -> Iterator:
+    """Dispatch, combine and the results, with a pause after each operation where something else can run."""
+    device = device_of(engine, rank)
+    x, topk_idx = to(device, inputs.x[rank]).clone(), to(device, inputs.topk_idx[rank]).clone()
+    topk_weights = to(device, inputs.topk_weights[rank]).clone()
+    out = buffer.dispatch(x, topk_idx, topk_weights, layout=case.layout, expert_alignment=case.alignment)
+    x.fill_(float("nan"))  # the caller may do with its tensors what it likes, however late the other ranks are
+    topk_idx.fill_(0)
+    topk_weights.fill_(float("nan"))
+    yield
+    y, weights = to(device, expert_rows(case, out, rank))
+    combined = buffer.combine(y, out.handle, topk_weights=weights)
+    y.fill_(float("nan"))
+    weights.fill_(float("nan"))
+    yield
+    return Received.of(out), (combined.x, combined.topk_weights)
+
+
+def interleave(rank: int, engine: str, cases: list[Case], inputs: list[Inputs], buffer_of: list[int], order: list[int]):
+    """Advance the steps in ``order``, where several of them may share a buffer."""
+    buffers = {}
+    for case, b in zip(cases, buffer_of):
+        if b not in buffers:
+            buffers[b] = make_buffer(case, engine, MAX_TOKENS)
+    steps = [full_step(rank, engine, case, given, buffers[b]) for case, given, b in zip(cases, inputs, buffer_of)]
+    results = [None] * len(steps)
+    for i in order:
+        if rank == i % 3:
+            time.sleep(0.005)  # somebody is always late
+        try:
+            next(steps[i])
+        except StopIteration as stop:
+            results[i] = stop.value
+    for b in reversed(buffers):
+        buffers[b].destroy()
+    return results
+
+
+def check_interleaved(pools, engine: str, cases: list[Case], buffer_of: list[int], order: list[int]) -> None:
+    inputs = [make_inputs(case, seed=i) for i, case in enumerate(cases)]
+    ranks = pools(cases[0].num_ranks).run(interleave, engine, cases, inputs, buffer_of, order)
+    for i, (case, given) in enumerate(zip(cases, inputs)):
+        for rank, (expected, combined) in enumerate(expected_of(case, given, None)):
+            out, result = ranks[rank][i]
+            where = f"rank {rank}, step {i}"
+            assert_same(out.x, expected.x, f"{where}: out.x")
+            assert_same(out.topk_weights, expected.topk_weights, f"{where}: out.topk_weights")
+            assert_same(out.topk_idx, expected.topk_idx, f"{where}: out.topk_idx")
+            assert_same(out.tokens_per_expert, expected.tokens_per_expert, f"{where}: out.tokens_per_expert")
+            assert_same(result, combined, f"{where}: combined")
+
+
+def test_buffers_do_not_disturb_each_other(pools, engine):
+    """Four buffers of different shapes in one process, their operations interleaved."""
+    cases = [
+        Case(4, 2, torch.bfloat16, num_topk=3, hidden=1000, tokens="uneven"),
+        Case(4, 4, torch.float32, num_topk=1, hidden=64, layout="rank"),
+        Case(4, 1, torch.float16, num_topk=8, experts_per_rank=8, alignment=8, routing="masked"),
+        Case(4, 2, torch.bfloat16, num_topk=2, hidden=512, layout="rank", routing="skewed", tokens="uneven"),
+    ]
+    check_interleaved(pools, engine, cases, buffer_of=[0, 1, 2, 3], order=[0, 1, 2, 0, 3, 1, 3, 2, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node):
+    """Several steps of one buffer are under way at once; the last dispatched is the first combined."""
+    shape = dict(num_topk=3, experts_per_rank=3, dtype=torch.bfloat16)
+    cases = [
+        Case(4, ranks_per_node, **shape, tokens="uneven"),
+        Case(4, ranks_per_node, **shape, layout="rank", routing="masked"),
+        Case(4, ranks_per_node, **shape, alignment=8, routing="skewed"),
+        Case(4, ranks_per_node, **shape, routing="empty"),
+    ]
+    order = [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+    check_interleaved(pools, engine, cases, buffer_of=[0, 0, 0, 0], order=order)
