@@ -1,0 +1,67 @@
+"""One small dispatch and combine on a buffer, checked on every rank against ep_dispatcher.reference.
+
+round_trip(make_buffer(), seed=3)     # collective; AssertionError where a bit is wrong
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import reference
+from ep_dispatcher.testing import make_routing
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 64, 12, 3, 32  # 12 experts: groups of 1, 2, 3, 4 and 6 ranks
+CONFIG = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS)
+
+
+def make_buffer(group=None, **changes: Any) -> ep.Buffer:
+    return ep.Buffer(group, **(dict(CONFIG, timeout_s=30) | changes))
+
+
+def inputs(rank: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank gives to a dispatch: (x, topk_idx, topk_weights)."""
+    num_tokens = MAX_TOKENS - 3 * rank
+    topk_idx, topk_weights = make_routing("masked", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=100 * seed + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+    return x, topk_idx, topk_weights
+
+
+def outputs(rank: int, num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What a rank gives to a combine: the rows of its experts."""
+    return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9000 + 100 * seed + rank)).to(dtype)
+
+
+def node_of(buffer: ep.Buffer) -> list[int]:
+    """The node of every rank."""
+    nodes = buffer.topology.nodes
+    return [next(n for n, ranks in enumerate(nodes) if rank in ranks) for rank in range(buffer.topology.num_ranks)]
+
+
+def expected(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None):
+    """What dispatch and combine must give on this rank, from the definition."""
+    num_ranks, rank, options = buffer.topology.num_ranks, buffer.topology.rank, dict(num_experts=NUM_EXPERTS)
+    x, topk_idx, topk_weights = (list(each) for each in zip(*(inputs(r, seed=seed) for r in range(num_ranks))))
+    received = reference.dispatch(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows, **options)
+    y = [outputs(r, out.x.shape[0], seed=seed) for r, out in enumerate(received)]
+    combined = reference.combine(y, received, topk_idx, node_of=node_of(buffer), **options)
+    return received[rank], combined[rank][0]
+
+
+def assert_received(out: ep.DispatchOutput, right: reference.Dispatched) -> None:
+    assert torch.equal(out.x, right.x) and torch.equal(out.topk_weights, right.topk_weights)
+    assert torch.equal(out.tokens_per_expert, right.tokens_per_expert)
+    assert torch.equal(out.rows_per_expert, right.rows_per_expert)
+
+
+def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None) -> None:
+    """Collective: dispatch and combine, and every bit is the definition's."""
+    rank = buffer.topology.rank
+    right, right_sum = expected(buffer, seed=seed, max_recv_rows=max_recv_rows)
+    out = buffer.dispatch(*inputs(rank, seed=seed), max_recv_rows=max_recv_rows)
+    assert_received(out, right)
+    y = outputs(rank, out.x.shape[0], seed=seed)
+    assert torch.equal(buffer.combine(y, out.handle).x, right_sum)

@@ -1,0 +1,133 @@
+"""Which ranks share a node: from host ids or forced, and that the engine works on what was found."""
+
+import itertools
+
+import pytest
+from round_trip import make_buffer, node_of, round_trip
+
+from ep_dispatcher import buffer as buffer_module
+from ep_dispatcher.topology import Topology, host_id
+
+
+def nodes(host_of: str, ranks_per_node: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """Of the topology of ranks on hosts, one letter each; the same whichever rank asks."""
+    found = {Topology.make(rank, list(host_of), ranks_per_node).nodes for rank in range(len(host_of))}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.parametrize(
+    "host_of,expected",
+    [
+        ("A", ((0,),)),
+        ("AAA", ((0, 1, 2),)),
+        ("AABB", ((0, 1), (2, 3))),
+        ("ABAB", ((0, 2), (1, 3))),
+        ("ABBA", ((0, 3), (1, 2))),
+        ("BA", ((0,), (1,))),  # in the order of their first rank, not of their names
+        ("ABCABC", ((0, 3), (1, 4), (2, 5))),
+    ],
+)
+def test_nodes_are_the_hosts(host_of, expected):
+    assert nodes(host_of) == expected
+
+
+@pytest.mark.parametrize(
+    "host_of,ranks_per_node,expected",
+    [
+        ("AAAA", 4, ((0, 1, 2, 3),)),
+        ("AAAA", 2, ((0, 1), (2, 3))),
+        ("AAAA", 1, ((0,), (1,), (2,), (3,))),
+        ("AAAABB", 2, ((0, 1), (2, 3), (4, 5))),  # uneven hosts, split into even nodes
+        ("ABAB", 1, ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_nodes_can_be_forced(host_of, ranks_per_node, expected):
+    assert nodes(host_of, ranks_per_node) == expected
+
+
+@pytest.mark.parametrize(
+    "host_of,ranks_per_node,words",
+    [
+        ("AAB", None, ["group", "[2, 1]", "same number on every host", "ranks_per_node"]),
+        ("AAAABB", None, ["group", "[4, 2]"]),
+        ("AAAA", 3, ["ranks_per_node", "given 3", "divisor", "(4)"]),
+        ("AAAA", 8, ["ranks_per_node", "given 8", "divisor", "(4)"]),
+        ("AAAA", 0, ["ranks_per_node", "given 0", "divisor", "(4)"]),
+        ("AAAA", -2, ["ranks_per_node", "given -2", "divisor", "(4)"]),
+        ("ABAB", 2, ["ranks_per_node", "given 2", "ranks [0, 1]", "not on one host"]),
+        ("AAABBB", 2, ["ranks_per_node", "given 2", "ranks [2, 3]", "not on one host"]),
+    ],
+)
+def test_what_cannot_be_split_is_an_error_on_every_rank(host_of, ranks_per_node, words):
+    messages = set()
+    for rank in range(len(host_of)):
+        with pytest.raises(ValueError) as caught:
+            Topology.make(rank, list(host_of), ranks_per_node)
+        messages.add(str(caught.value))
+    (message,) = messages
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("host_of,ranks_per_node", [("AAAA", None), ("ABAB", None), ("AAAAAA", 2), ("AABB", 1)])
+def test_places_of_the_ranks(host_of, ranks_per_node):
+    all_ranks = range(len(host_of))
+    topologies = [Topology.make(rank, list(host_of), ranks_per_node) for rank in all_ranks]
+    for rank, t in enumerate(topologies):
+        assert (t.num_ranks, t.num_nodes * t.ranks_per_node) == (len(host_of), len(host_of))
+        assert t.nodes[t.node][t.local_rank] == rank and t.local_ranks == t.nodes[t.node]
+        assert len(t.rail) == t.num_nodes and t.rail[t.node] == rank
+    for one, other in itertools.product(topologies, topologies):
+        assert (other.rank in one.local_ranks) == (one.node == other.node)
+        assert (other.rank in one.rail) == (one.local_rank == other.local_rank)
+    assert sorted(rank for ranks in {t.rail for t in topologies} for rank in ranks) == list(all_ranks)
+
+
+def host_ids(rank):
+    return host_id()
+
+
+def test_processes_of_one_host_have_the_same_id(pools):
+    assert set(pools(2).run(host_ids)) == {host_id()}
+
+
+def on_hosts(rank, host_of, ranks_per_node, expected_nodes):
+    """A whole round on ranks that say that they are on these hosts."""
+    patched = buffer_module.host_id
+    buffer_module.host_id = lambda: host_of[rank]
+    try:
+        buffer = make_buffer(ranks_per_node=ranks_per_node)
+    finally:
+        buffer_module.host_id = patched
+    with buffer:
+        assert buffer.topology.nodes == expected_nodes
+        for seed in range(3):
+            round_trip(buffer, seed=seed)
+        return node_of(buffer), buffer.counters()["inter_node_bytes_sent"]
+
+
+@pytest.mark.parametrize(
+    "host_of,expected_nodes",
+    [("ABAB", ((0, 2), (1, 3))), ("ABBA", ((0, 3), (1, 2))), ("ABCABC", ((0, 3), (1, 4), (2, 5)))],
+)
+def test_interleaved_hosts_work(pools, host_of, expected_nodes):
+    num_ranks = len(host_of)
+    for rank, (nodes_of_ranks, sent) in enumerate(pools(num_ranks).run(on_hosts, host_of, None, expected_nodes)):
+        assert nodes_of_ranks == [sorted(set(host_of)).index(host) for host in host_of]
+        local = [ranks.index(rank) for ranks in expected_nodes if rank in ranks][0]
+        rail = {ranks[local] for ranks in expected_nodes} - {rank}
+        assert {peer for peer, count in enumerate(sent) if count} == rail, "bytes between nodes leave the rail"
+
+
+def fails_on_hosts(rank, host_of, ranks_per_node):
+    try:
+        on_hosts(rank, host_of, ranks_per_node, None)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("host_of,ranks_per_node", [("AABA", None), ("ABAB", 2)])
+def test_hosts_that_cannot_be_split_are_the_same_error_on_every_rank(pools, host_of, ranks_per_node):
+    (message,) = set(pools(4).run(fails_on_hosts, host_of, ranks_per_node))
+    assert message.startswith("group: " if ranks_per_node is None else "ranks_per_node: given 2")
+    pools(4).run(on_hosts, "AAAA", None, ((0, 1, 2, 3),))
