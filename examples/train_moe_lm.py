@@ -31,7 +31,7 @@ from moe_lm.train import train
 import ep_dispatcher as ep
 from ep_dispatcher.testing import RankError, run_ranks
 
-PROMPT = "The "
+PROMPT = "The value of "
 NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports a rank that does not come
 
 

@@ -35,11 +35,12 @@ def number(kind: type, low: float, high: float):
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog="train_moe_lm.py",
         description="Train a byte-level mixture-of-experts language model with expert parallelism on CPUs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model, default = ModelConfig(), "(default: %(default)s)"
+    model, default = ModelConfig(), "default: %(default)s"
     run = parser.add_argument_group("the run")
     run.add_argument("--check", action="store_true", help="compare some steps with a dense model without dispatcher")
     run.add_argument(
@@ -48,28 +49,30 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--steps", type=number(int, 1, 10**7), help="number of steps (default: as time allows; --check: 10)"
     )
-    run.add_argument("--out", type=Path, default=Path("runs/train_moe_lm"), help=f"folder for chart and JSON {default}")
-    run.add_argument("--sample-bytes", type=number(int, 0, 10**5), default=400, help=f"text to generate {default}")
+    run.add_argument(
+        "--out", type=Path, default=Path("runs/train_moe_lm"), help=f"folder for chart and JSON ({default})"
+    )
+    run.add_argument("--sample-bytes", type=number(int, 0, 10**5), default=400, help=f"text to generate ({default})")
     run.add_argument("--ranks", type=number(int, 1, MAX_RANKS), help="expert-parallel ranks to start (default: 4)")
     run.add_argument(
         "--ranks-per-node", type=number(int, 1, MAX_RANKS), help="makes virtual nodes (default: 2 if that divides)"
     )
-    run.add_argument("--seed", type=number(int, 0, 10**6), default=0, help=default[1:-1])
+    run.add_argument("--seed", type=number(int, 0, 10**6), default=0, help=default)
     shape = parser.add_argument_group("the model")
-    shape.add_argument("--layers", type=number(int, 1, 100), default=model.num_layers, help=default[1:-1])
-    shape.add_argument("--hidden", type=number(int, 8, 8192), default=model.hidden, help=default[1:-1])
-    shape.add_argument("--heads", type=number(int, 1, 128), default=model.num_heads, help=default[1:-1])
-    shape.add_argument("--experts", type=number(int, 1, 1024), default=model.num_experts, help=default[1:-1])
-    shape.add_argument("--topk", type=number(int, 1, 16), default=model.num_topk, help=default[1:-1])
-    shape.add_argument("--intermediate", type=number(int, 1, 32768), default=model.intermediate, help=default[1:-1])
-    shape.add_argument("--seq-len", type=number(int, 8, 2048), default=model.seq_len, help=default[1:-1])
+    shape.add_argument("--layers", type=number(int, 1, 100), default=model.num_layers, help=default)
+    shape.add_argument("--hidden", type=number(int, 8, 8192), default=model.hidden, help=default)
+    shape.add_argument("--heads", type=number(int, 1, 128), default=model.num_heads, help=default)
+    shape.add_argument("--experts", type=number(int, 1, 1024), default=model.num_experts, help=default)
+    shape.add_argument("--topk", type=number(int, 1, 16), default=model.num_topk, help=default)
+    shape.add_argument("--intermediate", type=number(int, 1, 32768), default=model.intermediate, help=default)
+    shape.add_argument("--seq-len", type=number(int, 8, 2048), default=model.seq_len, help=default)
     step = parser.add_argument_group("the step")
-    step.add_argument("--batch", type=number(int, 1, 1024), default=4, help=f"sequences per rank {default}")
-    step.add_argument("--lr", type=number(float, 1e-7, 1.0), default=3e-3, help=f"peak learning rate {default}")
-    step.add_argument("--weight-decay", type=number(float, 0.0, 10.0), default=0.1, help=default[1:-1])
-    step.add_argument("--clip", type=number(float, 1e-6, 1e6), default=1.0, help=f"largest gradient norm {default}")
+    step.add_argument("--batch", type=number(int, 1, 1024), default=4, help=f"sequences per rank ({default})")
+    step.add_argument("--lr", type=number(float, 1e-7, 1.0), default=5e-3, help=f"peak learning rate ({default})")
+    step.add_argument("--weight-decay", type=number(float, 0.0, 10.0), default=0.1, help=default)
+    step.add_argument("--clip", type=number(float, 1e-6, 1e6), default=1.0, help=f"largest gradient norm ({default})")
     step.add_argument(
-        "--balance", type=number(float, 0.0, 10.0), default=0.03, help=f"weight of the balance loss {default}"
+        "--balance", type=number(float, 0.0, 10.0), default=0.03, help=f"weight of the balance loss ({default})"
     )
     return parser
 

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
+MAX_PANELS = 6
+
 
 def smooth(values: list[float], width: int) -> np.ndarray:
-    """Mean over a centred stretch of up to ``width`` values."""
+    """Mean over a centred stretch of ``width`` values, shorter at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
-    low, high = np.maximum(at - width // 2, 0), np.minimum(at + width // 2 + 1, len(values))
+    half = np.minimum(width // 2, at)  # the first losses fall steeply and must not be pulled down by later ones
+    low, high = at - half, np.minimum(at + half + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)
 
 
@@ -24,8 +27,8 @@ def draw(report: dict, path: Path) -> None:
 
     plt.rcParams.update({"font.size": 12, "axes.titlesize": 13, "axes.titlelocation": "left"})
     counts = np.array(report["tokens_per_expert"]["counts"], dtype=float)  # [stretch, layer, expert]
-    num_layers = counts.shape[1]
-    figure = plt.figure(figsize=(15, max(6.0, 2.6 * num_layers)), layout="constrained")
+    num_panels = min(MAX_PANELS, counts.shape[1])
+    figure = plt.figure(figsize=(15, max(6.0, 2.6 * num_panels)), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.05), wspace=0.03)
     draw_losses(left.subplots(), report)
     draw_experts(right, counts, report)
@@ -52,12 +55,13 @@ def draw_losses(axes, report: dict) -> None:
 
 
 def draw_experts(figure, counts: np.ndarray, report: dict) -> None:
-    """A heat map per layer: every expert's tokens over the mean, 1 everywhere when the load is balanced."""
-    num_stretches, num_layers, num_experts = counts.shape
+    """Heat maps of up to ``MAX_PANELS`` layers: every expert's tokens over the mean, 1 when the load is balanced."""
+    _, num_layers, num_experts = counts.shape
     load = counts / counts.mean(-1, keepdims=True)
-    panels = figure.subplots(num_layers, 1, sharex=True, squeeze=False)[:, 0]
+    layers = np.linspace(0, num_layers - 1, min(MAX_PANELS, num_layers)).round().astype(int)
+    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     last_step = len(report["training_bits_per_byte"])
-    for layer, axes in enumerate(panels):
+    for layer, axes in zip(layers, panels):
         extent = (0.5, last_step + 0.5, num_experts - 0.5, -0.5)
         image = axes.imshow(
             load[:, layer].T, aspect="auto", interpolation="nearest", extent=extent, cmap="RdBu_r", vmin=0, vmax=2
@@ -68,5 +72,5 @@ def draw_experts(figure, counts: np.ndarray, report: dict) -> None:
         for boundary in range(per_rank, num_experts, per_rank):
             axes.axhline(boundary - 0.5, color="black", linewidth=0.6, alpha=0.6)
     panels[-1].set_xlabel("step (thin lines separate the experts of different ranks)")
-    bar = figure.colorbar(image, ax=list(panels), extend="max", pad=0.02)
+    bar = figure.colorbar(image, ax=list(panels), extend="max", pad=0.02, aspect=30)
     bar.set_label("tokens / mean")
