@@ -153,9 +153,9 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("incoming_payload", [](const Engine& e, int node) { return view(e.incoming_payload(node)); })
       .def("payload_arrived", &Engine::payload_arrived)
       .def(
-          "clear_padding",
+          "prepare_output",
           [](Engine& e, const std::vector<Address>& out, Address weights, Address topk_idx) {
-            e.clear_padding(pull_args(out, weights, topk_idx));
+            e.prepare_output(pull_args(out, weights, topk_idx));
           },
           Unlocked())
       .def(

@@ -9,15 +9,16 @@ class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
     operation: "dispatch" or "combine"; epoch: number of the operation on the buffer; phase: what was waited for;
-    rank: who waited; late_ranks: who had neither arrived nor said that they wait themselves. Ranks are those of
-    the buffer's group.
+    rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves.
+    Ranks are those of the buffer's group.
     """
 
-    def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], detail: str = ""):
+    def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], waited_s: float):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks = rank, tuple(late_ranks)
         late = ", ".join(str(r) for r in self.late_ranks)
         super().__init__(
-            f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited for rank{'s' * (len(late_ranks) > 1)} "
-            f"{late}{detail}. destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+            f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited {waited_s:.1f} s for "
+            f"rank{'s' * (len(late_ranks) > 1)} {late}. destroy() this buffer; the ranks that are left can make a new "
+            "one on a smaller group."
         )

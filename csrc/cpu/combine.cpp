@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cpu/engine.h"
+#include "cpu/huge_pages.h"
 #include "cpu/sum_rows.h"
 
 namespace ep {
@@ -88,6 +89,7 @@ void Engine::sum(const CombineArgs& args) {
   const size_t row_bytes = config_.row_bytes();
   const Slots& slots = own().from_node[node()].slots;
   const int32_t* slot_begin = plan_.slot_begin_of(node());
+  prefer_huge_pages(args.out, num_tokens * row_bytes);
   std::vector<Payload> from_node;
   for (int m = 0; m < config_.num_nodes; ++m) {
     Cursor c(sums_in_[m].get());

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu/engine.h"
+#include "cpu/huge_pages.h"
 
 namespace ep {
 
@@ -55,9 +56,10 @@ Span Engine::incoming_payload(int node) const {
 
 void Engine::payload_arrived(int node) { raise_flag(own().staged[node], epoch_); }
 
-void Engine::clear_padding(const PullArgs& args) {
+void Engine::prepare_output(const PullArgs& args) {
   const Plan::Fixed& fixed = *plan_.fixed;
   const bool expert_layout = fixed.layout == static_cast<int32_t>(Layout::kExpert);
+  for (size_t i = 0; i < args.out.size(); ++i) prefer_huge_pages(args.out[i], fixed.num_rows * bytes_per_row_[i]);
   const auto clear = [&](size_t begin, size_t end) {
     for (size_t i = 0; i < args.out.size(); ++i)
       std::memset(args.out[i] + begin * bytes_per_row_[i], 0, (end - begin) * bytes_per_row_[i]);

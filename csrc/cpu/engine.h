@@ -3,8 +3,8 @@
 // PeerLate at the deadline of the operation.
 //
 //   dispatch  begin, route, stage, [heads, head_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
-//             finish_plan, clear_padding, pull own node, [payload_arrived, pull] per other node, finish
-//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], clear_padding, pull, [payload_arrived, pull],
+//             finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node, finish
+//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull, [payload_arrived, pull],
 //   finish combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
 #pragma once
 #include <memory>
@@ -76,7 +76,7 @@ class Engine {
   Span pack_payload(int node, const DispatchArgs& args);
   Span incoming_payload(int node) const;
   void payload_arrived(int node);
-  void clear_padding(const PullArgs& args);
+  void prepare_output(const PullArgs& args);
   void pull(int node, const PullArgs& args);
 
   // Combine.

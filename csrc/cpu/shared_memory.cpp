@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "cpu/huge_pages.h"
+
 namespace ep {
 namespace {
 
@@ -28,7 +30,7 @@ SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
     fail("cannot map " + std::to_string(bytes) + " bytes");
   }
   data_ = static_cast<char*>(data);
-  madvise(data, bytes, MADV_HUGEPAGE);  // fewer page faults; a system without huge pages loses nothing
+  prefer_huge_pages(data, bytes);
 }
 
 SharedMemory SharedMemory::create(size_t bytes) {

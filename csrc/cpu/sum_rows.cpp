@@ -64,22 +64,53 @@ struct Float16 {
   }
 };
 
-constexpr size_t kBlock = 512;  // the float32 sums of a block stay in the first-level cache
+#define EP_INLINE __attribute__((always_inline)) inline  // into the clones, so that each is compiled for its registers
 
-template <class T>
-__attribute__((always_inline)) inline void sum(const char* const* rows, int num_rows, char* out, size_t n) {
+// The usual number of rows, in one pass.
+template <class T, int kRows>
+EP_INLINE void sum_few(const char* const* rows, char* out, size_t n) {
   using Storage = typename T::Storage;
+  const Storage* from[kRows];
+  for (int r = 0; r < kRows; ++r) from[r] = reinterpret_cast<const Storage*>(rows[r]);
+  Storage* __restrict__ to = reinterpret_cast<Storage*>(out);
+  for (size_t i = 0; i < n; ++i) {
+    float total = T::load(from[0][i]);
+    for (int r = 1; r < kRows; ++r) total += T::load(from[r][i]);
+    to[i] = T::round(total);
+  }
+}
+
+// Any number of rows; the float32 sums of a block stay in the first-level cache.
+template <class T>
+EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t n) {
+  using Storage = typename T::Storage;
+  constexpr size_t kBlock = 512;
   float total[kBlock];
   for (size_t begin = 0; begin < n; begin += kBlock) {
     const size_t count = n - begin < kBlock ? n - begin : kBlock;
-    const Storage* first = reinterpret_cast<const Storage*>(rows[0]) + begin;
-    for (size_t i = 0; i < count; ++i) total[i] = T::load(first[i]);
-    for (int r = 1; r < num_rows; ++r) {
+    for (int r = 0; r < num_rows; ++r) {
       const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
-      for (size_t i = 0; i < count; ++i) total[i] += T::load(row[i]);
+      if (r == 0)
+        for (size_t i = 0; i < count; ++i) total[i] = T::load(row[i]);
+      else
+        for (size_t i = 0; i < count; ++i) total[i] += T::load(row[i]);
     }
     Storage* to = reinterpret_cast<Storage*>(out) + begin;
     for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
+  }
+}
+
+template <class T>
+EP_INLINE void sum(const char* const* rows, int num_rows, char* out, size_t n) {
+  switch (num_rows) {
+    case 2:
+      return sum_few<T, 2>(rows, out, n);
+    case 3:
+      return sum_few<T, 3>(rows, out, n);
+    case 4:
+      return sum_few<T, 4>(rows, out, n);
+    default:
+      return sum_many<T>(rows, num_rows, out, n);
   }
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ class CpuEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
         c.spin_us = envs.spin_us()
-        self._failure: PeerTimeoutError | None = None
+        self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._deadline = 0.0
         self._rail: Rail | None = None
 
@@ -92,7 +94,7 @@ class CpuEngine:
             out = [_address(t) for t in (received.rows, received.scales) if t.dim() == 2]
             out_weights = _address(None if topk_weights is None else received.topk_weights)
             to = (out, out_weights, _address(received.topk_idx if layout == "rank" else None))
-            c.clear_padding(*to)
+            c.prepare_output(*to)
             c.pull(self._topology.node, *to)
             for m in rail.others:
                 rail.wait(pending[m], self._deadline)
@@ -195,10 +197,11 @@ class CpuEngine:
     @contextmanager
     def _operation(self, name: str):
         if self._failure is not None:
-            raise self._failure
+            raise self._failure()
         timeout_s = self._config.timeout_s
         epoch = self._c.begin(timeout_s, torch.get_num_threads())
-        self._deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
+        self._deadline = begin + timeout_s
         try:
             try:
                 yield
@@ -207,9 +210,20 @@ class CpuEngine:
                 self._c.finish()
                 raise
         except (_C_cpu.PeerLate, RailLate) as late:
-            self._c.give_up()
+            waited_s, rank = time.monotonic() - begin, self._topology.rank
+            self._give_up()
             waited_for = late.ranks if isinstance(late, _C_cpu.PeerLate) else [late.rank]
-            ranks = find_late_ranks(self._config.store, self._topology.rank, waited_for)
-            detail = f" for {timeout_s:g} s"
-            self._failure = PeerTimeoutError(name, epoch, late.phase, self._topology.rank, ranks, detail)
-            raise self._failure from late
+            late_ranks = find_late_ranks(self._config.store, rank, waited_for)
+            self._failure = partial(PeerTimeoutError, name, epoch, late.phase, rank, late_ranks, waited_s)
+            raise self._failure() from late
+        except ValueError:
+            raise
+        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
+            self._give_up()
+            text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
+            self._failure = partial(RuntimeError, text)
+            raise
+
+    def _give_up(self) -> None:
+        self._c.give_up()
+        self._rail.abort()

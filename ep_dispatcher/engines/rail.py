@@ -35,6 +35,7 @@ class Rail:
             prefix = PrefixStore(f"rail{ranks[0]}", store)
             self._group = ProcessGroupGloo(prefix, node, len(ranks), CONNECT_TIMEOUT)
         self._sends: list = []
+        self._receives: list = []
 
     def send(self, phase: str, node: int, message: memoryview, tag: int) -> None:
         """Start to send; ``message`` must not change until ``flush``."""
@@ -47,7 +48,9 @@ class Rail:
         """Start to receive into ``message``; give the result to ``wait``."""
         if not message.nbytes:
             return None
-        return self._group.recv([torch.frombuffer(message, dtype=torch.uint8)], node, tag), phase, node
+        work = self._group.recv([torch.frombuffer(message, dtype=torch.uint8)], node, tag)
+        self._receives.append(work)
+        return work, phase, node
 
     def wait(self, pending, deadline: float) -> None:
         """Until the message has come, or RailLate at ``deadline`` (time.monotonic())."""
@@ -63,7 +66,18 @@ class Rail:
         """Until everything sent has left."""
         while self._sends:
             self.wait(self._sends.pop(), deadline)
+        self._receives.clear()
+
+    def abort(self) -> None:
+        """Give up every message under way: nothing reads or writes the memory of a send or receive any more."""
+        for work in [*self._receives, *(work for work, _, _ in self._sends)]:
+            try:
+                work.wait(timedelta(milliseconds=1))  # gloo closes the connections of the group when a wait times out
+            except RuntimeError:
+                pass
+        self._receives.clear()
+        self._sends.clear()
 
     def close(self) -> None:
+        self.abort()
         self._group = None
-        self._sends.clear()
