@@ -34,6 +34,7 @@ class Case:
     index_dtype: torch.dtype = torch.int64
     weighted: bool = True
     tokens: str = "even"  # a key of NUM_TOKENS
+    threads: int = 1  # of PyTorch, per rank
 
     @property
     def num_experts(self) -> int:
@@ -102,6 +103,7 @@ GRID = pairwise(
         "index_dtype": [torch.int64, torch.int32],
         "weighted": [True, False],
         "tokens": ["even", "uneven"],
+        "threads": [1, 3],
     }
 )
 
@@ -186,9 +188,9 @@ class Received:
         return Received(tuple(x) if isinstance(x, tuple) else x, *rest)
 
 
-def make_buffer(case: Case, engine: str, max_tokens_per_rank: int) -> ep.Buffer:
+def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None) -> ep.Buffer:
     return ep.Buffer(
-        torch.distributed.group.WORLD,
+        group,
         hidden=case.hidden,
         num_experts=case.num_experts,
         num_topk=case.num_topk,
@@ -200,13 +202,14 @@ def make_buffer(case: Case, engine: str, max_tokens_per_rank: int) -> ep.Buffer:
     )
 
 
-def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, max_recv_rows: int | None):
+def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, max_recv_rows: int | None, group=None):
     """Dispatch, combine, and the same with other rows on the cached handle."""
     device = device_of(engine, rank)
+    torch.set_num_threads(case.threads)
     quantize = "e4m3_1x128" if case.payload == "quantize" else None
     results = []
     most_tokens = max(1, *(idx.shape[0] for idx in inputs.topk_idx))
-    with make_buffer(case, engine, max_tokens_per_rank=most_tokens) as buffer:
+    with make_buffer(case, engine, max_tokens_per_rank=most_tokens, group=group) as buffer:
         handle = None
         for given in (inputs, again):
             x = to(device, given.x[rank])
@@ -221,6 +224,7 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, 
             y, weights = expert_rows(case, out, rank)
             combined = buffer.combine(to(device, y), handle, topk_weights=to(device, weights))
             results.append((Received.of(out), (combined.x, combined.topk_weights)))
+    torch.set_num_threads(1)
     return results
 
 
@@ -270,17 +274,14 @@ def assert_same(seen, expected, what: str) -> None:
         )
 
 
-def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None, again: Inputs | None = None) -> list:
-    """Run ``case`` and compare everything with the definition; returns what the ranks returned."""
-    inputs = make_inputs(case) if inputs is None else inputs
-    if again is None:
-        x = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
-        weights = [1 - w for w in inputs.topk_weights] if inputs.topk_weights else None
-        again = Inputs(x, inputs.topk_idx, weights)
-    max_recv_rows = None
-    if case.recv != "counted":
-        max_recv_rows = max(1, *rows_needed(case, inputs.topk_idx)) + (17 if case.recv == "spare" else 0)
-    ranks = pools(case.num_ranks).run(run_case, engine, case, inputs, again, max_recv_rows)
+def other_rows(case: Case, inputs: Inputs) -> Inputs:
+    """The same routing with other rows and weights."""
+    x = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
+    return Inputs(x, inputs.topk_idx, [1 - w for w in inputs.topk_weights] if inputs.topk_weights else None)
+
+
+def check_results(case: Case, ranks: list, inputs: Inputs, again: Inputs, max_recv_rows: int | None = None) -> None:
+    """Compare everything that ``run_case`` returned with the definition."""
     for turn, given in enumerate((inputs, again)):
         for rank, (expected, combined) in enumerate(expected_of(case, given, max_recv_rows)):
             out, result = ranks[rank][turn]
@@ -289,7 +290,16 @@ def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None, aga
                 assert_same(getattr(out, field.name), getattr(expected, field.name), f"{where}: out.{field.name}")
             assert_same(result[0], combined[0], f"{where}: combined x")
             assert_same(result[1], combined[1], f"{where}: combined topk_weights")
-    return ranks
+
+
+def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None) -> None:
+    inputs = make_inputs(case) if inputs is None else inputs
+    again = other_rows(case, inputs)
+    max_recv_rows = None
+    if case.recv != "counted":
+        max_recv_rows = max(1, *rows_needed(case, inputs.topk_idx)) + (17 if case.recv == "spare" else 0)
+    ranks = pools(case.num_ranks).run(run_case, engine, case, inputs, again, max_recv_rows)
+    check_results(case, ranks, inputs, again, max_recv_rows)
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
@@ -297,11 +307,39 @@ def test_bits_of_the_definition(pools, engine, case):
     check_case(pools, engine, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(4, 4), (4, 2), (6, 3), (6, 2), (8, 2), (8, 4)])
+def test_order_of_the_sums(pools, engine, num_ranks, ranks_per_node, dtype):
+    """Tokens with many addends on every rank of every node: another order, or rounding elsewhere, shows."""
+    shape = dict(num_topk=12, experts_per_rank=4, layout=("expert", "rank")[num_ranks % 3 == 0])
+    check_case(pools, engine, Case(num_ranks, ranks_per_node, dtype, **shape))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_many_tokens(pools, engine, ranks_per_node, layout):
+def test_many_tokens(pools, engine, ranks_per_node, layout, threads):
     """More tokens than any engine moves in one piece."""
-    check_case(pools, engine, Case(4, ranks_per_node, torch.bfloat16, tokens="many", num_topk=3, layout=layout))
+    shape = dict(tokens="many", num_topk=3, layout=layout, threads=threads)
+    check_case(pools, engine, Case(4, ranks_per_node, torch.bfloat16, **shape))
+
+
+def run_case_in_groups(rank: int, engine: str, case: Case, members: list[list[int]], inputs: list, again: list):
+    groups = [torch.distributed.new_group(ranks) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if rank in ranks)
+    position = torch.distributed.get_group_rank(groups[mine], rank)
+    return run_case(position, engine, case, inputs[mine], again[mine], None, groups[mine])
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_groups_that_are_not_the_world(pools, engine, ranks_per_node):
+    """Two groups side by side, whose ranks are not those of the default group."""
+    case, members = Case(2, ranks_per_node, tokens="uneven"), [[0, 2], [1, 3]]
+    inputs = [make_inputs(case, seed) for seed in (1, 2)]
+    again = [other_rows(case, given) for given in inputs]
+    ranks = pools(4).run(run_case_in_groups, engine, case, members, inputs, again)
+    for group, given, other in zip(members, inputs, again):
+        check_results(case, [ranks[r] for r in group], given, other)
 
 
 def dispatch_into(rank: int, engine: str, case: Case, topk_idx: list[Tensor], max_recv_rows: int):

@@ -13,7 +13,7 @@ EXAMPLES = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-NODES = [(1, 1), (2, 2), (2, 1), (3, 1), (3, 3), (4, 4), (4, 2), (4, 1)]
+NODES = [(4, 2), (1, 1), (2, 2), (2, 1), (6, 3), (3, 1), (4, 4), (6, 2)]
 
 
 @st.composite
@@ -25,7 +25,7 @@ def cases(draw, **fixed) -> tuple[Case, list[torch.Tensor]]:
     layout = draw(st.sampled_from(["expert", "rank"]))
     options = dict(
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        num_topk=draw(st.integers(1, min(4, num_experts))),
+        num_topk=draw(st.integers(1, min(6, num_experts))),
         hidden=draw(st.sampled_from([8, 16, 40])),
         experts_per_rank=experts_per_rank,
         layout=layout,

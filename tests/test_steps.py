@@ -81,15 +81,14 @@ def train(rank: int, engine: str, case: Case, pauses: int):
         return digest.hexdigest(), before, resources()
 
 
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@pytest.mark.parametrize("ranks_per_node,layout", [(4, "expert"), (2, "expert"), (2, "rank"), (1, "rank")])
 def test_steps_do_not_grow_and_repeat_their_bits(pools, engine, ranks_per_node, layout):
     alignment = 8 if layout == "expert" else 1
     case = Case(4, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, layout=layout, alignment=alignment)
     first, second = (pools(4).run(train, engine, case, pauses) for pauses in (1, 2))
     for rank, ((digest, before, after), (again, *_)) in enumerate(zip(first, second)):
         assert digest == again, f"rank {rank}: two runs differ"
-        for name, allowed in {"private": 4 << 20, "shared": 1 << 20, "files": 0, "mappings": 8}.items():
+        for name, allowed in {"private": 1 << 19, "shared": 1 << 19, "files": 0, "mappings": 4}.items():
             assert after[name] - before[name] <= allowed, f"rank {rank}: {name} went from {before} to {after}"
     assert len({digest for digest, *_ in first}) == 4, "the ranks should have seen different tokens"
 
