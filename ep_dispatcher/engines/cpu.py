@@ -129,13 +129,13 @@ class CpuEngine:
         return plan
 
     def _allocate(self, rows, scales, topk_weights, layout, num_rows, plan) -> Received:
-        config, none = self._config, rows.new_empty
+        config = self._config
         tokens, padded = (torch.tensor(counts) for counts in self._c.counts_per_expert())
         by_rank = layout == "rank"
         weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
-            scales=none(0) if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+            scales=torch.empty((0,) if scales is None else (num_rows, scales.shape[1])),
             topk_weights=torch.empty(0 if topk_weights is None else weights_shape),
             topk_idx=torch.empty((num_rows, config.num_topk) if by_rank else 0, dtype=torch.int64),
             tokens_per_expert=tokens,
