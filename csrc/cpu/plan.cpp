@@ -141,18 +141,21 @@ Counts Engine::count() {
   std::ostringstream too_small;
   for (int source = 0; source < config_.num_ranks(); ++source) {
     const Head::Fixed& theirs = *from(source).head.fixed;
-    const auto check = [&](const char* argument, int64_t given, int64_t ours) {
+    const auto check = [&](const char* argument, const auto& name_of, int64_t given, int64_t ours) {
       if (given == ours) return;
       std::ostringstream message;
-      message << argument << ": rank " << source << " gave " << given << ", rank " << config_.rank << " gave " << ours
-              << "; all ranks must give the same";
+      message << argument << ": rank " << source << " gave " << name_of(given) << ", rank " << config_.rank << " gave "
+              << name_of(ours) << "; all ranks must give the same";
       throw std::invalid_argument(message.str());
     };
-    check("layout (0 rank, 1 expert)", theirs.layout, mine.layout);
-    check("expert_alignment", theirs.expert_alignment, mine.expert_alignment);
-    check("topk_weights (0 None, 1 given)", theirs.has_weights, mine.has_weights);
-    check("x (bytes of a row)", theirs.bytes_per_row[0], mine.bytes_per_row[0]);
-    check("x (bytes of a row's scales)", theirs.bytes_per_row[1], mine.bytes_per_row[1]);
+    const auto number = [](int64_t n) { return n; };
+    const auto layout = [](int64_t n) { return n == static_cast<int64_t>(Layout::kExpert) ? "'expert'" : "'rank'"; };
+    const auto none_or_them = [](int64_t n) { return n ? "them" : "None"; };
+    check("layout", layout, theirs.layout, mine.layout);
+    check("expert_alignment", number, theirs.expert_alignment, mine.expert_alignment);
+    check("topk_weights", none_or_them, theirs.has_weights, mine.has_weights);
+    check("x (bytes of a row)", number, theirs.bytes_per_row[0], mine.bytes_per_row[0]);
+    check("x (bytes of a row's scales)", number, theirs.bytes_per_row[1], mine.bytes_per_row[1]);
   }
 
   counted_ = {};
