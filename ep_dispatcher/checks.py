@@ -14,15 +14,16 @@ LAYOUTS = ("expert", "rank")
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
 QUANTIZE = (None, "e4m3_1x128")
+MAX_INT = 2**31 - 1  # the engines count in int32
 
 
 def fail(argument: str, given: Any, allowed: str) -> None:
     raise ValueError(f"{argument}: given {given}, allowed: {allowed}")
 
 
-def integer(argument: str, value: Any, lowest: int, highest: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest or (highest and value > highest):
-        fail(argument, repr(value), f"an integer of at least {lowest}" + (f" and at most {highest}" if highest else ""))
+def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        fail(argument, repr(value), f"an integer from {lowest} to {highest}")
 
 
 def one_of(argument: str, value: Any, allowed: tuple) -> None:

@@ -170,7 +170,12 @@ Counts Engine::count() {
     }
     const int64_t needed = mine.layout == static_cast<int32_t>(Layout::kExpert) ? padded : items;
     const int64_t given = from(rank).head.fixed->max_recv_rows;
-    if (needed > INT32_MAX) throw std::overflow_error("a rank receives more than 2^31 rows in one dispatch");
+    if (needed > INT32_MAX) {
+      std::ostringstream message;
+      message << "expert_alignment: given " << mine.expert_alignment << ", with which rank " << rank << " receives "
+              << needed << " rows; allowed: up to " << INT32_MAX << " rows of a rank in one dispatch";
+      throw std::invalid_argument(message.str());
+    }
     if (given >= 0 && needed > given)
       too_small << (too_small.tellp() ? "; " : "") << "rank " << rank << " needs " << needed << " rows, given "
                 << given;
