@@ -81,7 +81,7 @@ class CpuEngine:
                 new_plan = plan.new_empty(0)
                 c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
-            tag = self._tag(_ROWS, plan)
+            tag = self._tag(_ROWS, plan, len(arrays) > 1, weights != 0)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
             for m in rail.others:
                 rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
@@ -150,7 +150,7 @@ class CpuEngine:
         weights = _address(topk_weights)
         with self._operation("combine"):
             c.reuse(plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
-            phase, tag = "sums between nodes", self._tag(_SUMS, plan)
+            phase, tag = "sums between nodes", self._tag(_SUMS, plan, has_weights=has_weights)
             pending = [rail.receive(phase, m, c.incoming_sums(m, has_weights), tag) for m in rail.others]
             for m in rail.others:
                 c.push(m, _address(y), weights)
@@ -189,10 +189,12 @@ class CpuEngine:
         if entry is not None:
             checks.bad_entry(entry, self._config.num_experts)
 
-    def _tag(self, kind: int, plan: Tensor | None = None) -> int:
-        """Of a message: the epoch, the plan and the kind, so that two different operations can never meet."""
+    def _tag(self, kind: int, plan: Tensor | None = None, has_scales: bool = False, has_weights: bool = False) -> int:
+        """Of a message: epoch, plan, content and kind. Two different operations never meet: gloo would end the process
+        of a receiver of more than it expects, and leave the rest of its memory as it was when there is less."""
         plan_id = self._c.epoch if plan is None else _C_cpu.describe_plan(self._c_config, plan.data_ptr())[0]
-        return ((self._c.epoch & 0x3FFF) << 16) | ((plan_id & 0x3FFF) << 2) | kind
+        content = has_scales << 1 | has_weights
+        return ((self._c.epoch & 0x3FFF) << 16) | ((plan_id & 0xFFF) << 4) | (content << 2) | kind
 
     @contextmanager
     def _operation(self, name: str):
