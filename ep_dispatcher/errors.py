@@ -15,10 +15,20 @@ class PeerTimeoutError(RuntimeError):
 
     def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], waited_s: float):
         self.operation, self.epoch, self.phase = operation, epoch, phase
-        self.rank, self.late_ranks = rank, tuple(late_ranks)
+        self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
         late = ", ".join(str(r) for r in self.late_ranks)
         super().__init__(
             f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited {waited_s:.1f} s for "
             f"rank{'s' * (len(late_ranks) > 1)} {late}. destroy() this buffer; the ranks that are left can make a new "
             "one on a smaller group."
+        )
+
+    def __reduce__(self):  # by default an exception is copied from its message alone
+        return PeerTimeoutError, (
+            self.operation,
+            self.epoch,
+            self.phase,
+            self.rank,
+            self.late_ranks,
+            self.waited_s,
         )
