@@ -1,0 +1,42 @@
+"""The README says what is true: its example is the file it names, and prints what it shows."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language; the parts between fences alternate between text and code."""
+    parts = re.split(r"^```(.*)\n", README, flags=re.MULTILINE)
+    return [code for name, code in zip(parts[1::4], parts[2::4]) if name == language]
+
+
+def test_the_example_is_the_file_and_prints_what_is_shown():
+    (example,) = blocks("python")
+    path = ROOT / "examples" / "quickstart.py"
+    assert path.read_text().endswith(example)
+    (shown,) = [block for block in blocks("") if block.startswith("rank 0:")]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as torchrun:
+        try:
+            output, errors = torchrun.communicate(timeout=180)
+        finally:
+            if torchrun.poll() is None:
+                os.killpg(torchrun.pid, signal.SIGKILL)  # its ranks too
+    assert torchrun.returncode == 0, errors
+    assert sorted(output.splitlines()) == shown.splitlines()
+
+
+def test_the_files_of_the_map_exist():
+    (section,) = re.findall(r"^## Files\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    names = re.findall(r"^([\w./]+)", section, re.MULTILINE)
+    assert len(names) > 20
+    assert [name for name in names if not (ROOT / name).exists()] == []
