@@ -19,7 +19,7 @@ from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
 from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
 from moe_lm.text import RandomWindows
 
-TOLERANCE = 1e-4  # of the largest entry of a tensor; ten steps of the default model differ by about 5e-6
+TOLERANCE = 3e-4  # of the largest entry of a tensor; 10 to 16 steps of the default model, 3 seeds: 1e-5 to 2.2e-5
 
 HEADER = """
        loss, nats per byte                         relative difference                           tokens
