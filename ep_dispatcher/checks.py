@@ -67,7 +67,7 @@ def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: in
         if quantize is not None:
             fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantised already")
         if len(x) != 2:
-            fail("x", f"{len(x)} tensors", "one tensor, or a pair (rows, scales)")
+            fail("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")
         if hidden % BLOCK:
             fail("x", "a pair", f"a pair only with hidden a multiple of {BLOCK}; it is {hidden}")
         tensor("x[0]", x[0], (torch.float8_e4m3fn,), ("num_tokens", hidden), device)
