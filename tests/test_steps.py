@@ -114,12 +114,17 @@ def test_destroyed_buffers_leave_nothing(pools, engine, ranks_per_node):
         assert after["private"] - before["private"] < 2 << 20 and after["shared"] - before["shared"] < 1 << 20
 
 
+def fixed_rows(case: Case) -> int | None:
+    return None if case.recv == "counted" else 500
+
+
 def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buffer) -> Iterator:
     """Dispatch, combine and the results, with a pause after each operation where something else can run."""
     device = device_of(engine, rank)
     x, topk_idx = to(device, inputs.x[rank]).clone(), to(device, inputs.topk_idx[rank]).clone()
     topk_weights = to(device, inputs.topk_weights[rank]).clone()
-    out = buffer.dispatch(x, topk_idx, topk_weights, layout=case.layout, expert_alignment=case.alignment)
+    options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=fixed_rows(case))
+    out = buffer.dispatch(x, topk_idx, topk_weights, **options)
     x.fill_(float("nan"))  # the caller may do with its tensors what it likes, however late the other ranks are
     topk_idx.fill_(0)
     topk_weights.fill_(float("nan"))
@@ -156,7 +161,7 @@ def check_interleaved(pools, engine: str, cases: list[Case], buffer_of: list[int
     inputs = [make_inputs(case, seed=i) for i, case in enumerate(cases)]
     ranks = pools(cases[0].num_ranks).run(interleave, engine, cases, inputs, buffer_of, order)
     for i, (case, given) in enumerate(zip(cases, inputs)):
-        for rank, (expected, combined) in enumerate(expected_of(case, given, None)):
+        for rank, (expected, combined) in enumerate(expected_of(case, given, fixed_rows(case))):
             out, result = ranks[rank][i]
             where = f"rank {rank}, step {i}"
             assert_same(out.x, expected.x, f"{where}: out.x")
@@ -177,10 +182,11 @@ def test_buffers_do_not_disturb_each_other(pools, engine):
     check_interleaved(pools, engine, cases, buffer_of=[0, 1, 2, 3], order=[0, 1, 2, 0, 3, 1, 3, 2, 3, 2, 1, 0])
 
 
+@pytest.mark.parametrize("recv", ["counted", "spare"])
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node):
+def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node, recv):
     """Several steps of one buffer are under way at once; the last dispatched is the first combined."""
-    shape = dict(num_topk=3, experts_per_rank=3, dtype=torch.bfloat16)
+    shape = dict(num_topk=3, experts_per_rank=3, dtype=torch.bfloat16, recv=recv)
     cases = [
         Case(4, ranks_per_node, **shape, tokens="uneven"),
         Case(4, ranks_per_node, **shape, layout="rank", routing="masked"),
@@ -189,3 +195,31 @@ def test_handles_outlive_later_dispatches(pools, engine, ranks_per_node):
     ]
     order = [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
     check_interleaved(pools, engine, cases, buffer_of=[0, 0, 0, 0], order=order)
+
+
+def back_to_back(rank: int, engine: str, case: Case, num_turns: int):
+    """Nothing but one kind of operation in a row, so that fast ranks run ahead of slow ones as far as they may."""
+    device = device_of(engine, rank)
+    _, topk_idx, _ = step_inputs(case, 0, rank)
+    topk_idx = topk_idx.to(device)
+    values = torch.arange(num_turns, dtype=case.dtype, device=device)
+    x = torch.full((topk_idx.shape[0], case.hidden), 100.0 * rank, dtype=case.dtype, device=device)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        out = buffer.dispatch(x, topk_idx)
+        first = out.x.clone()
+        dispatched = [buffer.dispatch(x + value, topk_idx).x for value in values]
+        again = [buffer.dispatch(x + value, handle=out.handle).x for value in values]
+        total = buffer.combine(torch.ones_like(first), out.handle).x
+        combined = [buffer.combine(torch.ones_like(first) * value, out.handle).x for value in values]
+    wrong = [f"dispatch {i}" for i, value in enumerate(values) if not torch.equal(dispatched[i], first + value)]
+    wrong += [f"cached dispatch {i}" for i, value in enumerate(values) if not torch.equal(again[i], first + value)]
+    wrong += [f"combine {i}" for i, value in enumerate(values) if not torch.equal(combined[i], total * value)]
+    return wrong, int((topk_idx >= 0).sum()), int(total[:, 0].sum())
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_fast_ranks_do_not_overtake_slow_ones(pools, engine, ranks_per_node):
+    case = Case(4, ranks_per_node, num_topk=3, experts_per_rank=3, hidden=4096)
+    for wrong, num_rows, num_summed in pools(4).run(back_to_back, engine, case, 30):
+        assert not wrong
+        assert num_summed == num_rows
