@@ -41,16 +41,22 @@ class Rail:
         """Start to send; ``message`` must not change until ``flush``."""
         if message.nbytes:
             self.bytes_sent[node] += message.nbytes
-            data = torch.frombuffer(message, dtype=torch.uint8)
-            self._sends.append((self._group.send([data], node, tag), phase, node))
+            self._sends.append((self._start("send", phase, node, message, tag), phase, node))
 
     def receive(self, phase: str, node: int, message: memoryview, tag: int):
         """Start to receive into ``message``; give the result to ``wait``."""
         if not message.nbytes:
             return None
-        work = self._group.recv([torch.frombuffer(message, dtype=torch.uint8)], node, tag)
+        work = self._start("recv", phase, node, message, tag)
         self._receives.append(work)
         return work, phase, node
+
+    def _start(self, operation: str, phase: str, node: int, message: memoryview, tag: int):
+        try:
+            data = torch.frombuffer(message, dtype=torch.uint8)
+            return getattr(self._group, operation)([data], node, tag)
+        except RuntimeError as error:  # the peer's end of the connection is closed
+            raise RailLate(phase, self.ranks[node]) from error
 
     def wait(self, pending, deadline: float) -> None:
         """Until the message has come, or RailLate at ``deadline`` (time.monotonic())."""
