@@ -100,6 +100,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("fd", &Engine::fd)
       .def("attach", &Engine::attach)
       .def("close_fd", &Engine::close_fd)
+      .def("close", &Engine::close)
       .def("begin", &Engine::begin)
       .def("give_up", &Engine::give_up)
       .def(

@@ -45,6 +45,13 @@ void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
   }
 }
 
+void Engine::close() {
+  regions_.clear();
+  peer_memory_.clear();
+  own_memory_.unmap();
+  for (auto* scratch : {&lists_out_, &payload_out_, &sums_in_}) scratch->clear();
+}
+
 uint32_t Engine::begin(double timeout_s, int num_threads) {
   deadline_ns_ = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
   num_threads_ = num_threads;

@@ -55,6 +55,7 @@ class Engine {
   int fd() const { return own_memory_.fd(); }
   void attach(const std::vector<int>& pids, const std::vector<int>& fds);  // [ranks_per_node]
   void close_fd() { own_memory_.close_fd(); }
+  void close();  // gives all memory back; no step may follow
 
   uint32_t begin(double timeout_s, int num_threads);  // the next epoch
   void give_up();                                     // tells the peers of the node not to wait for this rank

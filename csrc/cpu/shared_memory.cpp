@@ -58,8 +58,13 @@ SharedMemory::SharedMemory(SharedMemory&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
 
 SharedMemory::~SharedMemory() {
-  if (data_) munmap(data_, bytes_);
+  unmap();
   close_fd();
+}
+
+void SharedMemory::unmap() {
+  if (data_) munmap(data_, bytes_);
+  data_ = nullptr;
 }
 
 void SharedMemory::close_fd() {

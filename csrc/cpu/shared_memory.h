@@ -18,6 +18,7 @@ class SharedMemory {
   size_t size() const { return bytes_; }
   int fd() const { return fd_; }
   void close_fd();  // once every peer has attached
+  void unmap();     // nothing may look at data() any more
 
  private:
   SharedMemory(int fd, size_t bytes);

@@ -180,6 +180,7 @@ class CpuEngine:
 
     def destroy(self) -> None:
         self._rail.close()
+        self._c.close()  # a kept exception keeps the object, but not its memory
         del self._c
 
     def _check_routing(self, topk_idx: Tensor) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 CONNECT_TIMEOUT = timedelta(seconds=120)
 
@@ -17,6 +18,15 @@ class RailLate(Exception):
     def __init__(self, phase: str, rank: int):
         super().__init__(phase, rank)
         self.phase, self.rank = phase, rank
+
+
+@dataclass
+class Message:
+    """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
+
+    work: Work | None
+    phase: str
+    node: int
 
 
 class Rail:
@@ -34,53 +44,54 @@ class Rail:
         if self.others:
             prefix = PrefixStore(f"rail{ranks[0]}", store)
             self._group = ProcessGroupGloo(prefix, node, len(ranks), CONNECT_TIMEOUT)
-        self._sends: list = []
-        self._receives: list = []
+        self._sends: list[Message] = []
+        self._receives: list[Message] = []
 
     def send(self, phase: str, node: int, message: memoryview, tag: int) -> None:
         """Start to send; ``message`` must not change until ``flush``."""
         if message.nbytes:
             self.bytes_sent[node] += message.nbytes
-            self._sends.append((self._start("send", phase, node, message, tag), phase, node))
+            self._sends.append(self._start("send", phase, node, message, tag))
 
-    def receive(self, phase: str, node: int, message: memoryview, tag: int):
+    def receive(self, phase: str, node: int, message: memoryview, tag: int) -> Message | None:
         """Start to receive into ``message``; give the result to ``wait``."""
         if not message.nbytes:
             return None
-        work = self._start("recv", phase, node, message, tag)
-        self._receives.append(work)
-        return work, phase, node
+        self._receives.append(self._start("recv", phase, node, message, tag))
+        return self._receives[-1]
 
-    def _start(self, operation: str, phase: str, node: int, message: memoryview, tag: int):
+    def _start(self, operation: str, phase: str, node: int, message: memoryview, tag: int) -> Message:
         try:
             data = torch.frombuffer(message, dtype=torch.uint8)
-            return getattr(self._group, operation)([data], node, tag)
+            return Message(getattr(self._group, operation)([data], node, tag), phase, node)
         except RuntimeError as error:  # the peer's end of the connection is closed
             raise RailLate(phase, self.ranks[node]) from error
 
-    def wait(self, pending, deadline: float) -> None:
+    def wait(self, message: Message | None, deadline: float) -> None:
         """Until the message has come, or RailLate at ``deadline`` (time.monotonic())."""
-        if pending is None:
+        if message is None:
             return
-        work, phase, node = pending
         try:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            message.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # gloo says no more: too late, or the peer's end of the connection is closed
-            raise RailLate(phase, self.ranks[node]) from error
+            raise RailLate(message.phase, self.ranks[message.node]) from error
 
     def flush(self, deadline: float) -> None:
         """Until everything sent has left."""
         while self._sends:
-            self.wait(self._sends.pop(), deadline)
+            self.wait(self._sends[-1], deadline)
+            self._sends.pop()
         self._receives.clear()
 
     def abort(self) -> None:
         """Give up every message under way: nothing reads or writes the memory of a send or receive any more."""
-        for work in [*self._receives, *(work for work, _, _ in self._sends)]:
+        for message in (*self._receives, *self._sends):
             try:
-                work.wait(timedelta(milliseconds=1))  # gloo closes the connections of the group when a wait times out
+                # When a wait times out gloo closes the group's connections.
+                message.work.wait(timedelta(milliseconds=1))
             except RuntimeError:
                 pass
+            message.work = None
         self._receives.clear()
         self._sends.clear()
 
