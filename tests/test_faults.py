@@ -1,0 +1,326 @@
+"""Ranks that come late and ranks that die: the others say who, in time, leave nothing behind and can go on."""
+
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from round_trip import inputs, make_buffer, outputs, round_trip
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import RankPool
+
+LIMIT_S = 3.0
+SLACK_S = 5.0  # how much later than the limit an error may come
+NUM_RANKS = 4
+
+
+# ---- what is left in this process -----------------------------------------------------------------------------------
+
+
+def mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ep_dispatcher" in line]
+
+
+def open_files() -> list[str]:
+    files = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass  # that of the listing itself
+    return files
+
+
+def assert_nothing_left() -> None:
+    assert not mappings() and not [name for name in open_files() if "memfd:ep_dispatcher" in name]
+
+
+def number_of_files_and_threads() -> tuple[int, int]:
+    return len(open_files()), len(os.listdir("/proc/self/task"))
+
+
+def settles(measure, at_most) -> bool:
+    """Whether every number that ``measure`` returns comes down; connections and threads end in the background."""
+    deadline = time.monotonic() + 10
+    while any(n > limit for n, limit in zip(measure(), at_most)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(n > limit for n, limit in zip(measure(), at_most))
+
+
+def named_shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_no_named_shared_memory(before: set[str], pids: list[int]) -> None:
+    """Names may come and go by processes that are none of ours."""
+    new = named_shared_memory() - before
+    ours = [name for name in new if "ep_dispatcher" in name or any(str(pid) in name for pid in pids)]
+    assert not ours
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+# ---- what survivors do ----------------------------------------------------------------------------------------------
+
+
+def rounds(buffer: ep.Buffer, first_seed: int = 1):
+    """Operations, correct as long as all ranks are there, one at each step."""
+    rank = buffer.topology.rank
+    for seed in range(first_seed, first_seed + 3):
+        yield
+        out = buffer.dispatch(*inputs(rank, seed=seed))
+        yield
+        buffer.combine(outputs(rank, len(out.x), seed=seed), out.handle)
+
+
+def expect_timeout(operations) -> ep.PeerTimeoutError:
+    """The error that the first operation without its peer raises, in time."""
+    started = time.monotonic()
+    try:
+        for _ in operations:
+            started = time.monotonic()
+    except ep.PeerTimeoutError as error:
+        seconds = time.monotonic() - started
+        assert seconds < LIMIT_S + SLACK_S, f"the error came after {seconds:.1f} s"
+        return error
+    raise AssertionError("no operation noticed it")
+
+
+def assert_names(error: ep.PeerTimeoutError, rank: int, victim: int, epochs: list[int]) -> None:
+    assert error.epoch in epochs
+    assert error.operation == ("dispatch" if error.epoch % 2 else "combine")
+    assert error.phase and error.rank == rank and error.late_ranks == (victim,)
+    assert 0 <= error.waited_s < LIMIT_S + SLACK_S
+    for words in (
+        f"{error.operation}, epoch {error.epoch}, phase '{error.phase}'",
+        f"rank {rank} waited {error.waited_s:.1f} s for rank {victim}.",
+        "destroy() this buffer",
+    ):
+        assert words in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and vars(copy) == vars(error)
+
+
+def assert_given_up(buffer: ep.Buffer, error: ep.PeerTimeoutError) -> None:
+    """Every further operation says the same at once."""
+    rank = buffer.topology.rank
+    for operation in (buffer.dispatch, lambda *args: ep.dispatch(buffer, *args)):
+        started = time.monotonic()
+        with pytest.raises(ep.PeerTimeoutError) as again:
+            operation(*inputs(rank))
+        assert time.monotonic() - started < 1 and str(again.value) == str(error)
+
+
+# ---- a rank that is late --------------------------------------------------------------------------------------------
+
+
+def oversleep(rank: int, victim: int, operation: str, ranks_per_node: int) -> None:
+    assert_nothing_left()
+    store = dist.distributed_c10d._get_default_store()
+    buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
+    round_trip(buffer)
+    operations = rounds(buffer)
+    next(operations)
+    epoch = 3
+    if operation == "combine":
+        next(operations)
+        epoch = 4
+    if rank == victim:  # sleeps until the others have given up and gone
+        others = [f"awake/{buffer.id}/{other}" for other in range(NUM_RANKS) if other != victim]
+        store.wait(others, timedelta(seconds=LIMIT_S + 4 * SLACK_S))
+        expect_timeout(operations)
+    else:
+        error = expect_timeout(operations)
+        assert_names(error, rank, victim, [epoch])
+        assert error.waited_s > LIMIT_S - 0.5
+        assert_given_up(buffer, error)
+    assert len(mappings()) >= ranks_per_node
+    buffer.destroy()
+    assert_nothing_left()
+    store.set(f"awake/{buffer.id}/{rank}", "")
+    with make_buffer(ranks_per_node=ranks_per_node) as buffer:
+        round_trip(buffer)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+@pytest.mark.parametrize("ranks_per_node,victim", [(4, 1), (2, 3), (1, 2)])
+def test_a_late_rank_is_named_by_all_others(pools, ranks_per_node, victim, operation):
+    """Also by those that wait for it only because they wait for another one: other node, other rail."""
+    pools(NUM_RANKS).run(oversleep, victim, operation, ranks_per_node)
+
+
+# ---- a rank that dies -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Death:
+    """Where a rank dies: before its n-th call of a step of the compiled engine, or before an operation begins."""
+
+    operation: str
+    step: str = "begin"
+    call: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.operation}-{self.step}" + f"{self.call}" * (self.call > 1)
+
+
+class DiesIn:
+    """The compiled engine of one rank, which kills its process before the n-th call of one step."""
+
+    def __init__(self, engine, death: Death):
+        self._engine, self._death, self._calls = engine, death, 0
+
+    def __getattr__(self, name: str):
+        value = getattr(self._engine, name)
+        if name == self._death.step:
+            self._calls += 1
+            if self._calls == self._death.call:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return value
+
+
+def outlive(rank: int, victim: int, death: Death, ranks_per_node: int) -> tuple[str, int]:
+    assert_nothing_left()
+    before = number_of_files_and_threads()
+    buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
+    round_trip(buffer)
+    operations = rounds(buffer)
+    next(operations)
+    if death.operation == "combine":
+        next(operations)
+    if rank == victim:
+        buffer._engine._c = DiesIn(buffer._engine._c, death)
+    elif death.step == "begin":
+        time.sleep(0.5)  # the connections to the dead rank are closed by now
+    error = expect_timeout(operations)
+    epoch = 3 if death.operation == "dispatch" else 4
+    # A rank may have all that it needs of an operation in which another one dies, and notice in the next.
+    assert_names(error, rank, victim, [epoch] if death.step == "begin" else [epoch, epoch + 1])
+    assert_given_up(buffer, error)
+    buffer.destroy()
+    assert_nothing_left()
+    del operations
+    assert settles(number_of_files_and_threads, before), "connections or threads are left"
+    survivors = [other for other in range(NUM_RANKS) if other != victim]
+    group = dist.new_group(survivors, use_local_synchronization=True)
+    with make_buffer(group, ranks_per_node=1 if ranks_per_node == 1 else None, timeout_s=LIMIT_S) as buffer:
+        assert buffer.topology.num_ranks == NUM_RANKS - 1
+        for seed in range(3):
+            round_trip(buffer, seed=seed)
+    assert_nothing_left()
+    return error.operation, error.epoch
+
+
+@pytest.mark.parametrize(
+    "ranks_per_node,victim,death",
+    [
+        (4, 0, Death("dispatch")),
+        (4, 3, Death("dispatch", "stage")),
+        (4, 1, Death("dispatch", "count")),
+        (4, 2, Death("dispatch", "pull")),
+        (4, 0, Death("combine")),
+        (4, 3, Death("combine", "push")),
+        (4, 1, Death("combine", "sum")),
+        (2, 3, Death("dispatch")),
+        (2, 0, Death("dispatch", "head_arrived")),
+        (2, 1, Death("dispatch", "pull", 2)),
+        (2, 2, Death("combine")),
+        (2, 3, Death("combine", "reduce")),
+        (1, 3, Death("dispatch")),
+        (1, 1, Death("dispatch", "outgoing_lists", 2)),
+        (1, 0, Death("combine")),
+        (1, 2, Death("combine", "sum")),
+    ],
+    ids=str,
+)
+def test_a_dead_rank_is_named_and_outlived(ranks_per_node, victim, death):
+    names = named_shared_memory()
+    with RankPool(NUM_RANKS, timeout_s=60) as pool:
+        pids = pool.pids
+        seen = pool.run(outlive, victim, death, ranks_per_node, allow_dead={victim})
+        assert seen.pop(victim) is None and None not in seen
+    assert not any(map(is_running, pids))
+    assert_no_named_shared_memory(names, pids)
+
+
+def outlive_the_store(rank: int) -> None:
+    """Rank 0 hosts the store, as it does without torchrun, and dies."""
+    port = [None]
+    if rank == 0:
+        hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [hosted.port]
+    dist.broadcast_object_list(port)
+    store = hosted if rank == 0 else dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        buffer = make_buffer(timeout_s=LIMIT_S)
+    round_trip(buffer)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = expect_timeout(rounds(buffer))
+    assert_names(error, rank, 0, [3])
+    buffer.destroy()
+    assert_nothing_left()
+
+
+def test_the_host_of_the_store_dies():
+    with RankPool(3, timeout_s=60) as pool:
+        pool.run(outlive_the_store, allow_dead={0})
+
+
+def die_together(rank: int, ranks_per_node: int) -> None:
+    buffer = make_buffer(ranks_per_node=ranks_per_node)
+    round_trip(buffer)
+    assert mappings()
+    buffer._engine._c = DiesIn(buffer._engine._c, Death("dispatch", "stage"))
+    for _ in rounds(buffer):
+        pass
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_nothing_is_left_when_all_ranks_die(ranks_per_node):
+    names = named_shared_memory()
+    pool = RankPool(NUM_RANKS, timeout_s=60)
+    for pid in pool.pids:
+        assert is_running(pid)
+    assert pool.run(die_together, ranks_per_node, allow_dead=range(NUM_RANKS)) == [None] * NUM_RANKS
+    assert pool.closed and not any(map(is_running, pool.pids))
+    assert_no_named_shared_memory(names, pool.pids)
+
+
+# ---- nobody is late -------------------------------------------------------------------------------------------------
+
+
+def make_and_destroy(rank: int, ranks_per_node: int) -> None:
+    for _ in range(2):  # what is started once and for all is started here
+        with make_buffer(ranks_per_node=ranks_per_node) as buffer:
+            round_trip(buffer)
+    assert settles(number_of_files_and_threads, (1000, 1000))
+    time.sleep(0.2)
+    before = number_of_files_and_threads()
+    for seed in range(5):
+        buffer, kept = make_buffer(ranks_per_node=ranks_per_node), make_buffer(ranks_per_node=ranks_per_node)
+        assert len(mappings()) == 2 * ranks_per_node
+        round_trip(kept, seed=seed)
+        buffer.destroy()
+        assert len(mappings()) == ranks_per_node
+        round_trip(kept, seed=seed)
+        kept.destroy()
+        assert_nothing_left()
+    assert settles(number_of_files_and_threads, before), "connections or threads are left"
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_destroy_frees_memory_files_and_connections(pools, ranks_per_node):
+    pools(NUM_RANKS).run(make_and_destroy, ranks_per_node)
