@@ -128,11 +128,12 @@ class _Float8Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        warnings.warn(
-            "a gradient went through float8 rows, and PyTorch rounded it to float8; use ep.dequantize(out.x), or "
-            "out.x.anchor as an input of your own operator, to keep it exact",
-            stacklevel=2,
-        )
+        if not torch.compiler.is_compiling():  # which traces this, whether or not it will run
+            warnings.warn(
+                "a gradient went through float8 rows, and PyTorch rounded it to float8; use ep.dequantize(out.x), or "
+                "out.x.anchor as an input of your own operator, to keep it exact",
+                stacklevel=2,
+            )
         (scales,) = ctx.saved_tensors
         exact = grad.float().unflatten(-1, (-1, BLOCK)) / scales.unsqueeze(-1)
         return None, None, torch.where(scales.unsqueeze(-1) > 0, exact, 0).flatten(-2).to(torch.bfloat16)

@@ -53,12 +53,15 @@ def buffer_config(*, num_ranks, hidden, num_experts, num_topk, max_tokens_per_ra
 
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
     """``shape``: an int where it is fixed, a name where it is free."""
-    words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     if not isinstance(value, Tensor):
-        fail(argument, type(value).__name__, words)
-    fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
-    if not fits or value.dtype not in dtypes or value.device.type != device:
-        fail(argument, f"{list(value.shape)} of {value.dtype} on {value.device.type}", words)
+        given = type(value).__name__
+    else:
+        fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
+        if fits and value.dtype in dtypes and value.device.type == device:
+            return  # before any text is made: torch.compile cannot make one of sizes that it does not know
+        given = f"{list(value.shape)} of {value.dtype} on {value.device.type}"
+    words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
+    fail(argument, given, words)
 
 
 def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, quantize: str | None) -> None:
