@@ -54,7 +54,7 @@ def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_
     if plan is not None:
         plan_size = 0
     elif static:
-        plan_size = engine.plan_capacity(rows.shape[0], num_rows, layout)
+        plan_size = engine.plan_capacity(num_rows, layout)
     else:
         plan_size = torch.library.get_ctx().new_dynamic_size()
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype

@@ -65,9 +65,7 @@ class Engine(Protocol):
         self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int
     ) -> tuple[Tensor, Tensor]: ...  # x [num_tokens, hidden], weights [num_tokens, num_topk] or no elements
 
-    def plan_capacity(
-        self, num_tokens: int, num_rows: int, layout: str
-    ) -> int: ...  # elements of a plan of static size
+    def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 
     def counters(self) -> dict[str, list[int]]: ...
 

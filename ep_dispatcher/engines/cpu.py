@@ -119,7 +119,7 @@ class CpuEngine:
             c.head_arrived(m)
         self._num_rows, elements = c.count()
         if num_rows >= 0:
-            elements = self.plan_capacity(num_tokens, num_rows, layout)
+            elements = self.plan_capacity(num_rows, layout)
         plan = torch.empty(elements, dtype=torch.int32)
         c.start_plan(plan.data_ptr())
         tag = self._tag(_LISTS)
@@ -164,8 +164,8 @@ class CpuEngine:
             c.finish()
         return x, weights_out
 
-    def plan_capacity(self, num_tokens: int, num_rows: int, layout: str) -> int:
-        return _C_cpu.plan_capacity(self._c_config, num_tokens, num_rows, _LAYOUTS[layout])
+    def plan_capacity(self, num_rows: int, layout: str) -> int:
+        return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
