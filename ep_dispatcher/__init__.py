@@ -4,8 +4,8 @@ from ep_dispatcher._version import __version__
 from ep_dispatcher.autograd import combine, dispatch
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
-from ep_dispatcher.quantize import QuantizedRows, dequantize
 
 __all__ = [
     "Buffer",
@@ -18,4 +18,5 @@ __all__ = [
     "combine",
     "dequantize",
     "dispatch",
+    "quantize",
 ]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.buffer import Buffer, find_buffer
+from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
-from ep_dispatcher.quantize import BLOCK, QuantizedRows
 
 _Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
-    """Stands for the exact rows of a quantised dispatch (quantize.QuantizedRows); no elements without one."""
+    """Stands for the exact rows of a quantised dispatch (QuantizedRows); no elements without one."""
     return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
 
 
@@ -158,7 +158,7 @@ def dispatch(
 
     Arguments, results and errors are those of ``Buffer.dispatch``. With ``quantize`` the gradient passes straight
     through the rounding: take it with ``ep.dequantize(out.x)``, or give ``out.x.anchor`` to an operator of your own
-    (see ep_dispatcher.quantize). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
+    (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
     """
     out = buffer._dispatch(
         partial(_dispatch, buffer_id=buffer.id),

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
-from ep_dispatcher import checks, engines, envs
+from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
 from ep_dispatcher.handle import CombineOutput, CompletedEvent, DispatchOutput, Handle
-from ep_dispatcher.quantize import QuantizedRows
-from ep_dispatcher.quantize import quantize as quantize_rows
 from ep_dispatcher.topology import Topology, host_id
 
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -157,7 +155,7 @@ class Buffer:
         layout        "expert": rows grouped by local expert in ascending order, inside a group by (source rank, source
                       token), every group padded with zero rows to a multiple of expert_alignment; "rank": rows in the
                       order of (source rank, source token), expert_alignment counting only in rows_per_expert
-        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep_dispatcher.quantize)
+        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
                       what each rank needs, if that is too few for one of them
@@ -268,7 +266,7 @@ class Buffer:
                 rows_per_expert=rows_per_expert,
             )
         return DispatchOutput(
-            x=QuantizedRows(out_rows, out_scales, anchor) if pair else out_rows,
+            x=float8.QuantizedRows(out_rows, out_scales, anchor if quantize else None) if pair else out_rows,
             topk_weights=None if topk_weights is None else out_weights,
             topk_idx=out_idx if layout == "rank" else None,
             tokens_per_expert=tokens_per_expert,
@@ -309,7 +307,7 @@ class Buffer:
     def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize):
         """The engine's tensors, and None in the place of the anchor that a dispatch with gradients returns."""
         if quantize:
-            rows, scales = quantize_rows(rows)
+            rows, scales = float8.quantize(rows)
         tensors = (t if t is None else t.detach().contiguous() for t in (rows, scales, topk_idx, topk_weights, plan))
         rows, scales, topk_idx, topk_weights, plan = tensors
         topk_idx = None if topk_idx is None else topk_idx.long()

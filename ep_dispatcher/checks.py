@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.quantize import BLOCK
+from ep_dispatcher.float8 import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("expert", "rank")

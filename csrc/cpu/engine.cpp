@@ -1,7 +1,8 @@
 #include "cpu/engine.h"
 
-#include <sstream>
 #include <stdexcept>
+
+#include "common/text.h"
 
 namespace ep {
 namespace {
@@ -84,20 +85,20 @@ void Engine::check_agreement() const {
   for (int local = 0; local < config_.ranks_per_node; ++local) {
     const Operation& theirs = regions_[local].operation[epoch_ % 2];
     const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
-    std::ostringstream message;
+    std::string message;
     if (theirs.plan_id != mine.plan_id)
-      message << "handle: rank " << rank << " gave the plan of epoch " << theirs.plan_id << ", rank " << config_.rank
-              << " that of epoch " << mine.plan_id << "; all ranks must use handles of the same dispatch";
+      message = text("handle: rank ", rank, " gave the plan of epoch ", theirs.plan_id, ", rank ", config_.rank,
+                     " that of epoch ", mine.plan_id, "; all ranks must use handles of the same dispatch");
     else if (theirs.has_weights != mine.has_weights)
-      message << "topk_weights: rank " << (mine.has_weights ? config_.rank : rank) << " gave them, rank "
-              << (mine.has_weights ? rank : config_.rank) << " gave None; all ranks must do the same";
+      message = text("topk_weights: rank ", mine.has_weights ? config_.rank : rank, " gave them, rank ",
+                     mine.has_weights ? rank : config_.rank, " gave None; all ranks must do the same");
     else if (theirs.bytes_per_row[0] != mine.bytes_per_row[0] || theirs.bytes_per_row[1] != mine.bytes_per_row[1])
-      message << "x: rank " << rank << " gave rows of " << theirs.bytes_per_row[0] << " + " << theirs.bytes_per_row[1]
-              << " bytes (row + scales), rank " << config_.rank << " of " << mine.bytes_per_row[0] << " + "
-              << mine.bytes_per_row[1] << "; all ranks must do the same";
+      message = text("x: rank ", rank, " gave rows of ", theirs.bytes_per_row[0], " + ", theirs.bytes_per_row[1],
+                     " bytes (row + scales), rank ", config_.rank, " of ", mine.bytes_per_row[0], " + ",
+                     mine.bytes_per_row[1], "; all ranks must do the same");
     else
       continue;
-    throw std::invalid_argument(message.str());
+    throw std::invalid_argument(message);
   }
 }
 

@@ -1,10 +1,10 @@
 // From a routing to a plan: the source lists who gets which row, the receivers place the rows by prefix sums.
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
+#include "common/text.h"
 #include "cpu/engine.h"
 
 namespace ep {
@@ -138,15 +138,13 @@ Counts Engine::count() {
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::headed, m, "counts");
   const Head::Fixed& mine = *own().from_node[node()].head.fixed;
   const int experts = num_experts_local();
-  std::ostringstream too_small;
+  std::string too_small;
   for (int source = 0; source < config_.num_ranks(); ++source) {
     const Head::Fixed& theirs = *from(source).head.fixed;
     const auto check = [&](const char* argument, const auto& name_of, int64_t given, int64_t ours) {
       if (given == ours) return;
-      std::ostringstream message;
-      message << argument << ": rank " << source << " gave " << name_of(given) << ", rank " << config_.rank << " gave "
-              << name_of(ours) << "; all ranks must give the same";
-      throw std::invalid_argument(message.str());
+      throw std::invalid_argument(text(argument, ": rank ", source, " gave ", name_of(given), ", rank ", config_.rank,
+                                       " gave ", name_of(ours), "; all ranks must give the same"));
     };
     const auto number = [](int64_t n) { return n; };
     const auto layout = [](int64_t n) { return n == static_cast<int64_t>(Layout::kExpert) ? "'expert'" : "'rank'"; };
@@ -170,21 +168,18 @@ Counts Engine::count() {
     }
     const int64_t needed = mine.layout == static_cast<int32_t>(Layout::kExpert) ? padded : items;
     const int64_t given = from(rank).head.fixed->max_recv_rows;
-    if (needed > INT32_MAX) {
-      std::ostringstream message;
-      message << "expert_alignment: given " << mine.expert_alignment << ", with which rank " << rank << " receives "
-              << needed << " rows; allowed: up to " << INT32_MAX << " rows of a rank in one dispatch";
-      throw std::invalid_argument(message.str());
-    }
+    if (needed > INT32_MAX)
+      throw std::invalid_argument(text("expert_alignment: given ", mine.expert_alignment, ", with which rank ", rank,
+                                       " receives ", needed, " rows; allowed: up to ", INT32_MAX,
+                                       " rows of a rank in one dispatch"));
     if (given >= 0 && needed > given)
-      too_small << (too_small.tellp() ? "; " : "") << "rank " << rank << " needs " << needed << " rows, given "
-                << given;
+      too_small += text(too_small.empty() ? "" : "; ", "rank ", rank, " needs ", needed, " rows, given ", given);
     if (rank != config_.rank) continue;
     counted_.num_items = static_cast<int32_t>(items);
     counted_.num_copies = static_cast<int32_t>(copies);
     counted_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
   }
-  if (too_small.tellp()) throw std::invalid_argument("max_recv_rows: too small: " + too_small.str());
+  if (!too_small.empty()) throw std::invalid_argument("max_recv_rows: too small: " + too_small);
 
   counted_.magic = Plan::kMagic;
   counted_.plan_id = static_cast<int32_t>(epoch_);

@@ -24,6 +24,9 @@ class QuantizedRows(tuple):
         pair.anchor = anchor
         return pair
 
+    def __reduce__(self):  # copies and pickles are without the anchor, which is part of an autograd graph
+        return QuantizedRows, tuple(self)
+
     @property
     def rows(self) -> Tensor:
         return self[0]
