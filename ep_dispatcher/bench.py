@@ -189,22 +189,29 @@ def compare(ours, other, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layo
     return {"same": ranks_that_differ == 0, "largest_relative_error": worst.item(), "allowed": tolerance}
 
 
-def measure_times(sides: dict, config: argparse.Namespace, timer: Callable, *inputs: Tensor) -> dict:
-    """operation -> side -> [iteration][rank] seconds; sides take turns, so that a disturbance meets all of them."""
+def measure_times(sides: dict, config: argparse.Namespace, timer: Callable, *inputs: Tensor) -> dict[str, dict]:
+    """ "seconds" and "cpu_seconds" (of the process, all its threads): operation -> side -> [iteration][rank].
+
+    The sides take turns, so that a disturbance meets all of them; the CPU time hardly depends on other processes.
+    """
     calls = {name: operations_of(side, *inputs) for name, side in sides.items()}
-    result = {}
+    results = {"seconds": {}, "cpu_seconds": {}}
     for operation in OPERATIONS:
         mine = {name: [] for name in sides}
         for iteration in range(-config.warmup, config.iters):
             for name in sides:
                 dist.barrier()
+                cpu_begin = time.process_time()
                 seconds = timer(calls[name][operation])
                 if iteration >= 0:
-                    mine[name].append(seconds)
+                    mine[name].append((seconds, time.process_time() - cpu_begin))
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        result[operation] = {name: [list(times) for times in zip(*(e[name] for e in everyone))] for name in sides}
-    return result
+        for i, result in enumerate(results.values()):
+            result[operation] = {
+                name: [[times[i] for times in ranks] for ranks in zip(*(e[name] for e in everyone))] for name in sides
+            }
+    return results
 
 
 def measure_nodes(config: argparse.Namespace) -> dict:
@@ -236,7 +243,7 @@ def measure_nodes(config: argparse.Namespace) -> dict:
         }
         rows = {name: sum_over_ranks([side.dispatch(*inputs).x.shape[0]])[0] for name, side in sides.items()}
         moved = wire_bytes(sides, config, *inputs)
-        seconds = measure_times(sides, config, timer, *inputs)
+        times = measure_times(sides, config, timer, *inputs)
     return {
         "ranks_per_node": config.ranks_per_node,
         "num_nodes": dist.get_world_size() // config.ranks_per_node,
@@ -244,7 +251,7 @@ def measure_nodes(config: argparse.Namespace) -> dict:
         "received_rows": rows,
         "compared": compared,
         "wire_bytes": moved,
-        "seconds": seconds,
+        **times,
     }
 
 
@@ -294,6 +301,8 @@ def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Names
         refuse("--experts", args.experts, f"multiples of the {args.ranks} ranks")
     if args.topk > args.experts:
         refuse("--topk", args.topk, f"at most the {args.experts} experts")
+    if args.engine == "cuda" and (world_size is None or not torch.cuda.is_available()):
+        refuse("--engine", "cuda", "cpu; cuda needs torchrun and GPUs")
     if args.out.exists() and not args.out.is_dir():
         refuse("--out", args.out, "a folder")
     args.topologies = args.ranks_per_node or default_topologies(args.ranks)

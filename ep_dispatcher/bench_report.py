@@ -6,9 +6,10 @@ The JSON: ``machine`` describes where it ran, ``settings`` how, and ``topologies
     compared          baseline -> whether its results are those of the engine, the largest relative error of a sum
     wire_bytes        operation -> "least" or side -> wire -> bytes of all ranks together; for a baseline and for
                       "least" the rows alone, for the engine what its counters say
-    operations        operation -> side -> median_s, p10_s, p90_s, gb_per_s, and for a baseline speedup of the engine;
-                      all times are those of the slowest rank of an iteration
-    seconds           operation -> side -> [iteration][rank], every single time
+    operations        operation -> side -> median_s, p10_s, p90_s of the slowest rank of an iteration; gb_per_s;
+                      cpu_s, the processor time of a rank (mean of the ranks, median of the iterations), which a
+                      busy machine disturbs less; for a baseline speedup, how many times as fast the engine is
+    seconds           operation -> side -> [iteration][rank], every single time; cpu_seconds likewise
     targets           what the project wants of this configuration and whether this run met it (often empty)
 
 GB/s counts every row that a rank receives, those of its own tokens too, once per dispatch and once per combine (the
@@ -22,6 +23,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -57,7 +59,7 @@ def report(args: argparse.Namespace, machine: dict, results: list[dict]) -> int:
     print(table(run))
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{file_stem(settings)}.json"
-    path.write_text(json.dumps(run, indent=1) + "\n")
+    path.write_text(to_json(run))
     print(f"\nJSON: {path}")
     try:
         print(f"chart: {draw_chart(path)}")
@@ -71,6 +73,12 @@ def file_stem(settings: dict) -> str:
     return (
         "{engine}-{ranks}ranks-{tokens}tokens-{hidden}hidden-{experts}experts-top{topk}-{dtype}-{routing}-{layout}"
     ).format(**settings)
+
+
+def to_json(run: dict) -> str:
+    """Indented, but a list of numbers on one line."""
+    text = json.dumps(run, indent=1)
+    return re.sub(r"\[[\d.eE+,\s-]+\]", lambda numbers: " ".join(numbers.group().split()), text) + "\n"
 
 
 def describe_machine() -> dict:
@@ -114,6 +122,8 @@ def _summarise(result: dict, settings: dict, machine: dict) -> dict:
             p10, median, p90 = torch.quantile(slowest, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
             received = result["received_rows"][side] * result["row_bytes"] * PASSES[operation] / settings["ranks"]
             figures[side] = {"median_s": median, "p10_s": p10, "p90_s": p90, "gb_per_s": received / median / 1e9}
+            cpu = torch.tensor(result["cpu_seconds"][operation][side], dtype=torch.float64).mean(1)
+            figures[side]["cpu_s"] = torch.quantile(cpu, 0.5).item()
             if side != "engine":
                 figures[side]["speedup"] = median / figures["engine"]["median_s"]
         operations[operation] = figures
@@ -131,11 +141,16 @@ def _summarise(result: dict, settings: dict, machine: dict) -> dict:
                 "met": speedup >= TARGETS[num_nodes],
             }
         )
-    seconds = {
+    rounded = {key: _round_times(result[key]) for key in ("seconds", "cpu_seconds")}
+    return {**result, **rounded, "operations": operations, "targets": targets}
+
+
+def _round_times(per_operation: dict) -> dict:
+    """To microseconds."""
+    return {
         operation: {side: [[round(t, 6) for t in ranks] for ranks in times] for side, times in per_side.items()}
-        for operation, per_side in result["seconds"].items()
+        for operation, per_side in per_operation.items()
     }
-    return {**result, "seconds": seconds, "operations": operations, "targets": targets}
 
 
 def title(settings: dict) -> str:
@@ -156,8 +171,10 @@ def table(run: dict) -> str:
         title(settings),
         "{cpu}, {cores} cores, torch {torch}, load average {load_average_at_start} at the start".format(**machine),
         f"times: slowest rank of an iteration, median (10th to 90th percentile) of {settings['iters']}; "
-        "GB/s: all rows a rank receives, its own too",
+        "CPU ms: processor time of a rank; GB/s: all rows a rank receives, its own too",
     ]
+    if machine["load_average_at_start"][0] > machine["cores"] / 2:
+        lines.append("the machine was busy with other work: the times are disturbed, the CPU times less so")
     for result in run["topologies"]:
         lines += ["", nodes_title(result), *_time_lines(result), "", *_wire_lines(result)]
         for side, compared in result["compared"].items():
@@ -175,14 +192,15 @@ def table(run: dict) -> str:
 
 
 def _time_lines(result: dict) -> list[str]:
-    lines = [f"{'operation':<18}{'side':<20}{'median ms':>12}{'10th':>10}{'90th':>10}{'GB/s':>8}  engine's speed-up"]
+    columns = f"{'median ms':>12}{'10th':>10}{'90th':>10}{'CPU ms':>10}{'GB/s':>8}  engine's speed-up"
+    lines = [f"{'operation':<18}{'side':<20}{columns}"]
     for operation, figures in result["operations"].items():
         for side, f in figures.items():
             ms = "".join(
                 f"{f[key] * 1e3:{width}.2f}" for key, width in (("median_s", 12), ("p10_s", 10), ("p90_s", 10))
             )
             speedup = f"{f['speedup']:18.2f}x" if "speedup" in f else ""
-            lines.append(f"{operation:<18}{side:<20}{ms}{f['gb_per_s']:8.2f}{speedup}")
+            lines.append(f"{operation:<18}{side:<20}{ms}{f['cpu_s'] * 1e3:10.2f}{f['gb_per_s']:8.2f}{speedup}")
     return lines
 
 

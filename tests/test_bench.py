@@ -72,7 +72,7 @@ def test_every_time_is_there(run):
                 assert torch.tensor(times).shape == (ITERS, RANKS) and torch.tensor(times).min() > 0
                 figures = topology["operations"][operation][side]
                 assert 0 < figures["p10_s"] <= figures["median_s"] <= figures["p90_s"]
-                assert figures["gb_per_s"] > 0
+                assert figures["gb_per_s"] > 0 and figures["cpu_s"] > 0
 
 
 def test_chart_from_json(run, capsys):
