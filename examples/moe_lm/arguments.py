@@ -44,11 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("the run")
     run.add_argument("--check", action="store_true", help="compare some steps with a dense model without dispatcher")
     run.add_argument(
-        "--minutes", type=number(float, 0.01, 1e4), help="time for training (default: 2.3; none with --steps)"
+        "--minutes", type=number(float, 0.01, 1e4), help="time for training (default: 2.3; no limit with --steps)"
     )
-    run.add_argument(
-        "--steps", type=number(int, 1, 10**7), help="number of steps (default: as time allows; --check: 10)"
-    )
+    run.add_argument("--steps", type=number(int, 1, 10**7), help="number of steps (default: 1500 at most; --check: 10)")
     run.add_argument(
         "--out", type=Path, default=Path("runs/train_moe_lm"), help=f"folder for chart and JSON ({default})"
     )
@@ -102,7 +100,7 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
         demand(args.minutes is None, "minutes", args.minutes, "nothing together with --check, which counts --steps")
         args.steps = args.steps or 10
     elif args.minutes is None and args.steps is None:
-        args.minutes = 2.3
+        args.minutes, args.steps = 2.3, 1500  # whichever ends first; beyond some 2000 steps it learns the text by heart
     if not args.check:
         try:
             args.out.mkdir(parents=True, exist_ok=True)
