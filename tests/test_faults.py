@@ -139,7 +139,8 @@ def oversleep(rank: int, victim: int, operation: str, ranks_per_node: int) -> No
     if rank == victim:  # sleeps until the others have given up and gone
         others = [f"awake/{buffer.id}/{other}" for other in range(NUM_RANKS) if other != victim]
         store.wait(others, timedelta(seconds=LIMIT_S + 4 * SLACK_S))
-        expect_timeout(operations)
+        error = expect_timeout(operations)
+        assert error.waited_s < LIMIT_S - 0.5, "it waits for ranks that have said that they gave up"
     else:
         error = expect_timeout(operations)
         assert_names(error, rank, victim, [epoch])

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from round_trip import make_buffer, node_of, round_trip
 
 from ep_dispatcher import buffer as buffer_module
@@ -91,12 +92,12 @@ def test_processes_of_one_host_have_the_same_id(pools):
     assert set(pools(2).run(host_ids)) == {host_id()}
 
 
-def on_hosts(rank, host_of, ranks_per_node, expected_nodes):
+def on_hosts(rank, host_of, ranks_per_node, expected_nodes, dtype=torch.bfloat16):
     """A whole round on ranks that say that they are on these hosts."""
     patched = buffer_module.host_id
     buffer_module.host_id = lambda: host_of[rank]
     try:
-        buffer = make_buffer(ranks_per_node=ranks_per_node)
+        buffer = make_buffer(ranks_per_node=ranks_per_node, dtype=dtype)
     finally:
         buffer_module.host_id = patched
     with buffer:
@@ -106,13 +107,14 @@ def on_hosts(rank, host_of, ranks_per_node, expected_nodes):
         return node_of(buffer), buffer.counters()["inter_node_bytes_sent"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # rounding of partial sums; their order
 @pytest.mark.parametrize(
     "host_of,expected_nodes",
     [("ABAB", ((0, 2), (1, 3))), ("ABBA", ((0, 3), (1, 2))), ("ABCABC", ((0, 3), (1, 4), (2, 5)))],
 )
-def test_interleaved_hosts_work(pools, host_of, expected_nodes):
-    num_ranks = len(host_of)
-    for rank, (nodes_of_ranks, sent) in enumerate(pools(num_ranks).run(on_hosts, host_of, None, expected_nodes)):
+def test_interleaved_hosts_work(pools, host_of, expected_nodes, dtype):
+    ranks = pools(len(host_of)).run(on_hosts, host_of, None, expected_nodes, dtype)
+    for rank, (nodes_of_ranks, sent) in enumerate(ranks):
         assert nodes_of_ranks == [sorted(set(host_of)).index(host) for host in host_of]
         local = [ranks.index(rank) for ranks in expected_nodes if rank in ranks][0]
         rail = {ranks[local] for ranks in expected_nodes} - {rank}
