@@ -13,6 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("expert", "rank")
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
+MAX_TIMEOUT_S = 1e9
 QUANTIZE = (None, "e4m3_1x128")
 MAX_INT = 2**31 - 1  # the engines count in int32
 
@@ -45,8 +46,8 @@ def buffer_config(*, num_ranks, hidden, num_experts, num_topk, max_tokens_per_ra
             f"{hidden} ({hidden * dtype.itemsize} bytes a row in {dtype})",
             f"a row of a multiple of {ROW_GRANULARITY} bytes, so a multiple of {ROW_GRANULARITY // dtype.itemsize}",
         )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        fail("timeout_s", repr(timeout_s), "a number of seconds above 0")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        fail("timeout_s", repr(timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}")
     if num_sms is not None:
         integer("num_sms", num_sms, 1)
 

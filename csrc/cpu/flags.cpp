@@ -53,12 +53,14 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, int64_t dea
       const uint32_t seen = a.flag->epoch.load();
       if (reached(seen, epoch)) break;
       const int64_t now = now_ns();
-      if (now >= deadline_ns || a.gave_up->epoch.load() != 0) {
-        std::vector<int> late;
+      const bool over = now >= deadline_ns;
+      if (over || a.gave_up->epoch.load() != 0) {
+        std::vector<int> late;  // a peer may have raised its flag before it gave up, so the flag is read after that
         for (const Awaited& other : awaited)
-          if (!reached(other.flag->epoch.load(), epoch)) late.push_back(other.rank);
+          if ((over || other.gave_up->epoch.load() != 0) && !reached(other.flag->epoch.load(), epoch))
+            late.push_back(other.rank);
         if (!late.empty()) throw PeerLate(phase, std::move(late));
-        break;
+        continue;
       }
       if (now < spin_end)
         sched_yield();  // more ranks than cores is the rule here: give the core to whom we wait for

@@ -172,6 +172,9 @@ Counts Engine::count() {
       throw std::invalid_argument(text("expert_alignment: given ", mine.expert_alignment, ", with which rank ", rank,
                                        " receives ", needed, " rows; allowed: up to ", INT32_MAX,
                                        " rows of a rank in one dispatch"));
+    if (copies > INT32_MAX)
+      throw std::invalid_argument(text("topk_idx: rank ", rank, " is given ", copies, " choices; allowed: up to ",
+                                       INT32_MAX, " of a rank in one dispatch"));
     if (given >= 0 && needed > given)
       too_small += text(too_small.empty() ? "" : "; ", "rank ", rank, " needs ", needed, " rows, given ", given);
     if (rank != config_.rank) continue;
@@ -233,13 +236,13 @@ void Engine::finish_plan() {
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::listed, m, "lists");
   const int num_ranks = config_.num_ranks(), experts = num_experts_local(), first = config_.rank * experts;
   std::vector<int32_t> next_row(experts);  // of each expert's group
-  int32_t group = 0;
+  int64_t group = 0;
   for (int e = 0; e < experts; ++e) {
     int32_t tokens = 0;
     for (int source = 0; source < num_ranks; ++source) tokens += from(source).head.expert_tokens[first + e];
     plan_.tokens_per_expert[e] = tokens;
     plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, counted_.expert_alignment));
-    next_row[e] = group;
+    next_row[e] = static_cast<int32_t>(group);
     group += plan_.rows_per_expert[e];
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 
 #include "common/args.h"
 #include "common/layout.h"
@@ -71,11 +72,15 @@ inline Plan read_plan(const Config& config, const int32_t* block) {
 // int32 elements that hold every plan of at most `num_rows` output rows and `num_tokens` tokens of this rank.
 inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_rows, Layout layout) {
   const int64_t max_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
-  const int64_t copies_per_row = layout == Layout::kExpert ? 1 : std::min(config.num_topk, config.num_local_experts());
+  const int64_t copies_per_item = std::min(config.num_topk, config.num_local_experts());
+  const int64_t items = std::min(max_items, num_rows);
+  const int64_t copies =
+      layout == Layout::kRank ? items * copies_per_item : std::min(max_items * copies_per_item, num_rows);
+  if (copies > INT32_MAX) throw std::length_error("a plan of more than 2^31 rows");
   Plan::Fixed sizes{};
   sizes.num_tokens = num_tokens;
-  sizes.num_items = static_cast<int32_t>(std::min(max_items, num_rows));
-  sizes.num_copies = static_cast<int32_t>(num_rows * copies_per_row);
+  sizes.num_items = static_cast<int32_t>(items);
+  sizes.num_copies = static_cast<int32_t>(copies);
   sizes.num_reduced = num_tokens + (config.num_nodes - 1) * config.max_tokens;
   Cursor c;
   carve_plan(c, config, &sizes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ class CpuEngine:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._deadline = 0.0
         self._rail: Rail | None = None
+        self._in_use = threading.Lock()
+        self._agreed = False  # in the operation under way, all ranks of all nodes have compared what they give
 
         def create():
             self._c = _C_cpu.Engine(c, config.buffer_id)
@@ -78,7 +81,7 @@ class CpuEngine:
                 new_plan = self._make_plan(topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens)
                 num_rows, plan = self._num_rows, new_plan
             else:
-                new_plan = plan.new_empty(0)
+                new_plan, self._agreed = plan.new_empty(0), True
                 c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             tag = self._tag(_ROWS, plan, len(arrays) > 1, weights != 0)
@@ -118,6 +121,7 @@ class CpuEngine:
             rail.wait(pending[m], self._deadline)
             c.head_arrived(m)
         self._num_rows, elements = c.count()
+        self._agreed = True
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, layout)
         plan = torch.empty(elements, dtype=torch.int32)
@@ -149,6 +153,7 @@ class CpuEngine:
         weights_out = torch.empty((num_tokens, self._config.num_topk) if has_weights else 0)
         weights = _address(topk_weights)
         with self._operation("combine"):
+            self._agreed = True
             c.reuse(plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             phase, tag = "sums between nodes", self._tag(_SUMS, plan, has_weights=has_weights)
             pending = [rail.receive(phase, m, c.incoming_sums(m, has_weights), tag) for m in rail.others]
@@ -179,7 +184,7 @@ class CpuEngine:
         }
 
     def destroy(self) -> None:
-        self._rail.close()
+        self._rail.abort()
         self._c.close()  # a kept exception keeps the object, but not its memory
         del self._c
 
@@ -199,34 +204,45 @@ class CpuEngine:
 
     @contextmanager
     def _operation(self, name: str):
+        """One epoch: the errors that end it, and what they leave of the buffer."""
         if self._failure is not None:
             raise self._failure()
-        timeout_s = self._config.timeout_s
+        if not self._in_use.acquire(blocking=False):
+            raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
+        rank, timeout_s, self._agreed = self._topology.rank, self._config.timeout_s, False
         epoch = self._c.begin(timeout_s, torch.get_num_threads())
         begin = time.monotonic()
         self._deadline = begin + timeout_s
         try:
             try:
                 yield
-            except ValueError:  # the ranks do not agree; all of them find it, and the buffer stays usable
-                self._rail.flush(self._deadline)
-                self._c.finish()
+            except ValueError:
+                if self._found_by_all():
+                    self._rail.flush(self._deadline)
+                    self._c.finish()
                 raise
         except (_C_cpu.PeerLate, RailLate) as late:
-            waited_s, rank = time.monotonic() - begin, self._topology.rank
-            self._give_up()
+            waited_s = time.monotonic() - begin
             waited_for = late.ranks if isinstance(late, _C_cpu.PeerLate) else [late.rank]
+            error = partial(PeerTimeoutError, name, epoch, late.phase, rank, waited_s=waited_s)
+            self._give_up(partial(error, late_ranks=waited_for))
             late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-            self._failure = partial(PeerTimeoutError, name, epoch, late.phase, rank, late_ranks, waited_s)
+            self._failure = partial(error, late_ranks=late_ranks)
             raise self._failure() from late
-        except ValueError:
-            raise
         except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
-            self._give_up()
-            text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
-            self._failure = partial(RuntimeError, text)
+            if not (isinstance(error, ValueError) and self._found_by_all()):
+                text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
+                self._give_up(partial(RuntimeError, text))
             raise
+        finally:
+            self._in_use.release()
 
-    def _give_up(self) -> None:
+    def _found_by_all(self) -> bool:
+        """Whether all ranks find that they disagree, and the buffer stays usable; after counts only one node's do."""
+        return not self._agreed or self._topology.num_nodes == 1
+
+    def _give_up(self, failure: Callable[[], Exception]) -> None:
+        """The end of this buffer's use; the peers need not wait for this rank."""
+        self._failure = failure
         self._c.give_up()
         self._rail.abort()

@@ -20,7 +20,7 @@ class RailLate(Exception):
         self.phase, self.rank = phase, rank
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
     """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
 
@@ -75,16 +75,19 @@ class Rail:
             message.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # gloo says no more: too late, or the peer's end of the connection is closed
             raise RailLate(message.phase, self.ranks[message.node]) from error
+        message.work = None
+        for under_way in (self._sends, self._receives):
+            if message in under_way:
+                under_way.remove(message)
 
     def flush(self, deadline: float) -> None:
         """Until everything sent has left."""
         while self._sends:
             self.wait(self._sends[-1], deadline)
-            self._sends.pop()
-        self._receives.clear()
 
     def abort(self) -> None:
-        """Give up every message under way: nothing reads or writes the memory of a send or receive any more."""
+        """Give up every message under way and the connections: peers find that out at once, and nothing reads or writes
+        the memory of a send or receive any more."""
         for message in (*self._receives, *self._sends):
             try:
                 # When a wait times out gloo closes the group's connections.
@@ -94,7 +97,4 @@ class Rail:
             message.work = None
         self._receives.clear()
         self._sends.clear()
-
-    def close(self) -> None:
-        self.abort()
         self._group = None
