@@ -13,6 +13,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
@@ -38,6 +39,7 @@ def _dispatch(
     num_rows: int,
     quantize: bool,
     buffer_id: int,
+    after: Optional[Tensor] = None,
 ) -> _Received:
     run = find_buffer(buffer_id)._run_dispatch
     received = run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
@@ -45,7 +47,7 @@ def _dispatch(
 
 
 @_dispatch.register_fake
-def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize, buffer_id):
+def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize, buffer_id, after=None):
     buffer = find_buffer(buffer_id)
     engine, num_topk = buffer._live_engine(), buffer._config.num_topk
     by_rank, static = layout == "rank", num_rows >= 0
@@ -74,20 +76,26 @@ def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_
 
 @torch.library.custom_op("ep_dispatcher::combine", mutates_args=())
 def _combine(
-    y: Tensor, plan: Tensor, topk_weights: Optional[Tensor], num_tokens: int, layout: str, buffer_id: int
+    y: Tensor,
+    plan: Tensor,
+    topk_weights: Optional[Tensor],
+    num_tokens: int,
+    layout: str,
+    buffer_id: int,
+    after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     return find_buffer(buffer_id)._run_combine(y, plan, topk_weights, num_tokens)
 
 
 @_combine.register_fake
-def _(y, plan, topk_weights, num_tokens, layout, buffer_id):
+def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
     num_topk = find_buffer(buffer_id)._config.num_topk
     weights = y.new_empty((num_tokens, num_topk) if topk_weights is not None else 0, dtype=torch.float32)
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
 def _dispatch_setup(ctx, inputs, output):
-    rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.quantize, ctx.buffer_id = inputs
+    rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.quantize, ctx.buffer_id, _ = inputs
     ctx.save_for_backward(output[6] if plan is None else plan)
     ctx.num_tokens, ctx.has_weights = rows.shape[0], topk_weights is not None
 
@@ -98,11 +106,11 @@ def _dispatch_backward(ctx, grad_rows, _scales, grad_weights, _idx, _tokens, _ro
     grad = grad.to(find_buffer(ctx.buffer_id)._config.dtype)  # float8 rows have no gradient; only their weights do
     weights = grad_weights if ctx.has_weights else None
     grad_x, grad_topk_weights = _combine(grad, *ctx.saved_tensors, weights, ctx.num_tokens, ctx.layout, ctx.buffer_id)
-    return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, *[None] * 6
+    return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, *[None] * 7
 
 
 def _combine_setup(ctx, inputs, output):
-    y, plan, topk_weights, _, ctx.layout, ctx.buffer_id = inputs
+    y, plan, topk_weights, _, ctx.layout, ctx.buffer_id, _ = inputs
     ctx.save_for_backward(plan)
     ctx.num_rows, ctx.has_weights = y.shape[0], topk_weights is not None
 
@@ -111,11 +119,32 @@ def _combine_backward(ctx, grad_x, grad_weights):
     weights = grad_weights if ctx.has_weights else None
     plan, static = ctx.saved_tensors[0], (ctx.layout, 1, ctx.num_rows, False, ctx.buffer_id)
     received = _dispatch(grad_x, None, None, weights, plan, *static)
-    return received[0], None, received[2] if ctx.has_weights else None, None, None, None
+    return received[0], None, received[2] if ctx.has_weights else None, *[None] * 4
 
 
 _dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 _combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+
+
+def _keep_order(operator, small_output: int) -> None:
+    """In a traced graph every operation takes, as ``after``, an output of the one before it.
+
+    A compiler may reorder operations that do not depend on each other, and inductor does so by their sizes, which
+    differ between ranks; but all ranks must run them in one order. (The effect tokens of torch.library would say so
+    without an argument, but inductor 2.13 does not heed them.)
+    """
+
+    def trace(mode, func, types, args=(), kwargs=None):
+        after = getattr(mode.tracer, "_ep_dispatcher_last", None)
+        outputs = mode.__torch_dispatch__(func, types, args, {**(kwargs or {}), "after": after})
+        mode.tracer._ep_dispatcher_last = outputs[small_output]
+        return outputs
+
+    operator.register_torch_dispatch(ProxyTorchDispatchMode, trace)
+
+
+_keep_order(_dispatch, 4)
+_keep_order(_combine, 1)
 
 
 class _Float8Rows(torch.autograd.Function):

@@ -166,7 +166,6 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
     return seen
 
 
-@pytest.mark.xfail(strict=True, reason="inductor reorders operations that do not depend on each other by their sizes")
 def test_operations_keep_their_order(pools):
     """All ranks must run the operations in one order, and their sizes differ."""
     forward = [(operation, layer) for layer in range(3) for operation in ("dispatch", "combine")]
