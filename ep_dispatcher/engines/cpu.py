@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep_dispatcher import _C_cpu, envs
+from ep_dispatcher import _C_cpu, checks, envs
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.engines.rail import Rail, RailLate
@@ -189,8 +189,6 @@ class CpuEngine:
         del self._c
 
     def _check_routing(self, topk_idx: Tensor) -> None:
-        from ep_dispatcher import checks
-
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), *topk_idx.shape, self._config.num_experts)
         if entry is not None:
             checks.bad_entry(entry, self._config.num_experts)
