@@ -1,0 +1,135 @@
+"""A rank that gives up: who is blamed, what it leaves behind, and what it takes to get there."""
+
+import time
+
+import pytest
+import torch
+
+import ep_dispatcher as ep
+from ep_dispatcher import _C_cpu
+from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks
+from ep_dispatcher.testing import RankPool, make_routing
+
+
+class HangingStore:
+    """A store whose host was stopped: what is set gets lost, and no question is ever answered."""
+
+    def set(self, key, value):
+        pass
+
+    def check(self, keys):
+        time.sleep(3600)
+
+
+class Words:
+    """A store in this process, with what other ranks have said."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def set(self, key, value):
+        self.words[key] = value
+
+    def check(self, keys):
+        return all(key in self.words for key in keys)
+
+    def get(self, key):
+        return self.words[key]
+
+
+def test_a_store_that_hangs_does_not_hang_the_rank():
+    begin = time.monotonic()
+    assert find_late_ranks(HangingStore(), 0, [2, 1]) == [1, 2]
+    assert time.monotonic() - begin < GRACE_S + 2
+
+
+def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
+    words = {"1": "[3]", "2": "[1, 5]"}  # 0 waits for 1 and 2; these say for whom they wait themselves
+    assert find_late_ranks(Words(words), 0, [1, 2]) == [3, 5]
+    assert words["0"] == "[1, 2]"
+
+
+def dispatch_with_one_rank_out_of_memory(rank: int):
+    with ep.Buffer(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=30) as buffer:
+        if rank == 1:
+
+            def fail(*_):
+                raise MemoryError("no memory")
+
+            buffer._engine._make_plan = fail
+        if rank == 2:
+            time.sleep(1.5)  # slower than the others, and nothing worse
+        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 3, 1, seed=rank)
+        begin, errors = time.monotonic(), []
+        for _ in range(2):
+            with pytest.raises((ep.PeerTimeoutError, RuntimeError, MemoryError)) as caught:
+                buffer.dispatch(x, idx)
+            errors.append((type(caught.value).__name__, getattr(caught.value, "late_ranks", None)))
+        return errors, time.monotonic() - begin
+
+
+def test_only_the_rank_that_gave_up_is_blamed_and_at_once():
+    with RankPool(3) as pool:
+        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory)
+    assert waits[0] == [("PeerTimeoutError", (1,))] * 2
+    assert slow[0] == [("PeerTimeoutError", (1,))] * 2
+    assert failed[0] == [("MemoryError", None), ("RuntimeError", None)]
+    assert max(seconds for _, seconds in (waits, failed, slow)) < 15  # the limit is 30
+
+
+def use_from_two_threads(rank: int) -> str:
+    with ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine="cpu") as buffer:
+        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=0)
+        with buffer._engine._in_use:  # as another thread has it during an operation
+            with pytest.raises(ValueError) as caught:
+                buffer.dispatch(x, idx)
+        assert buffer.dispatch(x, idx).x.shape == (8, 64)
+        return str(caught.value)
+
+
+def test_a_second_thread_is_told(pools):
+    (message,) = pools(1).run(use_from_two_threads)
+    assert message.startswith("buffer: given while another thread") and "allowed: one at a time" in message
+
+
+def test_a_plan_is_never_larger_than_what_can_be_received():
+    config = _C_cpu.Config()
+    config.rank_at, config.num_nodes, config.ranks_per_node = [0, 1], 1, 2
+    config.num_experts, config.num_topk, config.max_tokens = 8, 4, 16
+    for layout, most in ((_C_cpu.Layout.rank, 2 * 16), (_C_cpu.Layout.expert, 2 * 16 * 4)):
+        sizes = [_C_cpu.plan_capacity(config, 16, n, layout) for n in (most // 2, most, most + 1, 2**29, 2**31 - 1)]
+        assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4]
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, 1e300, float("inf"), float("nan")])
+def test_a_limit_beyond_all_clocks_is_refused(pools, timeout_s):
+    (message,) = pools(1).run(make_with_timeout, timeout_s)
+    assert message.startswith("timeout_s: given") and "at most 1e+09" in message
+
+
+def make_with_timeout(rank: int, timeout_s: float) -> str:
+    with pytest.raises(ValueError) as caught:
+        ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def disagree_inside_one_node(rank: int):
+    """Ranks 0 and 1, a node, disagree about topk_weights; ranks 2 and 3 are right."""
+    options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=20)
+    with ep.Buffer(**options, engine="cpu") as buffer:
+        x, (idx, weights) = torch.ones(8, 64).bfloat16(), make_routing("uniform", 8, 4, 2, seed=rank)
+        handle = buffer.dispatch(x, idx, weights).handle
+        begin, errors = time.monotonic(), []
+        for _ in range(2):
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                buffer.dispatch(x, None, None if rank == 1 else weights, handle=handle)
+            errors.append(type(caught.value).__name__)
+        return errors, buffer._engine._rail._receives, time.monotonic() - begin
+
+
+def test_after_a_disagreement_between_nodes_nothing_is_under_way(pools):
+    results = pools(4).run(disagree_inside_one_node)
+    for rank, (errors, receives, seconds) in enumerate(results):
+        first = "ValueError" if rank < 2 else "PeerTimeoutError"
+        assert errors == [first, "RuntimeError" if rank < 2 else "PeerTimeoutError"]
+        assert receives == [] and seconds < 10  # the limit is 20: the other node hears of it at once
