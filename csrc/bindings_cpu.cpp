@@ -85,11 +85,9 @@ PYBIND11_MODULE(_C_cpu, m) {
   });
   // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &ep::plan_capacity);
-  // (plan id, uid of the buffer, layout, num_tokens, num_rows) of a plan.
-  m.def("describe_plan", [](const ep::Config& config, Address plan) {
-    const ep::Plan::Fixed& fixed = *ep::read_plan(config, pointer<const int32_t>(plan)).fixed;
-    return py::make_tuple(fixed.plan_id, fixed.buffer_uid, static_cast<ep::Layout>(fixed.layout), fixed.num_tokens,
-                          fixed.num_rows);
+  // The epoch in which a plan was made.
+  m.def("plan_id", [](const ep::Config& config, Address plan) {
+    return ep::read_plan(config, pointer<const int32_t>(plan)).fixed->plan_id;
   });
 
   py::class_<Engine>(m, "Engine")

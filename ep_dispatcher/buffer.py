@@ -6,6 +6,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,14 +96,13 @@ class Buffer:
             )
             checks.buffer_config(num_ranks=group.size(), timeout_s=limit, num_sms=num_sms, **same)
             same |= dict(engine=name, ranks_per_node=per_node, version=__version__)
-            return dict(same=same, host=host_id(), buffer_id=secrets.randbits(62))
+            return dict(same=same, timeout_s=limit, host=host_id(), buffer_id=secrets.randbits(62))
 
-        def gather(produce: Callable[[], Any]) -> list:
-            return _gather(group, produce)
-
+        gather = partial(_gather, group)
         everyone = gather(own_config)
         _check_same(everyone)
-        same, self._timeout_s = everyone[group.rank()]["same"], timeout_s or envs.timeout_s()
+        mine = everyone[group.rank()]
+        same = mine["same"]
         topology = Topology.make(group.rank(), [one["host"] for one in everyone], same["ranks_per_node"])
         self.id: int = everyone[0]["buffer_id"]
         config = self._config = EngineConfig(
@@ -113,7 +113,7 @@ class Buffer:
             num_topk=num_topk,
             max_tokens_per_rank=max_tokens_per_rank,
             dtype=dtype,
-            timeout_s=self._timeout_s,
+            timeout_s=mine["timeout_s"],
             num_sms=num_sms,
             store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
             gather=gather,

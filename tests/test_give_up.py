@@ -56,7 +56,7 @@ def dispatch_with_one_rank_out_of_memory(rank: int):
             def fail(*_):
                 raise MemoryError("no memory")
 
-            buffer._engine._make_plan = fail
+            buffer._engine._start_plan = fail
         if rank == 2:
             time.sleep(1.5)  # slower than the others, and nothing worse
         x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 3, 1, seed=rank)

@@ -59,7 +59,6 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   head.fixed->max_recv_rows = args.max_recv_rows;
   head.fixed->has_weights = payload.topk_weights != nullptr;
   head.fixed->num_tokens = args.num_tokens;
-  head.fixed->num_row_arrays = static_cast<int32_t>(payload.rows.size());
   for (size_t i = 0; i < bytes_per_row.size(); ++i) head.fixed->bytes_per_row[i] = bytes_per_row[i];
   std::fill_n(head.node_tokens, num_nodes, 0);
   std::fill_n(head.rank_tokens, config_.num_ranks(), 0);

@@ -13,7 +13,7 @@ namespace ep {
 // The parameters of one dispatch and the counts of one source rank: what every rank needs from every rank.
 struct Head {
   struct Fixed {
-    int32_t layout, expert_alignment, max_recv_rows, has_weights, num_tokens, num_row_arrays;
+    int32_t layout, expert_alignment, max_recv_rows, has_weights, num_tokens;
     int64_t bytes_per_row[2];
   };
   Fixed* fixed;

@@ -78,19 +78,21 @@ class CpuEngine:
         arrays, weights, num_tokens = _arrays(rows, scales), _address(topk_weights), rows.shape[0]
         with self._operation("dispatch"):
             if plan is None:
-                new_plan = self._make_plan(topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens)
-                num_rows, plan = self._num_rows, new_plan
+                new_plan, num_rows, pending_lists = self._start_plan(
+                    topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens
+                )
+                plan = new_plan
             else:
-                new_plan, self._agreed = plan.new_empty(0), True
+                new_plan, pending_lists, self._agreed = plan.new_empty(0), None, True
                 c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             tag = self._tag(_ROWS, plan, len(arrays) > 1, weights != 0)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
             for m in rail.others:
                 rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
-            if new_plan.numel():
+            if pending_lists is not None:
                 for m in rail.others:
-                    rail.wait(self._pending_lists.pop(m), self._deadline)
+                    rail.wait(pending_lists[m], self._deadline)
                     c.lists_arrived(m)
                 c.finish_plan()
             received = self._allocate(rows, scales, topk_weights, layout, num_rows, new_plan)
@@ -107,8 +109,8 @@ class CpuEngine:
             c.finish()
         return received
 
-    def _make_plan(self, topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens) -> Tensor:
-        """Plans and stages; the lists from other nodes are still on their way when it returns."""
+    def _start_plan(self, topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens):
+        """Counts and stages: (plan, rows of the output, the lists from other nodes, which are still on their way)."""
         c, rail = self._c, self._rail
         routed = (_address(topk_idx), _LAYOUTS[layout], expert_alignment, num_rows, arrays, weights, num_tokens)
         c.route(*routed)
@@ -120,17 +122,17 @@ class CpuEngine:
         for m in rail.others:
             rail.wait(pending[m], self._deadline)
             c.head_arrived(m)
-        self._num_rows, elements = c.count()
+        counted_rows, elements = c.count()
         self._agreed = True
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, layout)
         plan = torch.empty(elements, dtype=torch.int32)
         c.start_plan(plan.data_ptr())
         tag = self._tag(_LISTS)
-        self._pending_lists = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
+        pending = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
         for m in rail.others:
             rail.send("lists between nodes", m, c.outgoing_lists(m), tag)
-        return plan
+        return plan, counted_rows, pending
 
     def _allocate(self, rows, scales, topk_weights, layout, num_rows, plan) -> Received:
         config = self._config
@@ -196,7 +198,7 @@ class CpuEngine:
     def _tag(self, kind: int, plan: Tensor | None = None, has_scales: bool = False, has_weights: bool = False) -> int:
         """Of a message: epoch, plan, content and kind. Two different operations never meet: gloo would end the process
         of a receiver of more than it expects, and leave the rest of its memory as it was when there is less."""
-        plan_id = self._c.epoch if plan is None else _C_cpu.describe_plan(self._c_config, plan.data_ptr())[0]
+        plan_id = self._c.epoch if plan is None else _C_cpu.plan_id(self._c_config, plan.data_ptr())
         content = has_scales << 1 | has_weights
         return ((self._c.epoch & 0x3FFF) << 16) | ((plan_id & 0xFFF) << 4) | (content << 2) | kind
 
