@@ -22,5 +22,6 @@ with ep.Buffer(
 
 expected = x * (topk_weights * topk_idx).sum(1, keepdim=True)
 same = torch.allclose(res, expected) and torch.allclose(x.grad[:, 0], (topk_weights * topk_idx).sum(1))
-print(f"rank {rank}: {len(x)} tokens out, {out.tokens_per_expert.tolist()} rows in, right: {same}", flush=True)
+line = f"rank {rank}: {len(x)} tokens out, {out.tokens_per_expert.tolist()} rows in, right: {same}\n"
+print(line, end="", flush=True)  # one write, so that the lines of several ranks stay whole
 dist.destroy_process_group()
