@@ -1,22 +1,30 @@
 """Builds the compiled modules of ep_dispatcher. csrc/ uses no PyTorch, so neither does this file.
 
-CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once.
+CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once. The CUDA module is
+built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds to nvcc's.
 """
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 # No -march=native: a wheel has to run on any machine of its platform.
 # Pybind11Extension adds -std=c++17 and -fvisibility=hidden.
 COMPILE_FLAGS = ["-O3", "-fopenmp", "-Wall", "-Wextra"]
 LINK_FLAGS = ["-fopenmp"]
+# nvcc compiles and links the whole module, so that it finds its own headers and libraries.
+NVCC_FLAGS = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [
@@ -31,7 +39,56 @@ def files(*patterns):
     return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
 
 
+def find_nvcc():
+    """The path of nvcc, or None to build without the CUDA module."""
+    wanted = os.environ.get("EP_DISPATCHER_CUDA", "").strip()
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"EP_DISPATCHER_CUDA: given {wanted!r}, allowed: 0, 1 or unset")
+    if wanted == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    paths = [shutil.which("nvcc"), *(shutil.which(os.path.join(home, "bin", "nvcc")) for home in homes if home)]
+    found = next((path for path in paths if path), None)
+    if wanted == "1" and found is None:
+        raise SystemExit("EP_DISPATCHER_CUDA=1, but there is no nvcc; install the CUDA toolkit, or set CUDA_HOME")
+    return found
+
+
 class BuildExt(build_ext):
+    def build_extension(self, ext):
+        if ext.name == CUDA_MODULE:
+            self.build_cuda(ext)
+        else:
+            super().build_extension(ext)
+
+    def build_cuda(self, ext):
+        """Compiles every file and links the module, by nvcc; nothing when the module is newer than its sources."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        sources = [*ext.sources, *ext.depends, "setup.py"]
+        if not self.force and target.exists() and all(os.path.getmtime(s) < target.stat().st_mtime for s in sources):
+            return
+        folder = Path(self.build_temp, "cuda")
+        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nvcc = [find_nvcc(), *NVCC_FLAGS, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+        if os.environ.get("CXX"):
+            nvcc += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
+        includes = [f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs]]
+        objects = [str(folder / (Path(source).name + ".o")) for source in ext.sources]
+        commands = [[*nvcc, *includes, "-c", source, "-o", to] for source, to in zip(ext.sources, objects)]
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        with ThreadPoolExecutor(jobs) as pool:
+            outputs = list(pool.map(self.run_nvcc, commands))
+        (folder / "ptxas.txt").write_text("\n".join(outputs))  # registers and spills of every kernel
+        self.run_nvcc([*nvcc, "-shared", *objects, "-o", str(target)])
+
+    @staticmethod
+    def run_nvcc(command):
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+        return result.stderr
+
     def build_extensions(self):
         if not sys.platform.startswith("linux"):
             raise SystemExit(f"ep_dispatcher needs Linux (shared memory by memfd); this is {sys.platform}.")
@@ -41,7 +98,8 @@ class BuildExt(build_ext):
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
         for ext in self.extensions:
             print(f"ep_dispatcher build: {ext.name} from {len(ext.sources)} files: {' '.join(ext.sources)}")
-            print(f"ep_dispatcher build: {ext.name} flags: {' '.join(ext.extra_compile_args)}", flush=True)
+            flags = NVCC_FLAGS if ext.name == CUDA_MODULE else ext.extra_compile_args
+            print(f"ep_dispatcher build: {ext.name} flags: {' '.join(flags)}", flush=True)
         super().build_extensions()
 
     def check_compiler(self, command):
@@ -60,9 +118,12 @@ class BuildExt(build_ext):
                     raise SystemExit(f"ep_dispatcher: the compiler '{command[0]}' cannot {what}; {fix}\n{reason}")
 
 
+CUDA_MODULE = "ep_dispatcher._C_cuda"
+
+
 def extensions():
     headers = files("csrc/common/*.h", "csrc/cpu/*.h")
-    return [
+    cpu = (
         Pybind11Extension(
             "ep_dispatcher._C_cpu",
             files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),
@@ -72,7 +133,13 @@ def extensions():
             extra_compile_args=[*COMPILE_FLAGS],
             extra_link_args=[*LINK_FLAGS],
         )
-    ]
+    )
+    if find_nvcc() is None:
+        return [cpu]
+    sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*.cu")
+    headers = files("csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
+    include_dirs = ["csrc", pybind11.get_include()]
+    return [cpu, Extension(CUDA_MODULE, sources, depends=headers, include_dirs=include_dirs, language="c++")]
 
 
 def packages():

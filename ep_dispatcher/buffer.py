@@ -6,6 +6,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
-from ep_dispatcher.handle import CombineOutput, CompletedEvent, DispatchOutput, Handle
+from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
 
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -49,11 +50,13 @@ class Buffer:
     num_topk             columns of topk_idx, at most 32
     max_tokens_per_rank  the most tokens that a rank brings to one dispatch
     dtype                torch.bfloat16, torch.float16 or torch.float32
-    engine               "cpu" or "auto"; the default "auto" reads EP_DISPATCHER_ENGINE
+    engine               "cpu", "cuda" or "auto"; the default "auto" reads EP_DISPATCHER_ENGINE, and takes "cuda" when
+                         a usable GPU is there
     ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of
                          so many consecutive ranks, also several on one host (virtual nodes)
     timeout_s            limit of every operation in seconds; None: EP_DISPATCHER_TIMEOUT_S, which is 100 by default
-    num_sms              for GPU engines; the CPU engine takes no notice
+    num_sms              the most multiprocessors that the CUDA engine uses at a time, 24 by default; the CPU engine
+                         takes no notice
 
     Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks.
     """
@@ -106,6 +109,7 @@ class Buffer:
         topology = Topology.make(group.rank(), [one["host"] for one in everyone], same["ranks_per_node"])
         self.id: int = everyone[0]["buffer_id"]
         config = self._config = EngineConfig(
+            group=group,
             topology=topology,
             buffer_id=self.id,
             hidden=hidden,
@@ -158,23 +162,20 @@ class Buffer:
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
-                      what each rank needs, if that is too few for one of them
-        async_finish  return before the operation is complete; wait with out.event
+                      what each rank needs, if that is too few for one of them. On the CUDA engine no host waits then, so
+                      that error and others that need the counts come from a later call: the next operation,
+                      out.event.synchronize() or destroy(); what was received is not of use
+        async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
+                      complete in the order of the current stream; this one runs in a stream of the buffer's own.)
 
         num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
         not allowed, and PeerTimeoutError if a peer does not come in time.
         """
-        return self._dispatch(
-            self._run_dispatch,
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            handle=handle,
-            max_recv_rows=max_recv_rows,
-        )
+        options = dict(layout=layout, expert_alignment=expert_alignment, quantize=quantize)
+        with self._live_engine().asynchronous() if async_finish else nullcontext():
+            return self._dispatch(
+                self._run_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
+            )
 
     def combine(
         self, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
@@ -191,7 +192,8 @@ class Buffer:
 
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
         """
-        return self._combine(self._run_combine, y, handle, topk_weights)
+        with self._live_engine().asynchronous() if async_finish else nullcontext():
+            return self._combine(self._run_combine, y, handle, topk_weights)
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes moved since the buffer was made, each a list by rank of the group.
@@ -204,15 +206,19 @@ class Buffer:
     def destroy(self) -> None:
         """Give memory and connections back. Collective, but it does not wait for peers that are gone; twice is once."""
         if self._engine is not None:
-            self._engine.destroy()
-            self._engine = None
+            engine, self._engine = self._engine, None
             _buffers.pop(self.id, None)
+            engine.destroy()
 
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.destroy()
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            self.destroy()
+        except (ValueError, RuntimeError):  # what an operation found late must not hide what went wrong first
+            if error is None:
+                raise
 
     def _live_engine(self):
         if self._engine is None:
@@ -272,7 +278,7 @@ class Buffer:
             tokens_per_expert=tokens_per_expert,
             rows_per_expert=rows_per_expert,
             handle=handle,
-            event=CompletedEvent(),
+            event=self._live_engine().event(),
         )
 
     def _combine(self, run, y, handle, topk_weights) -> CombineOutput:
@@ -283,7 +289,7 @@ class Buffer:
             shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
             checks.tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
         x, weights = run(y, handle.plan, topk_weights, handle.num_tokens)
-        return CombineOutput(x, None if topk_weights is None else weights, CompletedEvent())
+        return CombineOutput(x, None if topk_weights is None else weights, self._live_engine().event())
 
     def _check_handle(self, handle: Handle) -> None:
         if not isinstance(handle, Handle):

@@ -84,6 +84,7 @@ SWITCHES = (
     ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
+_OF_THE_BUILD = ("EP_DISPATCHER_CUDA",)  # setup.py reads it
 
 
 def read(name: str) -> Any:
@@ -109,7 +110,7 @@ def spin_us() -> int:
 
 def unknown() -> list[str]:
     """Variables that are set and look like switches but are none, most likely misspelt."""
-    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in _BY_NAME)
+    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_BY_NAME, *_OF_THE_BUILD))
 
 
 def table() -> str:

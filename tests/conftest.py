@@ -1,11 +1,17 @@
 """What all tests share: the engines to test, and processes that live as long as the session."""
 
+import os
+
 import pytest
 import torch
 
+from ep_dispatcher import engines
 from ep_dispatcher.testing import RankPool
 
-ENGINES = ["cpu"]
+# EP_TEST_ENGINES chooses among those that can run here.
+ENGINES = os.environ.get("EP_TEST_ENGINES", "cpu" if engines.cuda_problem() else "cpu cuda").split()
+os.environ.setdefault("EP_DISPATCHER_ENGINE", "cpu")  # of tests that name none
+os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # there may be fewer GPUs than ranks
 
 torch.set_num_threads(1)  # the ranks need the cores
 

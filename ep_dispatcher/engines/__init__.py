@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
+
 from ep_dispatcher.engines.base import Engine, EngineConfig
 
-ENGINES = ("cpu",)  # those of this build
+# Those of this build.
+ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
+LEAST_CAPABILITY = (9, 0)
+
+
+def cuda_problem() -> str | None:
+    """Why the CUDA engine cannot run in this process; None when it can."""
+    if "cuda" not in ENGINES:
+        return "it was not built"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not {LEAST_CAPABILITY[0]}.0 or newer"
+    return None
 
 
 def choose(engine: str) -> str:
     """ "auto" -> the best engine that can run here. ValueError when the one asked for is not there."""
     if engine == "auto":
-        return "cpu"
+        return "cpu" if cuda_problem() else "cuda"
     if engine not in ENGINES:
         raise ValueError(f"engine: given {engine!r}, allowed: 'auto', {', '.join(repr(e) for e in ENGINES)}")
+    if engine == "cuda" and (problem := cuda_problem()):
+        raise ValueError(f"engine: given 'cuda', allowed: 'auto', 'cpu', because {problem}")
     return engine
 
 
 def make(engine: str, config: EngineConfig) -> Engine:
+    if engine == "cuda":
+        from ep_dispatcher.engines.cuda import CudaEngine
+
+        return CudaEngine(config)
     from ep_dispatcher.engines.cpu import CpuEngine
 
-    return {"cpu": CpuEngine}[engine](config)
+    return CpuEngine(config)
 
 
 __all__ = ["ENGINES", "Engine", "EngineConfig", "choose", "make"]

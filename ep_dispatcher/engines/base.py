@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from ep_dispatcher.topology import Topology
 
@@ -17,6 +18,7 @@ from ep_dispatcher.topology import Topology
 class EngineConfig:
     """One buffer, as an engine is made for it."""
 
+    group: ProcessGroup
     topology: Topology
     buffer_id: int
     hidden: int
@@ -46,6 +48,16 @@ class Received(NamedTuple):
     plan: Tensor  # a new plan; no elements when the plan was given
 
 
+class Event(Protocol):
+    """Completion of an operation."""
+
+    def wait(self) -> None: ...  # lets the current stream wait
+
+    def synchronize(self) -> None: ...  # lets the host wait
+
+    def query(self) -> bool: ...
+
+
 class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
 
@@ -66,6 +78,10 @@ class Engine(Protocol):
     ) -> tuple[Tensor, Tensor]: ...  # x [num_tokens, hidden], weights [num_tokens, num_topk] or no elements
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
+
+    def asynchronous(self) -> AbstractContextManager: ...  # operations inside need not be complete at their end
+
+    def event(self) -> Event: ...  # of the last operation
 
     def counters(self) -> dict[str, list[int]]: ...
 

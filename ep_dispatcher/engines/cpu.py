@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.engines.rail import Rail, RailLate
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.handle import CompletedEvent
 
 _DTYPES = {
     torch.float32: _C_cpu.DType.float32,
@@ -173,6 +174,12 @@ class CpuEngine:
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
+
+    def asynchronous(self):
+        return nullcontext()
+
+    def event(self) -> CompletedEvent:
+        return CompletedEvent()
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""

@@ -1,0 +1,126 @@
+// The Python face of the CUDA engine. Tensors come as addresses (int), 0 for "none"; streams as the integers that
+// PyTorch calls cuda_stream.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cuda/engine.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A field that holds an address, as Python sees it.
+template <class Struct, class T>
+void address(py::class_<Struct>& bound, const char* name, T* Struct::* field) {
+  bound.def_property(
+      name, [field](const Struct& s) { return reinterpret_cast<Address>(s.*field); },
+      [field](Struct& s, Address value) { s.*field = pointer<T>(value); });
+}
+
+std::vector<char*> pointers(const std::vector<Address>& addresses) {
+  std::vector<char*> result;
+  for (Address address : addresses) result.push_back(pointer<char>(address));
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C_cuda, m) {
+  using namespace ep::cuda;
+
+  py::enum_<ep::DType>(m, "DType")
+      .value("float32", ep::DType::kFloat32)
+      .value("bfloat16", ep::DType::kBFloat16)
+      .value("float16", ep::DType::kFloat16);
+  py::enum_<ep::Layout>(m, "Layout").value("rank", ep::Layout::kRank).value("expert", ep::Layout::kExpert);
+
+  py::class_<Sizes>(m, "Sizes")
+      .def(py::init<>())
+      .def_readwrite("rank", &Sizes::rank)
+      .def_readwrite("num_ranks", &Sizes::num_ranks)
+      .def_readwrite("ranks_per_node", &Sizes::ranks_per_node)
+      .def_readwrite("num_experts", &Sizes::num_experts)
+      .def_readwrite("num_topk", &Sizes::num_topk)
+      .def_readwrite("max_tokens", &Sizes::max_tokens)
+      .def_readwrite("hidden", &Sizes::hidden)
+      .def_readwrite("dtype", &Sizes::dtype);
+
+  py::class_<DispatchArgs> dispatch(m, "DispatchArgs");
+  dispatch.def(py::init<>())
+      .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
+      .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
+      .def_readwrite("num_tokens", &DispatchArgs::num_tokens)
+      .def_readwrite("layout", &DispatchArgs::layout)
+      .def_readwrite("expert_alignment", &DispatchArgs::expert_alignment)
+      .def_readwrite("num_rows", &DispatchArgs::num_rows)
+      .def_readwrite("ticket", &DispatchArgs::ticket);
+  address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
+  address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
+  address(dispatch, "rows", &DispatchArgs::rows);
+  address(dispatch, "scales", &DispatchArgs::scales);
+  address(dispatch, "out_rows", &DispatchArgs::out_rows);
+  address(dispatch, "out_scales", &DispatchArgs::out_scales);
+  address(dispatch, "out_weights", &DispatchArgs::out_weights);
+  address(dispatch, "out_topk_idx", &DispatchArgs::out_topk_idx);
+  address(dispatch, "out_tokens_per_expert", &DispatchArgs::out_tokens_per_expert);
+  address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
+
+  py::class_<CombineArgs> combine(m, "CombineArgs");
+  combine.def(py::init<>()).def_readwrite("num_tokens", &CombineArgs::num_tokens);
+  address(combine, "y", &CombineArgs::y);
+  address(combine, "topk_weights", &CombineArgs::topk_weights);
+  address(combine, "out", &CombineArgs::out);
+  address(combine, "out_weights", &CombineArgs::out_weights);
+
+  m.attr("max_ranks") = kMaxRanks;
+  m.attr("report_bytes") = sizeof(Report);
+  m.def("region_bytes", &region_bytes);
+  m.def("flag_bytes", &flag_bytes);  // at the start of a region: these must be 0 at first
+  m.def("state_bytes", &state_bytes);
+  // int32 elements that hold any plan of `num_rows` received rows.
+  m.def("plan_capacity", &plan_capacity);
+  // Where the counters of bytes read and written, uint64 [max_ranks] each, begin in the state.
+  m.attr("bytes_read_offset") = offsetof(State, bytes_read);
+  m.attr("bytes_written_offset") = offsetof(State, bytes_written);
+
+  py::class_<Engine>(m, "Engine")
+      .def(py::init([](const Sizes& sizes, const std::vector<Address>& regions, Address state, Address report,
+                       double timeout_s, int num_sms) {
+        return Engine(sizes, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
+      }))
+      .def("prepare", [](const Engine& e, const DispatchArgs& args, Address plan,
+                         Address stream) { e.prepare(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      .def("pull", [](const Engine& e, const DispatchArgs& args, Address plan,
+                      Address stream) { e.pull(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
+                         Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
+      // None, or what this rank gave up: (operation, phase, epoch, [ranks waited for], seconds).
+      .def("late",
+           [](const Engine& e) -> py::object {
+             const Report& report = e.report();
+             const uint32_t late = *static_cast<const volatile uint32_t*>(&report.late);
+             if (late == 0) return py::none();
+             std::vector<int> ranks;
+             for (int rank = 0; rank < kMaxRanks; ++rank)
+               if (late >> rank & 1) ranks.push_back(rank);
+             return py::make_tuple(report.operation, report.phase, report.epoch, ranks, report.waited_ms / 1e3);
+           })
+      // None, or the caller's mistake that a kernel found: (kind, details, values).
+      .def("take_mistake", [](const Engine& e) -> py::object {
+        const Report& report = e.report();
+        const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
+        if (kind == 0) return py::none();
+        std::vector<int32_t> details(report.detail, report.detail + 3);
+        std::vector<int64_t> values(report.values, report.values + 2 * e.sizes().num_ranks);
+        e.clear_mistake();
+        return py::make_tuple(kind, details, values);
+      });
+}

@@ -1,0 +1,147 @@
+// What every kernel of one buffer is given: sizes, where all ranks' memory is, and how to report.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "common/args.h"
+#include "common/layout.h"
+
+namespace ep::cuda {
+
+constexpr int kMaxRanks = 8;   // of one NVLink domain
+constexpr int kChunk = 256;    // items of one rank whose partial sums are announced together
+constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
+constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
+
+inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// One buffer, the same on every rank but for `rank`. Ranks are numbered by node: those of a node are neighbours.
+struct Sizes {
+  int rank = 0;
+  int num_ranks = 1;
+  int ranks_per_node = 1;  // decides the order of the sums alone: all ranks reach each other
+  int num_experts = 1;
+  int num_topk = 1;
+  int max_tokens = 1;  // tokens a rank may bring to one dispatch
+  int hidden = 1;
+  DType dtype = DType::kBFloat16;
+
+  constexpr int num_local_experts() const { return num_experts / num_ranks; }
+  size_t row_bytes() const { return hidden * size_of(dtype); }
+  size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
+  size_t weights_bytes() const { return num_topk * sizeof(float); }
+  // Local experts that one token can have on one rank.
+  constexpr int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
+  // int32 of an item (item.cuh): token, number of copies, a value per copy, a byte per copy.
+  int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
+  // int32 per token of Plan::sent_item.
+  int sent_ints() const { return static_cast<int>(round_up(num_ranks, 4)); }
+  int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
+  // A staged row with its scales and weights. Float8 rows are shorter than rows of the dtype, but have scales.
+  size_t max_record_bytes() const {
+    const size_t plain = row_bytes(), pair = round_up(hidden, kVector) + round_up(scale_bytes(), kVector);
+    return (plain > pair ? plain : pair) + round_up(weights_bytes(), kVector);
+  }
+};
+
+// The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised.
+struct Region {
+  uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it
+  uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
+  uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
+  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`
+  uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items` and `staging`
+  uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
+  uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
+  int32_t* heads;        // [num_ranks, head_ints] (head.cuh)
+  int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
+  char* staging;         // [max_tokens, record bytes of the operation]
+  char* slots;           // [num_ranks, max_tokens, row_bytes] partial sums: by rank, in the order of its items
+  float* weights;        // [max_tokens, num_topk] on their way back
+};
+
+constexpr int kHeadFixedInts = 8 + kMaxRanks;
+
+inline int head_ints(const Sizes& sizes) { return static_cast<int>(round_up(kHeadFixedInts + sizes.num_experts, 4)); }
+
+inline Region carve_region(Cursor& c, const Sizes& sizes) {
+  const size_t ranks = sizes.num_ranks, tokens = sizes.max_tokens;
+  Region region;
+  region.gave_up = c.take<uint64_t>(ranks);
+  region.headed = c.take<uint64_t>(ranks);
+  region.listed = c.take<uint64_t>(ranks);
+  region.staged = c.take<uint64_t>(ranks);
+  region.consumed = c.take<uint64_t>(ranks);
+  region.slots_free = c.take<uint64_t>(ranks);
+  region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
+  region.heads = c.take<int32_t>(ranks * head_ints(sizes));
+  region.items = c.take<int32_t>(ranks * tokens * sizes.item_ints());
+  region.staging = c.take<char>(tokens * sizes.max_record_bytes());
+  region.slots = c.take<char>(ranks * tokens * sizes.row_bytes());
+  region.weights = c.take<float>(tokens * sizes.num_topk);
+  return region;
+}
+
+// Bytes at the start of a region that must be 0 before its first use: all flags.
+inline size_t flag_bytes(const Sizes& sizes) {
+  Cursor c;
+  return reinterpret_cast<size_t>(carve_region(c, sizes).heads);
+}
+
+inline size_t region_bytes(const Sizes& sizes) {
+  Cursor c;
+  carve_region(c, sizes);
+  return c.size();
+}
+
+// What the kernels of one rank remember between operations; in the device's memory, 0 at the start.
+struct State {
+  uint64_t epoch;         // of the last complete operation
+  uint64_t staged_epoch;  // of the last complete dispatch
+  uint64_t pushed_epoch;  // of the last complete combine
+  uint64_t bytes_read[kMaxRanks];     // from every rank's staging
+  uint64_t bytes_written[kMaxRanks];  // to every rank's slots
+  uint32_t failed;        // this rank has given up: kernels do nothing any more
+  uint32_t stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
+};
+
+inline uint32_t* carve_state(Cursor& c, const Sizes& sizes, State** state) {
+  *state = c.take<State>(1);
+  return c.take<uint32_t>(sizes.max_chunks());  // groups of threads that are through with a chunk
+}
+
+enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
+enum class Phase : int32_t { kFreeStaging = 0, kCounts = 1, kItems = 2, kRows = 3, kFreeSlots = 4, kSums = 5 };
+enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDisagree = 4 };
+
+// What kernels tell the host, in pinned host memory. Each group is valid once its first field is set.
+struct Report {
+  uint64_t counted;  // ticket of the last dispatch whose rows were counted
+  int64_t num_rows;  // ... and how many they are
+
+  uint32_t late;  // bit mask of the ranks waited for in vain; the buffer is of no use any more
+  int32_t operation, phase;
+  uint32_t waited_ms;
+  uint64_t epoch;
+
+  int32_t mistake;  // the first one that was not yet taken
+  int32_t detail[3];
+  int64_t values[2 * kMaxRanks];
+};
+
+struct Context {
+  Sizes sizes;
+  int item_ints, sent_ints, head_ints, max_chunks;
+  uint32_t row_bytes;
+  uint64_t timeout_ns;
+  State* state;
+  uint32_t* chunk_done;  // [max_chunks]
+  Report* report;
+  Region region[kMaxRanks];  // by rank
+
+#ifdef __CUDACC__
+  __device__ const Region& own() const { return region[sizes.rank]; }
+#endif
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,75 @@
+// The CUDA engine of one rank: what Python calls. Every function only launches kernels on the stream that it is given;
+// none waits for the device.
+//
+//   dispatch  prepare, [Python waits for the counts and makes the outputs], pull
+//   combine   combine
+#pragma once
+#include <cuda_runtime.h>
+
+#include <vector>
+
+#include "cuda/context.h"
+#include "cuda/plan.h"
+
+namespace ep::cuda {
+
+struct DispatchArgs {
+  const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: the plan was made before
+  const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
+  const char* rows = nullptr;           // [num_tokens, row_bytes]
+  const float* scales = nullptr;        // [num_tokens, scale_bytes] or null
+  uint32_t row_bytes = 0, scale_bytes = 0;
+  int32_t num_tokens = 0;
+
+  Layout layout = Layout::kExpert;  // this and the next: of a new plan
+  int32_t expert_alignment = 1;
+  int32_t num_rows = -1;  // of the output; -1: not known before they are counted
+  uint64_t ticket = 0;    // Report::counted of a new plan
+
+  char* out_rows = nullptr;                 // [num_rows, row_bytes]
+  float* out_scales = nullptr;              // [num_rows, scale_bytes]
+  float* out_weights = nullptr;             // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
+  int64_t* out_topk_idx = nullptr;          // rank layout [num_rows, num_topk]; or null
+  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts] of a new plan
+  int64_t* out_rows_per_expert = nullptr;    // [num_local_experts] of a new plan
+};
+
+// Of a staged token: its row, its scales and its weights, each padded to 16 bytes.
+inline uint32_t record_bytes(const Sizes& sizes, const DispatchArgs& args) {
+  const size_t weights = args.topk_weights ? round_up(sizes.weights_bytes(), kVector) : 0;
+  return static_cast<uint32_t>(args.row_bytes + round_up(args.scale_bytes, kVector) + weights);
+}
+
+struct CombineArgs {
+  const char* y = nullptr;              // [num_rows, row_bytes]
+  const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
+  char* out = nullptr;                  // [num_tokens, row_bytes]
+  float* out_weights = nullptr;         // [num_tokens, num_topk], or null
+  int32_t num_tokens = 0;
+};
+
+class Engine {
+ public:
+  // `regions`: the symmetric memory of every rank, as this rank reaches it; `state`: state_bytes() of the device, 0;
+  // `report`: sizeof(Report) of pinned memory, 0.
+  Engine(const Sizes& sizes, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
+         int num_sms);
+
+  void prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;  // plans, stages
+  void pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;
+  void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
+
+  const Report& report() const { return *context_.report; }
+  // Until the rows of this ticket are counted: how many they are; -1 when a kernel or this wait gave up.
+  int64_t wait_for_counts(uint64_t ticket) const;
+  void clear_mistake() const { context_.report->mistake = 0; }
+  const Sizes& sizes() const { return context_.sizes; }
+
+ private:
+  Context context_;
+  int num_sms_;
+};
+
+size_t state_bytes(const Sizes& sizes);
+
+}  // namespace ep::cuda

@@ -1,0 +1,144 @@
+// One block that sums rows: its first warp brings the rows to shared memory, groups of warps sum them there and send
+// the sums on. Work items stand in a queue; item n is done by group n % kGroups.
+#pragma once
+#include "cuda/ptx.cuh"
+#include "cuda/sum_rows.cuh"
+
+namespace ep::cuda {
+
+struct Work {
+  enum Kind : int32_t { kSum, kSignal, kStop } kind;
+  int32_t chunk;       // kSignal: all sums before it belong to this chunk or earlier ones
+  char* to;            // kSum: where the sum goes ...
+  uint32_t bytes;      // ... and its size
+  int32_t num_rows;    // addends
+  int32_t first_slot;  // their place in the ring, in consecutive slots
+  int32_t num_slots;
+  Nodes nodes;
+};
+
+struct Pipeline {
+  static constexpr int kGroups = 3;
+  static constexpr int kGroupThreads = 128;
+  static constexpr int kThreads = 32 + kGroups * kGroupThreads;
+  static constexpr int kQueue = 16;
+
+  char* ring;  // [num_slots, slot_bytes]
+  int num_slots;
+  uint32_t slot_bytes;
+  Work* queue;      // [kQueue]
+  uint64_t* full;   // [kQueue] the rows of the item are there
+  uint64_t* empty;  // [kQueue] its slots and its place in the queue can be used again
+
+  static constexpr size_t fixed_bytes() { return kQueue * (sizeof(Work) + 2 * sizeof(uint64_t)); }
+
+  __device__ Pipeline(char* shared, int num_slots, uint32_t slot_bytes)
+      : ring(shared), num_slots(num_slots), slot_bytes(slot_bytes) {
+    full = reinterpret_cast<uint64_t*>(shared + static_cast<size_t>(num_slots) * slot_bytes);
+    empty = full + kQueue;
+    queue = reinterpret_cast<Work*>(empty + kQueue);
+  }
+
+  // By one thread, before a barrier of the block.
+  __device__ void init() const {
+    for (int i = 0; i < 2 * kQueue; ++i) ptx::barrier_init(full + i, 1);
+    ptx::fence_barrier_init();
+  }
+
+  __device__ char* slot(int i) const { return ring + static_cast<size_t>(i >= num_slots ? i - num_slots : i) * slot_bytes; }
+};
+
+// The first warp's side.
+struct Producer {
+  const Pipeline& pipeline;
+  int issued = 0, released = 0, head = 0, used = 0;
+
+  // Called by the whole warp. A lane with number >= 0 brings the addend of that number from `row`.
+  __device__ void issue(Work work, int number, const char* row) {
+    const int lane = threadIdx.x % 32;
+    work.num_slots = work.kind == Work::kSum ? max(work.num_rows, 1) : 0;
+    while (used + work.num_slots > pipeline.num_slots || issued - released == Pipeline::kQueue) {
+      const int oldest = released % Pipeline::kQueue;
+      ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2);
+      used -= pipeline.queue[oldest].num_slots;
+      ++released;
+    }
+    const int place = issued % Pipeline::kQueue;
+    work.first_slot = head;
+    __syncwarp();
+    if (lane == 0) {
+      pipeline.queue[place] = work;
+      if (work.kind == Work::kSum && work.num_rows > 0)
+        ptx::barrier_arrive_expect(pipeline.full + place, work.num_rows * work.bytes);
+      else
+        ptx::barrier_arrive(pipeline.full + place);
+    }
+    __syncwarp();
+    if (number >= 0) ptx::bulk_load(pipeline.slot(head + number), row, work.bytes, pipeline.full + place);
+    head += work.num_slots;
+    if (head >= pipeline.num_slots) head -= pipeline.num_slots;
+    used += work.num_slots;
+    ++issued;
+  }
+
+  // A chunk is complete when every group has come to its signal.
+  __device__ void signal(int chunk) {
+    Work work{};
+    work.kind = Work::kSignal;
+    work.chunk = chunk;
+    for (int g = 0; g < Pipeline::kGroups; ++g) issue(work, -1, nullptr);
+  }
+
+  __device__ void stop() {
+    Work work{};
+    work.kind = Work::kStop;
+    for (int g = 0; g < Pipeline::kGroups; ++g) issue(work, -1, nullptr);
+  }
+};
+
+// A group's side: all its threads, until the producer stops.
+//   signal(chunk): called by one thread, after all that the group sent before has arrived
+template <class T, bool kNodes, class Signal>
+__device__ void consume(const Pipeline& pipeline, const Signal& signal) {
+  const int group = (threadIdx.x - 32) / Pipeline::kGroupThreads, thread = (threadIdx.x - 32) % Pipeline::kGroupThreads;
+  const bool leader = thread == 0;
+  int held = -1;  // the leader's last item, whose sum is perhaps still being read
+  const auto release = [&] {
+    if (held >= 0) ptx::barrier_arrive(pipeline.empty + held);
+    held = -1;
+  };
+  for (int n = group;; n += Pipeline::kGroups) {
+    const int place = n % Pipeline::kQueue, parity = n / Pipeline::kQueue % 2;
+    if (leader && held >= 0 && !ptx::barrier_ended(pipeline.full + place, parity)) {
+      ptx::bulk_wait_read<0>();  // the producer may be waiting for these slots
+      release();
+    }
+    ptx::barrier_wait(pipeline.full + place, parity);
+    const Work work = pipeline.queue[place];
+    if (work.kind == Work::kSum && work.num_rows != 1) {
+      const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
+      sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, thread, Pipeline::kGroupThreads);
+      ptx::fence_before_bulk();
+    }
+    ptx::named_barrier(1 + group, Pipeline::kGroupThreads);
+    if (leader) {
+      if (work.kind == Work::kSum) {
+        ptx::bulk_store(work.to, pipeline.slot(work.first_slot), work.bytes);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<1>();
+        release();
+        held = place;
+      } else {
+        ptx::bulk_wait<0>();
+        release();
+        if (work.kind == Work::kSignal) {
+          signal(work.chunk);
+          ptx::barrier_arrive(pipeline.empty + place);
+        }
+      }
+    }
+    if (work.kind == Work::kStop) return;
+  }
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,293 @@
+"""The CUDA engine: kernels that read and write the memory of all ranks of a node, launched in the current stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.engines.base import EngineConfig, Received
+from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.topology import host_id
+
+_DTYPES = {
+    torch.float32: _C_cuda.DType.float32,
+    torch.bfloat16: _C_cuda.DType.bfloat16,
+    torch.float16: _C_cuda.DType.float16,
+}
+_LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
+_OPERATIONS = ("dispatch", "combine")
+_PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
+_BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
+_AGREED = ("layout", "expert_alignment", "max_recv_rows", "topk_weights", "x: bytes per row", "x: bytes of scales")
+_NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
+
+# On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
+DEFAULT_SMS = 24
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
+
+
+def _aligned(t: Tensor | None) -> Tensor | None:
+    """The rows are copied 16 bytes at a time; a view can begin anywhere."""
+    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+
+class StreamEvent:
+    """The event of an operation in a stream. It may wait for later operations of the same buffer too."""
+
+    def __init__(self, engine: CudaEngine):
+        self._engine = engine
+
+    def wait(self) -> None:
+        """Let the current stream wait for the operation."""
+        self._engine.join()
+
+    def synchronize(self) -> None:
+        """Let the host wait for the operation; raises what went wrong on the device."""
+        self._engine.synchronize()
+
+    def query(self) -> bool:
+        """Whether the operation is complete."""
+        return self._engine.idle()
+
+
+class CudaEngine:
+    device = "cuda"
+
+    def __init__(self, config: EngineConfig):
+        topology = config.topology
+        self._config, self._topology = config, topology
+        self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
+        self._in_use = threading.Lock()
+        self._ticket = 0
+        self._stream: torch.cuda.Stream | None = None  # of the last operation
+        self._own_stream: torch.cuda.Stream | None = None
+        self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
+        s = self._sizes = _C_cuda.Sizes()
+        s.rank, s.num_ranks, s.ranks_per_node = topology.rank, topology.num_ranks, topology.ranks_per_node
+        s.num_experts, s.num_topk = config.num_experts, config.num_topk
+        s.max_tokens, s.hidden, s.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
+
+        def allocate():
+            if topology.num_ranks > _C_cuda.max_ranks:
+                checks.fail("group", f"{topology.num_ranks} ranks", f"at most {_C_cuda.max_ranks} with engine='cuda'")
+            self._device = torch.device("cuda", torch.cuda.current_device())
+            self._memory = symmetric_memory.empty(
+                _C_cuda.region_bytes(s), dtype=torch.uint8, device=self._device
+            )
+            self._memory[: _C_cuda.flag_bytes(s)].zero_()
+            self._state = torch.zeros(_C_cuda.state_bytes(s), dtype=torch.uint8, device=self._device)
+            self._report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8, pin_memory=True)
+            torch.cuda.synchronize(self._device)
+            return host_id()
+
+        def attach():
+            if len(set(hosts)) > 1:
+                raise ValueError("engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'")
+            self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
+            regions = list(self._symmetric.buffer_ptrs)
+            addresses = (self._state.data_ptr(), self._report.data_ptr())
+            self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, num_sms)
+
+        hosts = config.gather(allocate)
+        config.gather(attach)
+
+    def dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows) -> Received:
+        new, counted = plan is None, plan is None and num_rows < 0
+        if counted and torch.cuda.is_current_stream_capturing():
+            checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
+        with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
+            rows, args = _aligned(rows), _C_cuda.DispatchArgs()
+            args.rows, args.row_bytes = _address(rows), rows.shape[1] * rows.itemsize
+            if scales is not None:
+                args.scales, args.scale_bytes = _address(scales), scales.shape[1] * scales.itemsize
+            args.topk_idx, args.topk_weights = _address(topk_idx), _address(topk_weights)
+            args.num_tokens, args.layout = rows.shape[0], _LAYOUTS[layout]
+            args.expert_alignment, args.num_rows = expert_alignment, num_rows
+            per_expert = torch.empty(2, self._config.num_local_experts if new else 0, dtype=torch.int64, device="cuda")
+            tokens_per_expert, rows_per_expert = per_expert.unbind()
+            new_plan = torch.empty(self.plan_capacity(num_rows, layout) if new else 0, dtype=torch.int32, device="cuda")
+            if new:
+                plan, self._ticket = new_plan, self._ticket + 1
+                args.ticket = self._ticket
+                args.out_tokens_per_expert = _address(tokens_per_expert)
+                args.out_rows_per_expert = _address(rows_per_expert)
+            self._c.prepare(args, plan.data_ptr(), stream)
+            if counted:
+                num_rows = self._c.wait_for_counts(self._ticket)
+                if num_rows < 0:
+                    self._raise_failure("counts")
+            by_rank = layout == "rank"
+            weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
+            received = Received(
+                rows=rows.new_empty(num_rows, rows.shape[1]),
+                scales=rows.new_empty((0,) if scales is None else (num_rows, scales.shape[1]), dtype=torch.float32),
+                topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
+                topk_idx=rows.new_empty((num_rows, self._config.num_topk) if by_rank else 0, dtype=torch.int64),
+                tokens_per_expert=tokens_per_expert,
+                rows_per_expert=rows_per_expert,
+                plan=new_plan,
+            )
+            args.num_rows, args.out_rows = num_rows, _address(received.rows)
+            args.out_scales = _address(None if scales is None else received.scales)
+            args.out_weights = _address(None if topk_weights is None else received.topk_weights)
+            args.out_topk_idx = _address(received.topk_idx if by_rank else None)
+            self._c.pull(args, plan.data_ptr(), stream)
+            self._hand_over(*received)
+        if counted:
+            self._raise_mistake()
+        return received
+
+    def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        with self._operation("combine", y, plan, topk_weights) as stream:
+            y, args = _aligned(y), _C_cuda.CombineArgs()
+            x = y.new_empty(num_tokens, self._config.hidden)
+            shape = 0 if topk_weights is None else (num_tokens, self._config.num_topk)
+            weights_out = y.new_empty(shape, dtype=torch.float32)
+            args.y, args.topk_weights, args.out = _address(y), _address(topk_weights), _address(x)
+            args.out_weights, args.num_tokens = _address(None if topk_weights is None else weights_out), num_tokens
+            self._c.combine(args, plan.data_ptr(), stream)
+            self._hand_over(x, weights_out)
+        return x, weights_out
+
+    def plan_capacity(self, num_rows: int, layout: str) -> int:
+        return _C_cuda.plan_capacity(self._sizes, num_rows)
+
+    def counters(self) -> dict[str, list[int]]:
+        """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
+        num_ranks, state = self._topology.num_ranks, self._state.cpu()
+
+        def counter(offset: int) -> list[int]:
+            return state[offset : offset + 8 * num_ranks].view(torch.int64).tolist()
+
+        return {
+            "inter_node_bytes_sent": [0] * num_ranks,
+            "intra_node_bytes_read": counter(_C_cuda.bytes_read_offset),
+            "intra_node_bytes_written": counter(_C_cuda.bytes_written_offset),
+        }
+
+    def destroy(self) -> None:
+        try:
+            if self._stream is not None:
+                torch.cuda.synchronize(self._device)
+            if self._failure is None:
+                self._check()
+        finally:
+            del self._c, self._symmetric, self._memory
+
+    # ---- streams --------------------------------------------------------------------------------------------------
+
+    def event(self) -> StreamEvent:
+        return StreamEvent(self)
+
+    @contextmanager
+    def asynchronous(self) -> Iterator[None]:
+        """Operations inside run in a stream of the buffer's own, which starts where the current stream is now."""
+        self._caller = torch.cuda.current_stream(self._device)
+        if self._own_stream is None:
+            self._own_stream = torch.cuda.Stream(self._device, priority=-1)
+        self._own_stream.wait_stream(self._caller)
+        try:
+            with torch.cuda.stream(self._own_stream):
+                yield
+        finally:
+            self._caller = None
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._check()
+
+    def idle(self) -> bool:
+        return self._stream is None or self._stream.query()
+
+    def _hand_over(self, *outputs: Tensor) -> None:
+        """Memory that another stream than its own uses must not be given away before that stream is through."""
+        if self._caller is not None:
+            for t in outputs:
+                t.record_stream(self._caller)
+
+    @contextmanager
+    def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[int]:
+        """One operation at a time, in the current stream, whose number this yields."""
+        self._check()
+        for t in inputs:
+            if t is not None and t.device != self._device:
+                checks.fail("x" if name == "dispatch" else "y", f"a tensor on {t.device}", f"tensors on {self._device}")
+        if not self._in_use.acquire(blocking=False):
+            raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
+        try:
+            stream = torch.cuda.current_stream(self._device)
+            if stream != self._stream:
+                if not torch.cuda.is_current_stream_capturing():
+                    self.join()
+                self._stream = stream
+            if self._caller is not None:
+                for t in inputs:
+                    if t is not None:
+                        t.record_stream(stream)
+            yield stream.cuda_stream
+        finally:
+            self._in_use.release()
+
+    # ---- what went wrong ------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raises what kernels have found so far; the host waits for nothing."""
+        if self._failure is not None:
+            raise self._failure()
+        if self._c.late() is not None:
+            self._raise_failure("")
+        self._raise_mistake()
+
+    def _raise_failure(self, phase: str) -> None:
+        late, rank = self._c.late(), self._topology.rank
+        if late is None:
+            text = f"this buffer's kernels did not start in time ('{phase}'): what is before them in the stream?"
+            self._failure = partial(RuntimeError, text)
+        else:
+            operation, phase_number, epoch, waited_for, waited_s = late
+            late_ranks = find_late_ranks(self._config.store, rank, waited_for)
+            where = (_OPERATIONS[operation], epoch, _PHASES[phase_number], rank)
+            self._failure = partial(PeerTimeoutError, *where, late_ranks=late_ranks, waited_s=waited_s)
+        raise self._failure()
+
+    def _raise_mistake(self) -> None:
+        found = self._c.take_mistake()
+        if found is None:
+            return
+        kind, details, values = found
+        if kind == _BAD_ENTRY:
+            token, k, repeated = details
+            checks.bad_entry((token, k, values[0], bool(repeated)), self._config.num_experts)
+        needs = list(enumerate(zip(values[::2], values[1::2])))
+        if kind == _TOO_FEW_ROWS:
+            short = [f"rank {r} needs {needed} rows, given {given}" for r, (needed, given) in needs if needed > given]
+            raise ValueError("max_recv_rows: too small: " + "; ".join(short))
+        if kind == _TOO_MANY_ROWS:
+            rank, (needed, _) = max(needs, key=lambda need: need[1][0])
+            raise ValueError(
+                f"expert_alignment: given {details[0]}, with which rank {rank} receives {needed} rows; allowed: up to "
+                f"{checks.MAX_INT} rows of a rank in one dispatch"
+            )
+        field, rank, theirs = details
+        raise ValueError(
+            f"{_AGREED[field]}: rank {rank} gave {theirs}, rank 0 gave {values[0]}; all ranks must give the same"
+        )
