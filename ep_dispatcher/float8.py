@@ -44,7 +44,8 @@ def quantize(x: Tensor) -> QuantizedRows:
     """
     blocks = x.detach().float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)
-    scales = (amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    # By a tensor, because PyTorch on GPUs multiplies by the reciprocal of a number, which is not the same.
+    scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
     rows = (blocks / scales).to(torch.float8_e4m3fn).flatten(-2)
     return QuantizedRows(rows, scales.squeeze(-1))
 

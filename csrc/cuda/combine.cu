@@ -262,13 +262,13 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   const size_t room = kMaxShared - 1024 - fixed;
   const size_t most_rows = std::max(sizes.max_copies(), sizes.num_ranks);
   const uint32_t row = context_.row_bytes;
-  for (uint32_t pieces = 1;; ++pieces) {  // as few as leave room for some items at once
+  for (uint32_t pieces = (row + tune("EP_T_PIECE_C", 1 << 20) - 1) / tune("EP_T_PIECE_C", 1 << 20);; ++pieces) {  // as few as leave room for some items at once
     all.piece_bytes = static_cast<uint32_t>(round_up((row + pieces - 1) / pieces, kVector));
     if (room / all.piece_bytes >= most_rows + 4) break;
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;
   all.num_slots = static_cast<int>(std::min<size_t>(room / all.piece_bytes, 64));
-  all.num_push_blocks = num_sms_ < 3 ? num_sms_ : num_sms_ * 2 / 3;
+  all.num_push_blocks = num_sms_ < 3 ? num_sms_ : tune("EP_T_PUSH", num_sms_ * 2 / 3);
   const size_t shared = static_cast<size_t>(all.num_slots) * all.piece_bytes + fixed;
   const auto run = [&](auto element, auto nodes) {
     launch(combine_kernel<decltype(element), nodes.value>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);

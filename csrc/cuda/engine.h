@@ -30,8 +30,8 @@ struct DispatchArgs {
   float* out_scales = nullptr;              // [num_rows, scale_bytes]
   float* out_weights = nullptr;             // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
   int64_t* out_topk_idx = nullptr;          // rank layout [num_rows, num_topk]; or null
-  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts] of a new plan
-  int64_t* out_rows_per_expert = nullptr;    // [num_local_experts] of a new plan
+  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]
+  int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
 };
 
 // Of a staged token: its row, its scales and its weights, each padded to 16 bytes.

@@ -6,6 +6,13 @@
 
 namespace ep::cuda {
 
+#ifndef EP_GROUPS
+#define EP_GROUPS 3
+#define EP_GROUP_THREADS 128
+#endif
+#ifndef EP_QUEUE
+#define EP_QUEUE 16
+#endif
 struct Work {
   enum Kind : int32_t { kSum, kSignal, kStop } kind;
   int32_t chunk;       // kSignal: all sums before it belong to this chunk or earlier ones
@@ -18,10 +25,10 @@ struct Work {
 };
 
 struct Pipeline {
-  static constexpr int kGroups = 3;
-  static constexpr int kGroupThreads = 128;
+  static constexpr int kGroups = EP_GROUPS;
+  static constexpr int kGroupThreads = EP_GROUP_THREADS;
   static constexpr int kThreads = 32 + kGroups * kGroupThreads;
-  static constexpr int kQueue = 16;
+  static constexpr int kQueue = EP_QUEUE;
 
   char* ring;  // [num_slots, slot_bytes]
   int num_slots;

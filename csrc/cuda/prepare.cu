@@ -1,4 +1,6 @@
 // The first half of a dispatch: block 0 makes the plan while the others stage the rows where peers can read them.
+#include <type_traits>
+
 #include "cuda/engine.h"
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
@@ -39,111 +41,141 @@ __device__ void report_mistake(const Context& context, Mistake mistake, int a, i
   *static_cast<volatile int32_t*>(&report->mistake) = static_cast<int32_t>(mistake);
 }
 
-// One entry of topk_idx, with what it has to do with the other entries of its token.
-struct Choice {
-  int token, k, expert, rank;  // expert -1: none
-  int leader;                  // lane of the lowest expert of the token on the same rank
-  int before, num;             // experts of the token on the same rank: lower ones, all
-};
-
-// Called by a whole warp, a lane per entry.
-__device__ Choice load_choice(const Context& context, const int64_t* topk_idx, int first_token, int end_token,
-                              bool report) {
-  const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, tokens = 32 / num_topk;
-  const int local = lane / num_topk, begin = local * num_topk;
-  Choice choice{first_token + local, lane - begin, -1, -1, lane, 0, 0};
-  const bool inside = local < tokens && choice.token < end_token;
-  int64_t given = -1;
-  if (inside) given = topk_idx[static_cast<int64_t>(choice.token) * num_topk + choice.k];
-  bool bad = given < -1 || given >= context.sizes.num_experts, repeated = false;
-  choice.expert = bad ? -1 : static_cast<int>(given);
-  for (int k = 0; k < num_topk; ++k) {
-    const int other = __shfl_sync(~0u, choice.expert, (begin + k) % 32);
-    repeated |= k < choice.k && other == choice.expert && other >= 0;
-  }
-  if ((bad || repeated) && inside) {
-    if (report) report_mistake(context, Mistake::kBadEntry, choice.token, choice.k, repeated, given);
-    choice.expert = -1;
-  }
-  choice.rank = choice.expert < 0 ? -1 : choice.expert / context.sizes.num_local_experts();
-  int lowest = choice.expert;
-  for (int k = 0; k < num_topk; ++k) {
-    const int from = (begin + k) % 32;
-    const int expert = __shfl_sync(~0u, choice.expert, from), rank = __shfl_sync(~0u, choice.rank, from);
-    if (rank != choice.rank || expert < 0) continue;
-    ++choice.num;
-    choice.before += expert < choice.expert;
-    if (expert < lowest) {
-      lowest = expert;
-      choice.leader = from;
-    }
-  }
-  return choice;
-}
-
-// A lane's place among the lanes of a warp with the same key, behind `counters[key]`, which then counts them too.
-__device__ int take_place(int* counters, int key, bool valid) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t same = __match_any_sync(~0u, valid ? key : -1);
-  int place = 0;
-  if (valid) place = counters[key] + __popc(same & ((1u << lane) - 1));
-  __syncwarp();
-  if (valid && lane == __ffs(same) - 1) counters[key] += __popc(same);
-  __syncwarp();
-  return place;
-}
-
 // Shared memory of the planning block.
 struct Scratch {
-  int* expert_place;    // [plan_warps, num_experts]
-  int* rank_place;      // [plan_warps, kMaxRanks]
-  int* expert_before;   // [num_experts] tokens of lower ranks
-  int* expert_total;    // [num_experts] tokens of all ranks
-  int64_t* needed;      // [kMaxRanks] rows of every rank
+  int* expert_place;      // [plan_warps, num_experts] tokens of this rank before those of the warp; then rows
+  uint32_t* marks;        // [plan_warps, num_experts] the lanes whose tokens go to the expert; 0 between batches
+  int* rank_place;        // [plan_warps, kMaxRanks] items of this rank before those of the warp
+  int16_t* choices;       // [plan_warps, 32, choices_per_token] the batch's experts, or -1
+  int* numbers;           // [plan_warps, kMaxRanks, 32] the batch's items
+  int* expert_before;     // [num_experts] tokens of lower ranks, then the first row of this rank's
+  int* expert_total;      // [num_experts] tokens of all ranks
+  int64_t* needed;        // [kMaxRanks] rows of every rank
+  int choices_per_token;  // num_topk rounded up to whole vectors
 };
+
+constexpr int kChoices = 8;  // experts of a token in a vector of 16 bytes
 
 __host__ __device__ size_t carve_scratch(char* base, const Sizes& sizes, int plan_warps, Scratch* scratch) {
   size_t offset = 0;
-  const auto take = [&](size_t bytes) {
-    char* array = base + offset;
-    offset += (bytes + 15) / 16 * 16;
-    return array;
+  const auto take = [&](auto*& array, size_t count) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(base + offset);
+    offset += (count * sizeof(*array) + 15) / 16 * 16;
   };
   Scratch s;
-  s.expert_place = reinterpret_cast<int*>(take(sizeof(int) * plan_warps * sizes.num_experts));
-  s.rank_place = reinterpret_cast<int*>(take(sizeof(int) * plan_warps * kMaxRanks));
-  s.expert_before = reinterpret_cast<int*>(take(sizeof(int) * sizes.num_experts));
-  s.expert_total = reinterpret_cast<int*>(take(sizeof(int) * sizes.num_experts));
-  s.needed = reinterpret_cast<int64_t*>(take(sizeof(int64_t) * kMaxRanks));
+  const size_t warps = plan_warps, experts = sizes.num_experts;
+  s.choices_per_token = (sizes.num_topk + kChoices - 1) / kChoices * kChoices;
+  take(s.expert_place, warps * experts);
+  take(s.marks, warps * experts);
+  take(s.rank_place, warps * kMaxRanks);
+  take(s.choices, warps * 32 * s.choices_per_token);
+  take(s.numbers, warps * kMaxRanks * 32);
+  take(s.expert_before, experts);
+  take(s.expert_total, experts);
+  take(s.needed, kMaxRanks);
   if (scratch) *scratch = s;
   return offset;
 }
 
-// Tokens of one warp: a range, so that places follow the order of the tokens.
-struct Range {
-  int begin, end, step;
+// A warp's part of the scratch, and of the tokens: a range, so that places follow the order of the tokens. The warp
+// goes through it in batches with a token per lane.
+struct Scan {
+  const Context& context;
+  const int64_t* topk_idx;
+  int *expert_place, *rank_place, *numbers;
+  uint32_t* marks;
+  int16_t* choices;
+  int choices_per_token, begin, end;
+  uint32_t inverse;  // of the local experts, for a division by them
+
+  __device__ Scan(const Context& context, const PrepareArgs& args, const Scratch& scratch, int warp)
+      : context(context), topk_idx(args.dispatch.topk_idx) {
+    const int experts = context.sizes.num_experts, num_tokens = args.dispatch.num_tokens;
+    expert_place = scratch.expert_place + warp * experts;
+    marks = scratch.marks + warp * experts;
+    rank_place = scratch.rank_place + warp * kMaxRanks;
+    choices_per_token = scratch.choices_per_token;
+    choices = scratch.choices + warp * 32 * choices_per_token;
+    numbers = scratch.numbers + warp * kMaxRanks * 32;
+    const int per_warp = ((num_tokens + 31) / 32 + args.plan_warps - 1) / args.plan_warps * 32;
+    begin = min(num_tokens, warp * per_warp);
+    end = min(num_tokens, begin + per_warp);
+    inverse = 0xffffffffu / context.sizes.num_local_experts() + 1;
+  }
+
+  __device__ int rank_of(int expert) const {
+    return context.sizes.num_local_experts() == 1 ? expert : __umulhi(expert, inverse);
+  }
+
+  __device__ int16_t* own() const { return choices + threadIdx.x % 32 * choices_per_token; }
+
+  // Brings a batch to shared memory and marks its experts; returns a bit mask of the ranks of this lane's token.
+  // Entries that are no experts, or that the token has already, are reported and count as -1.
+  __device__ uint32_t load(int first, bool report) const {
+    const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num = min(32, end - first);
+    const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
+    int token = lane / num_topk, k = lane % num_topk;
+    const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
+#pragma unroll 8
+    for (int i = lane; i < num * num_topk; i += 32) {
+      const int64_t given = __ldg(from + i);
+      const bool bad = given < -1 || given >= context.sizes.num_experts;
+      if (bad && report) report_mistake(context, Mistake::kBadEntry, first + token, k, false, given);
+      choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given);
+      token += step_tokens, k += step_k;
+      if (k >= num_topk) k -= num_topk, ++token;
+    }
+    __syncwarp();
+    uint32_t ranks = 0;
+    if (lane < num)
+      for (k = 0; k < num_topk; ++k) {
+        const int expert = own()[k];
+        if (expert < 0) continue;
+        if (atomicOr(marks + expert, 1u << lane) >> lane & 1) {
+          if (report) report_mistake(context, Mistake::kBadEntry, first + lane, k, true, expert);
+          own()[k] = -1;
+        } else {
+          ranks |= 1u << rank_of(expert);
+        }
+      }
+    __syncwarp();
+    return ranks;
+  }
+
+  // Moves the places of the batch's experts behind the batch, and takes the marks away.
+  __device__ void finish(int first) const {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    if (first + lane < end)
+      for (int k = 0; k < context.sizes.num_topk; ++k) {
+        const int expert = own()[k];
+        if (expert < 0) continue;
+        const uint32_t lanes = *static_cast<volatile uint32_t*>(marks + expert);
+        if (lane != __ffs(lanes) - 1) continue;  // also when the lane for it has taken them away already
+        expert_place[expert] += __popc(lanes);
+        marks[expert] = 0;
+      }
+    __syncwarp();
+  }
 };
 
-__device__ Range range_of(const Context& context, int num_tokens, int plan_warps, int warp) {
-  const int group = 32 / context.sizes.num_topk;  // tokens that a warp takes at once
-  const int groups = (num_tokens + group - 1) / group, per_warp = (groups + plan_warps - 1) / plan_warps * group;
-  return {min(num_tokens, warp * per_warp), min(num_tokens, (warp + 1) * per_warp), group};
-}
-
 __device__ void count_tokens(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = context.sizes.num_experts;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < args.plan_warps) {
-    int* by_expert = scratch.expert_place + warp * experts;
-    int* by_rank = scratch.rank_place + warp * kMaxRanks;
-    for (int e = lane; e < experts; e += 32) by_expert[e] = 0;
-    if (lane < kMaxRanks) by_rank[lane] = 0;
+    const Scan scan(context, args, scratch, warp);
+    for (int e = lane; e < context.sizes.num_experts; e += 32) scan.expert_place[e] = 0, scan.marks[e] = 0;
+    for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
-    const Range range = range_of(context, args.dispatch.num_tokens, args.plan_warps, warp);
-    for (int token = range.begin; token < range.end; token += range.step) {
-      const Choice choice = load_choice(context, args.dispatch.topk_idx, token, range.end, true);
-      take_place(by_expert, choice.expert, choice.expert >= 0);
-      take_place(by_rank, choice.rank, choice.expert >= 0 && choice.before == 0);
+    int items = 0;  // of the lane's rank
+    for (int first = scan.begin; first < scan.end; first += 32) {
+      const uint32_t ranks = scan.load(first, true);
+      scan.finish(first);
+      for (int rank = 0; rank < context.sizes.num_ranks; ++rank) {
+        const uint32_t lanes = __ballot_sync(~0u, ranks >> rank & 1);
+        if (lane == rank) items += __popc(lanes);
+      }
     }
+    if (lane < kMaxRanks) scan.rank_place[lane] = items;
   }
   __syncthreads();
 }
@@ -288,44 +320,76 @@ __device__ bool start_plan(const Context& context, const PrepareArgs& args, cons
     __threadfence_system();
     *static_cast<volatile uint64_t*>(&report->counted) = args.dispatch.ticket;
   }
-  for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += kThreads) plan.sent_item[i] = -1;
-  for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
   __syncthreads();
+  if (!usable) {  // then no token has an item
+    for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += kThreads) plan.sent_item[i] = -1;
+    for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
+  }
   return usable;
+}
+
+// How many of a token's experts lie in [first, expert).
+__device__ int count_between(const int16_t* choices, int num_vectors, int first, int expert) {
+  int count = 0;
+  for (int v = 0; v < num_vectors; ++v) {
+    const uint4 vector = reinterpret_cast<const uint4*>(choices)[v];
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int low = static_cast<int16_t>(words[i]), high = static_cast<int>(words[i]) >> 16;
+      count += static_cast<uint32_t>(low - first) < static_cast<uint32_t>(expert - first);
+      count += static_cast<uint32_t>(high - first) < static_cast<uint32_t>(expert - first);
+    }
+  }
+  return count;
 }
 
 // Where every token of this rank goes.
 __device__ void list_items(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int experts = context.sizes.num_experts, local = context.sizes.num_local_experts();
-  const int max_copies = context.sizes.max_copies(), num_topk = context.sizes.num_topk;
   if (warp >= args.plan_warps) return;
-  int* by_expert = scratch.expert_place + warp * experts;
-  int* by_rank = scratch.rank_place + warp * kMaxRanks;
-  for (int e = lane; e < experts; e += 32) by_expert[e] += scratch.expert_before[e];
-  __syncwarp();
+  const Scan scan(context, args, scratch, warp);
+  const int local = context.sizes.num_local_experts(), max_copies = context.sizes.max_copies();
+  const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = args.dispatch.layout == Layout::kExpert;
-  const Range range = range_of(context, args.dispatch.num_tokens, args.plan_warps, warp);
-  for (int token = range.begin; token < range.end; token += range.step) {
-    const Choice choice = load_choice(context, args.dispatch.topk_idx, token, range.end, false);
-    const bool valid = choice.expert >= 0, leads = valid && choice.before == 0;
-    const int row = take_place(by_expert, choice.expert, valid);
-    const int own_number = take_place(by_rank, choice.rank, leads);
-    const int number = __shfl_sync(~0u, own_number, choice.leader);
-    const uint32_t all = __ballot_sync(~0u, valid);
-    if (valid) {
-      const size_t place = static_cast<size_t>(choice.rank) * context.sizes.max_tokens + number;
-      const Item item{context.own().items + place * context.item_ints, max_copies};
-      item.value(choice.before) = expert_layout ? row : choice.expert - choice.rank * local;
-      item.k(choice.before) = static_cast<uint8_t>(choice.k);
-      if (leads) {
-        item.token() = choice.token;
-        item.num_copies() = choice.num;
-        args.plan.sent_item[choice.token * context.sent_ints + choice.rank] = number;
-      }
+  const auto item_of = [&](int rank, int number) {
+    const size_t place = static_cast<size_t>(rank) * context.sizes.max_tokens + number;
+    return Item{context.own().items + place * context.item_ints, max_copies};
+  };
+  for (int e = lane; e < context.sizes.num_experts; e += 32) scan.expert_place[e] += scratch.expert_before[e];
+  int items = lane < kMaxRanks ? scan.rank_place[lane] : 0;  // of the lane's rank
+  __syncwarp();
+  for (int first = scan.begin; first < scan.end; first += 32) {
+    const int token = first + lane;
+    const uint32_t ranks = scan.load(first, false);
+    for (int rank = 0; rank < context.sizes.num_ranks; ++rank) {
+      const uint32_t lanes = __ballot_sync(~0u, ranks >> rank & 1);
+      const int number = __shfl_sync(~0u, items, rank) + __popc(lanes & ((1u << lane) - 1));
+      if (lane == rank) items += __popc(lanes);
+      if (token >= scan.end) continue;
+      const bool goes = ranks >> rank & 1;
+      scan.numbers[rank * 32 + lane] = number;
+      args.plan.sent_item[static_cast<size_t>(token) * context.sent_ints + rank] = goes ? number : -1;
+      if (!goes) continue;
+      const Item item = item_of(rank, number);
+      item.token() = token;
+      item.num_copies() = count_between(scan.own(), num_vectors, rank * local, (rank + 1) * local);
     }
-    if (choice.k == 0 && choice.token < range.end && lane / num_topk < range.step)
-      args.plan.sent_k[choice.token] = (all >> lane) & (num_topk == 32 ? ~0u : (1u << num_topk) - 1);
+    uint32_t used = 0;
+    if (token < scan.end)
+      for (int k = 0; k < context.sizes.num_topk; ++k) {
+        const int expert = scan.own()[k];
+        if (expert < 0) continue;
+        used |= 1u << k;
+        const int rank = scan.rank_of(expert), begin = rank * local;
+        const int row = scan.expert_place[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
+        const int copy = count_between(scan.own(), num_vectors, begin, expert);
+        const Item item = item_of(rank, scan.numbers[rank * 32 + lane]);
+        item.value(copy) = expert_layout ? row : expert - begin;
+        item.k(copy) = static_cast<uint8_t>(k);
+      }
+    if (token < scan.end) args.plan.sent_k[token] = used;
+    scan.finish(first);
   }
 }
 
@@ -392,6 +456,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!free_to_write) return;
   const bool plans = args.dispatch.topk_idx != nullptr;
   if (plans && blockIdx.x == 0) make_plan(context, args, shared, epoch);
+  if (!plans && blockIdx.x == 0)
+    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads) {
+      args.dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
+      args.dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
+    }
   const int first = plans && gridDim.x > 1 ? 1 : 0;
   if (static_cast<int>(blockIdx.x) < first) return;
   stage(context, args, blockIdx.x - first, gridDim.x - first);

@@ -7,9 +7,8 @@
 namespace ep::cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kMaxStages = 4;
+constexpr int kMaxWarps = 16;
+constexpr int kMaxStages = 8;
 constexpr uint32_t kMaxPiece = 8192;  // bytes of a row that travel at once
 constexpr Operation kDispatch = Operation::kDispatch;
 
@@ -44,11 +43,11 @@ __device__ void clear_row(const Context& context, const PullArgs& args, int64_t 
 // Padding of the groups, and the rows behind the last.
 __device__ void clear_rows(const Context& context, const PullArgs& args) {
   const Plan& plan = args.plan;
-  const int warp = threadIdx.x / 32 + kWarps * blockIdx.x, num_warps = kWarps * gridDim.x;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32 + warps * blockIdx.x, num_warps = warps * gridDim.x;
   if (plan.head->usable && plan.head->layout == static_cast<int32_t>(Layout::kExpert))
     for (int e = 0; e < context.sizes.num_local_experts(); ++e) {
       const int begin = plan.expert_begin[e] + plan.expert_rows[e], num = plan.expert_begin[e + 1] - begin;
-      for (int i = (warp + e * kWarps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
+      for (int i = (warp + e * warps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
     }
   for (int row = plan.head->num_rows + warp; row < args.dispatch.num_rows; row += num_warps)
     clear_row(context, args, row);
@@ -88,7 +87,7 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
   const bool expert_layout = plan.head->layout == static_cast<int32_t>(Layout::kExpert);
 
   const Interleave order(context.sizes.num_ranks, rank, plan.head->item_begin);
-  const int total = plan.head->num_items, step = gridDim.x * kWarps;
+  const int total = plan.head->num_items, step = gridDim.x * (blockDim.x / 32);
   const int first = blockIdx.x + gridDim.x * (threadIdx.x / 32);
   const int num = first < total ? (total - 1 - first) / step + 1 : 0;
 
@@ -172,7 +171,7 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
   if (lane == 0) ptx::bulk_wait<0>();
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(32 * kMaxWarps, 1)
     pull_kernel(const __grid_constant__ Context context, const __grid_constant__ PullArgs args) {
   extern __shared__ __align__(128) char shared[];
   __shared__ bool arrived;
@@ -213,7 +212,8 @@ void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) 
   all.plan = read_plan(sizes, plan);
   all.new_plan = args.topk_idx != nullptr;
   all.record_bytes = record_bytes(sizes, args);
-  all.num_pieces = (args.row_bytes + kMaxPiece - 1) / kMaxPiece;
+  const uint32_t max_piece = tune("EP_T_PIECE_P", kMaxPiece), kWarps = tune("EP_T_WARPS_P", 8);
+  all.num_pieces = (args.row_bytes + max_piece - 1) / max_piece;
   all.piece_bytes = static_cast<uint32_t>(round_up((args.row_bytes + all.num_pieces - 1) / all.num_pieces, kVector));
   all.num_pieces = (args.row_bytes + all.piece_bytes - 1) / all.piece_bytes;
   all.stage_bytes = all.piece_bytes + all.record_bytes - args.row_bytes;
@@ -221,8 +221,8 @@ void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) 
                        2 * Records::kBatch * sizeof(Interleave::Place);
   const size_t stages = ((kMaxShared - 1024) / kWarps / 16 * 16 - fixed) / all.stage_bytes;
   if (stages < 2) throw std::runtime_error("hidden: rows with so many scales do not fit into shared memory");
-  all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, kMaxStages));
-  launch(pull_kernel, num_sms_, kThreads, kWarps * (all.num_stages * all.stage_bytes + fixed), stream, context_, all);
+  all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, tune("EP_T_STAGES", kMaxStages)));
+  launch(pull_kernel, num_sms_, 32 * kWarps, kWarps * (all.num_stages * all.stage_bytes + fixed), stream, context_, all);
 }
 
 }  // namespace ep::cuda

@@ -116,14 +116,15 @@ class CudaEngine:
             args.topk_idx, args.topk_weights = _address(topk_idx), _address(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], _LAYOUTS[layout]
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
-            per_expert = torch.empty(2, self._config.num_local_experts if new else 0, dtype=torch.int64, device="cuda")
-            tokens_per_expert, rows_per_expert = per_expert.unbind()
+            tokens_per_expert, rows_per_expert = (
+                torch.empty(self._config.num_local_experts, dtype=torch.int64, device="cuda") for _ in range(2)
+            )
             new_plan = torch.empty(self.plan_capacity(num_rows, layout) if new else 0, dtype=torch.int32, device="cuda")
+            args.out_tokens_per_expert = _address(tokens_per_expert)
+            args.out_rows_per_expert = _address(rows_per_expert)
             if new:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
-                args.out_tokens_per_expert = _address(tokens_per_expert)
-                args.out_rows_per_expert = _address(rows_per_expert)
             self._c.prepare(args, plan.data_ptr(), stream)
             if counted:
                 num_rows = self._c.wait_for_counts(self._ticket)
@@ -235,7 +236,7 @@ class CudaEngine:
             raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
         try:
             stream = torch.cuda.current_stream(self._device)
-            if stream != self._stream:
+            if self._stream is None or stream != self._stream:  # a stream is never unequal to None
                 if not torch.cuda.is_current_stream_capturing():
                     self.join()
                 self._stream = stream
