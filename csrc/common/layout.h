@@ -8,7 +8,7 @@ namespace ep {
 // Hands out consecutive aligned arrays. Without a base it only measures: size() is then what must be allocated.
 class Cursor {
  public:
-  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kAlignment = 128;
 
   explicit Cursor(void* base = nullptr) : base_(reinterpret_cast<uintptr_t>(base)) {}
 

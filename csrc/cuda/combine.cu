@@ -1,5 +1,6 @@
 // Combine: some blocks sum the rows of every item and push the sums to the owners of the tokens, chunk by chunk; the
 // others wait for the chunks that their tokens need and sum the sums.
+#include <cstdio>
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -67,25 +68,40 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
   records.fetch(where);
   const int num_chunks = (order.most() + kChunk - 1) / kChunk;
   int chunk = 0;
+  // Of the batch's item whose number is that of the lane; worked out by all lanes at a time.
+  char* to = nullptr;
+  int num_rows = 0, its_chunk = 0;
+  size_t own_row = 0;  // rank layout: its only row
   for (int n = 0; n < num; ++n) {
-    if (n > 0 && n % Records::kBatch == 0) records.fetch(where);
-    records.wait(n);
-    const Item item{reinterpret_cast<int32_t*>(records.at(n)), max_copies};
-    const Interleave::Place place = place_of(n);
-    for (; chunk < place.number / kChunk; ++chunk) producer.signal(chunk);
+    const int in_batch = n % Records::kBatch;
+    if (in_batch == 0) {
+      if (n > 0) records.fetch(where);
+      EP_CLOCK(1, records.wait(n));
+      if (lane < Records::kBatch && n + lane < num) {
+        const Item item{reinterpret_cast<int32_t*>(records.at(n + lane)), max_copies};
+        const Interleave::Place place = place_of(n + lane);
+        to = context.region[place.rank].slots +
+             (static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + place.number) * context.row_bytes;
+        num_rows = expert_layout ? item.num_copies() : 1;
+        its_chunk = place.number / kChunk;
+        own_row = plan.head->item_begin[place.rank] + place.number;
+      }
+    }
     Work work{};
     work.kind = Work::kSum;
-    work.num_rows = expert_layout ? item.num_copies() : 1;
+    work.num_rows = static_cast<int8_t>(__shfl_sync(~0u, num_rows, in_batch));
     const int number = lane < work.num_rows ? lane : -1;
-    const size_t row = expert_layout ? item.value(max(number, 0)) : plan.head->item_begin[place.rank] + place.number;
+    const Item item{reinterpret_cast<int32_t*>(records.at(n)), max_copies};
+    const size_t other_row = __shfl_sync(~0u, own_row, in_batch);
+    const size_t row = expert_layout ? item.value(max(number, 0)) : other_row;
     const char* from = args.combine.y + row * context.row_bytes;
-    char* to = context.region[place.rank].slots +
-               (static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + place.number) * context.row_bytes;
+    char* const its_to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to), in_batch));
+    for (const int its = __shfl_sync(~0u, its_chunk, in_batch); chunk < its; ++chunk) producer.signal(chunk);
     for (uint32_t piece = 0; piece < args.num_pieces; ++piece) {
       const uint32_t offset = piece * args.piece_bytes;
-      work.to = to + offset;
+      work.to = its_to + offset;
       work.bytes = min(args.piece_bytes, context.row_bytes - offset);
-      producer.issue(work, number, from + offset);
+      EP_CLOCK(2, producer.issue(work, number, from + offset));
     }
   }
   for (; chunk < num_chunks; ++chunk) producer.signal(chunk);
@@ -112,20 +128,22 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
   int arrived = -1;  // the last chunk of the lane's rank that is known to have come
   for (int n = 0; n < num; ++n) {
     if (n > 0 && n % Records::kBatch == 0) records.fetch(where);
-    records.wait(n);
+    EP_CLOCK(1, records.wait(n));
     const int item = lane < sizes.num_ranks ? reinterpret_cast<const int32_t*>(records.at(n))[lane] : -1;
     const int chunk = item < 0 ? -1 : item / kChunk;
     if (__any_sync(~0u, chunk > arrived)) {
       const uint64_t* flag =
           chunk > arrived ? context.own().pushed + static_cast<size_t>(lane) * context.max_chunks + chunk : nullptr;
-      if (!wait_until(context, kCombine, Phase::kSums, epoch, flag, epoch, lane)) return false;
+      bool came;
+      EP_CLOCK(6, (came = wait_until(context, kCombine, Phase::kSums, epoch, flag, epoch, lane)));
+      if (!came) return false;
       arrived = max(arrived, chunk);
       ptx::fence_before_bulk();
     }
     const uint32_t present = __ballot_sync(~0u, item >= 0);
     Work work{};
     work.kind = Work::kSum;
-    work.num_rows = __popc(present);
+    work.num_rows = static_cast<int8_t>(__popc(present));
     if (sizes.ranks_per_node < sizes.num_ranks) {
       work.nodes = {};
       int j = 0;
@@ -147,7 +165,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
       const uint32_t offset = piece * args.piece_bytes;
       work.to = to + offset;
       work.bytes = min(args.piece_bytes, context.row_bytes - offset);
-      producer.issue(work, number, from + offset);
+      EP_CLOCK(2, producer.issue(work, number, from + offset));
     }
   }
   return true;
@@ -225,8 +243,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     consume<T, kNodes>(pipeline, [&](int chunk) {
       __threadfence_system();
       const uint32_t groups = pushing * Pipeline::kGroups;
-      if (atomicAdd(context.chunk_done + chunk, 1u) != groups - 1) return;
-      context.chunk_done[chunk] = 0;
+      if (atomicAdd(context.arrays.chunk_done + chunk, 1u) != groups - 1) return;
+      context.arrays.chunk_done[chunk] = 0;
       __threadfence_system();
       const size_t flag = static_cast<size_t>(context.sizes.rank) * context.max_chunks + chunk;
       for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
@@ -234,6 +252,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     });
   }
   __syncthreads();
+#ifdef EP_PROFILE
+  if (threadIdx.x == 0 && context.sizes.rank == 0 && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1)) {
+    long long* c = ep_clocks[blockIdx.x];
+    printf("epoch %d block %d us: empty %.0f records %.0f issue %.0f | full %.0f sum %.0f store %.0f | flags %.0f\n", (int)epoch, (int)blockIdx.x, c[0] / 1.9e3, c[1] / 1.9e3, c[2] / 1.9e3, c[3] / 1.9e3, c[4] / 1.9e3, c[5] / 1.9e3, c[6] / 1.9e3);
+  }
+  if (threadIdx.x < 8) ep_clocks[blockIdx.x][threadIdx.x] = 0;
+#endif
   if (!ok) return;
   if (reduces && args.combine.out_weights) take_weights(context, args, reduce);
   if (!last_block(&state->combine_done, gridDim.x)) return;

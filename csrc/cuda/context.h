@@ -11,6 +11,7 @@ namespace ep::cuda {
 constexpr int kMaxRanks = 8;   // of one NVLink domain
 constexpr int kChunk = 256;    // items of one rank whose partial sums are announced together
 constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
+constexpr int kLine = 128;     // bytes; rows that begin elsewhere come over NVLink at half the speed
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
 
 inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -38,9 +39,9 @@ struct Sizes {
   int sent_ints() const { return static_cast<int>(round_up(num_ranks, 4)); }
   int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
   // A staged row with its scales and weights. Float8 rows are shorter than rows of the dtype, but have scales.
-  size_t max_record_bytes() const {
+  size_t max_record_stride() const {
     const size_t plain = row_bytes(), pair = round_up(hidden, kVector) + round_up(scale_bytes(), kVector);
-    return (plain > pair ? plain : pair) + round_up(weights_bytes(), kVector);
+    return round_up((plain > pair ? plain : pair) + round_up(weights_bytes(), kVector), kLine);
   }
 };
 
@@ -55,7 +56,7 @@ struct Region {
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
   int32_t* heads;        // [num_ranks, head_ints] (head.cuh)
   int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
-  char* staging;         // [max_tokens, record bytes of the operation]
+  char* staging;         // [max_tokens, record stride of the operation]
   char* slots;           // [num_ranks, max_tokens, row_bytes] partial sums: by rank, in the order of its items
   float* weights;        // [max_tokens, num_topk] on their way back
 };
@@ -76,7 +77,7 @@ inline Region carve_region(Cursor& c, const Sizes& sizes) {
   region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
   region.heads = c.take<int32_t>(ranks * head_ints(sizes));
   region.items = c.take<int32_t>(ranks * tokens * sizes.item_ints());
-  region.staging = c.take<char>(tokens * sizes.max_record_bytes());
+  region.staging = c.take<char>(tokens * sizes.max_record_stride());
   region.slots = c.take<char>(ranks * tokens * sizes.row_bytes());
   region.weights = c.take<float>(tokens * sizes.num_topk);
   return region;
@@ -102,12 +103,23 @@ struct State {
   uint64_t bytes_read[kMaxRanks];     // from every rank's staging
   uint64_t bytes_written[kMaxRanks];  // to every rank's slots
   uint32_t failed;        // this rank has given up: kernels do nothing any more
-  uint32_t stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
+  uint32_t count_done, list_done, stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
 };
 
-inline uint32_t* carve_state(Cursor& c, const Sizes& sizes, State** state) {
-  *state = c.take<State>(1);
-  return c.take<uint32_t>(sizes.max_chunks());  // groups of threads that are through with a chunk
+struct StateArrays {
+  State* state;
+  uint32_t* chunk_done;   // [max_chunks] groups of threads that are through with a chunk; 0 between operations
+  int32_t* block_tokens;  // [num_blocks, num_experts] of this rank's tokens: those that blocks counted, or before them
+  int32_t* block_items;   // [num_blocks, kMaxRanks] the same of items
+};
+
+inline StateArrays carve_state(Cursor& c, const Sizes& sizes, int num_blocks) {
+  StateArrays arrays;
+  arrays.state = c.take<State>(1);
+  arrays.chunk_done = c.take<uint32_t>(sizes.max_chunks());
+  arrays.block_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * sizes.num_experts);
+  arrays.block_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * kMaxRanks);
+  return arrays;
 }
 
 enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
@@ -135,7 +147,7 @@ struct Context {
   uint32_t row_bytes;
   uint64_t timeout_ns;
   State* state;
-  uint32_t* chunk_done;  // [max_chunks]
+  StateArrays arrays;
   Report* report;
   Region region[kMaxRanks];  // by rank
 

@@ -6,10 +6,9 @@
 
 namespace ep::cuda {
 
-size_t state_bytes(const Sizes& sizes) {
+size_t state_bytes(const Sizes& sizes, int num_sms) {
   Cursor c;
-  State* state;
-  carve_state(c, sizes, &state);
+  carve_state(c, sizes, num_sms);
   return c.size();
 }
 
@@ -24,7 +23,8 @@ Engine::Engine(const Sizes& sizes, const std::vector<char*>& regions, char* stat
   context_.row_bytes = static_cast<uint32_t>(sizes.row_bytes());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   Cursor c(state);
-  context_.chunk_done = carve_state(c, sizes, &context_.state);
+  context_.arrays = carve_state(c, sizes, num_sms);
+  context_.state = context_.arrays.state;
   context_.report = reinterpret_cast<Report*>(report);
   for (size_t rank = 0; rank < regions.size(); ++rank) {
     Cursor of_rank(regions[rank]);

@@ -40,6 +40,11 @@ inline uint32_t record_bytes(const Sizes& sizes, const DispatchArgs& args) {
   return static_cast<uint32_t>(args.row_bytes + round_up(args.scale_bytes, kVector) + weights);
 }
 
+// From one staged token to the next.
+inline uint32_t record_stride(const Sizes& sizes, const DispatchArgs& args) {
+  return static_cast<uint32_t>(round_up(record_bytes(sizes, args), kLine));
+}
+
 struct CombineArgs {
   const char* y = nullptr;              // [num_rows, row_bytes]
   const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
@@ -70,6 +75,6 @@ class Engine {
   int num_sms_;
 };
 
-size_t state_bytes(const Sizes& sizes);
+size_t state_bytes(const Sizes& sizes, int num_sms);
 
 }  // namespace ep::cuda

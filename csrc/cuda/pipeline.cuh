@@ -2,6 +2,12 @@
 // the sums on. Work items stand in a queue; item n is done by group n % kGroups.
 #pragma once
 #include "cuda/ptx.cuh"
+#ifdef EP_PROFILE
+__device__ long long ep_clocks[256][8];
+#define EP_CLOCK(i, x) do { long long c0 = clock64(); x; if (threadIdx.x % 32 == 0) ep_clocks[blockIdx.x][i] += clock64() - c0; } while (0)
+#else
+#define EP_CLOCK(i, x) x
+#endif
 #include "cuda/sum_rows.cuh"
 
 namespace ep::cuda {
@@ -13,15 +19,16 @@ namespace ep::cuda {
 #ifndef EP_QUEUE
 #define EP_QUEUE 16
 #endif
-struct Work {
-  enum Kind : int32_t { kSum, kSignal, kStop } kind;
-  int32_t chunk;       // kSignal: all sums before it belong to this chunk or earlier ones
+struct alignas(16) Work {
+  enum Kind : int8_t { kSum, kSignal, kStop };
+
   char* to;            // kSum: where the sum goes ...
   uint32_t bytes;      // ... and its size
-  int32_t num_rows;    // addends
-  int32_t first_slot;  // their place in the ring, in consecutive slots
-  int32_t num_slots;
+  int16_t first_slot;  // place of the addends in the ring, in consecutive slots
+  int8_t num_rows;     // addends
+  Kind kind;
   Nodes nodes;
+  int32_t chunk;  // kSignal: all sums before it belong to this chunk or earlier ones
 };
 
 struct Pipeline {
@@ -59,21 +66,21 @@ struct Pipeline {
 struct Producer {
   const Pipeline& pipeline;
   int issued = 0, released = 0, head = 0, used = 0;
+  int of_place = 0;  // slots of the item whose place in the queue is the number of this lane
 
   // Called by the whole warp. A lane with number >= 0 brings the addend of that number from `row`.
   __device__ void issue(Work work, int number, const char* row) {
-    const int lane = threadIdx.x % 32;
-    work.num_slots = work.kind == Work::kSum ? max(work.num_rows, 1) : 0;
-    while (used + work.num_slots > pipeline.num_slots || issued - released == Pipeline::kQueue) {
+    const int lane = threadIdx.x % 32, num_slots = work.kind == Work::kSum ? max(work.num_rows, 1) : 0;
+    while (used + num_slots > pipeline.num_slots || issued - released == Pipeline::kQueue) {
       const int oldest = released % Pipeline::kQueue;
-      ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2);
-      used -= pipeline.queue[oldest].num_slots;
+      EP_CLOCK(0, ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2));
+      used -= __shfl_sync(~0u, of_place, oldest);
       ++released;
     }
     const int place = issued % Pipeline::kQueue;
-    work.first_slot = head;
-    __syncwarp();
+    if (lane == place) of_place = num_slots;
     if (lane == 0) {
+      work.first_slot = static_cast<int16_t>(head);
       pipeline.queue[place] = work;
       if (work.kind == Work::kSum && work.num_rows > 0)
         ptx::barrier_arrive_expect(pipeline.full + place, work.num_rows * work.bytes);
@@ -82,9 +89,9 @@ struct Producer {
     }
     __syncwarp();
     if (number >= 0) ptx::bulk_load(pipeline.slot(head + number), row, work.bytes, pipeline.full + place);
-    head += work.num_slots;
+    head += num_slots;
     if (head >= pipeline.num_slots) head -= pipeline.num_slots;
-    used += work.num_slots;
+    used += num_slots;
     ++issued;
   }
 
@@ -120,11 +127,11 @@ __device__ void consume(const Pipeline& pipeline, const Signal& signal) {
       ptx::bulk_wait_read<0>();  // the producer may be waiting for these slots
       release();
     }
-    ptx::barrier_wait(pipeline.full + place, parity);
+    EP_CLOCK(threadIdx.x == 32 ? 3 : 7, ptx::barrier_wait(pipeline.full + place, parity));
     const Work work = pipeline.queue[place];
     if (work.kind == Work::kSum && work.num_rows != 1) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
-      sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, thread, Pipeline::kGroupThreads);
+      EP_CLOCK(threadIdx.x == 32 ? 4 : 7, (sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, thread, Pipeline::kGroupThreads)));
       ptx::fence_before_bulk();
     }
     ptx::named_barrier(1 + group, Pipeline::kGroupThreads);
@@ -132,7 +139,7 @@ __device__ void consume(const Pipeline& pipeline, const Signal& signal) {
       if (work.kind == Work::kSum) {
         ptx::bulk_store(work.to, pipeline.slot(work.first_slot), work.bytes);
         ptx::bulk_commit();
-        ptx::bulk_wait_read<1>();
+        EP_CLOCK(threadIdx.x == 32 ? 5 : 7, ptx::bulk_wait_read<1>());
         release();
         held = place;
       } else {

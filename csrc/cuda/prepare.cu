@@ -1,4 +1,5 @@
-// The first half of a dispatch: block 0 makes the plan while the others stage the rows where peers can read them.
+// The first half of a dispatch: all blocks count the tokens of the new routing, stage the rows where peers can read them
+// while the counts travel, and then list who gets which row.
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -9,14 +10,14 @@
 namespace ep::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr Operation kDispatch = Operation::kDispatch;
 
 struct PrepareArgs {
   DispatchArgs dispatch;
   Plan plan;
-  uint32_t record_bytes;
+  uint32_t record_stride;
   int plan_warps;  // that scan tokens
 };
 
@@ -41,11 +42,11 @@ __device__ void report_mistake(const Context& context, Mistake mistake, int a, i
   *static_cast<volatile int32_t*>(&report->mistake) = static_cast<int32_t>(mistake);
 }
 
-// Shared memory of the planning block.
+// Shared memory of a block that plans.
 struct Scratch {
-  int* expert_place;      // [plan_warps, num_experts] tokens of this rank before those of the warp; then rows
+  int* expert_place;      // [plan_warps, num_experts] tokens of the block before those of the warp; then rows
   uint32_t* marks;        // [plan_warps, num_experts] the lanes whose tokens go to the expert; 0 between batches
-  int* rank_place;        // [plan_warps, kMaxRanks] items of this rank before those of the warp
+  int* rank_place;        // [plan_warps, kMaxRanks] items of the block before those of the warp; then of this rank
   int16_t* choices;       // [plan_warps, 32, choices_per_token] the batch's experts, or -1
   int* numbers;           // [plan_warps, kMaxRanks, 32] the batch's items
   int* expert_before;     // [num_experts] tokens of lower ranks, then the first row of this rank's
@@ -77,8 +78,8 @@ __host__ __device__ size_t carve_scratch(char* base, const Sizes& sizes, int pla
   return offset;
 }
 
-// A warp's part of the scratch, and of the tokens: a range, so that places follow the order of the tokens. The warp
-// goes through it in batches with a token per lane.
+// A warp's part of the scratch, and of the tokens: a range in a range of the block, so that places follow the order of
+// the tokens. The warp goes through it in batches with a token per lane.
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
@@ -97,9 +98,11 @@ struct Scan {
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
     numbers = scratch.numbers + warp * kMaxRanks * 32;
-    const int per_warp = ((num_tokens + 31) / 32 + args.plan_warps - 1) / args.plan_warps * 32;
-    begin = min(num_tokens, warp * per_warp);
-    end = min(num_tokens, begin + per_warp);
+    const int batches = (num_tokens + 31) / 32, per_block = (batches + gridDim.x - 1) / gridDim.x;
+    const int first = blockIdx.x * per_block, last = first + per_block;
+    const int per_warp = (per_block + args.plan_warps - 1) / args.plan_warps;
+    begin = min(num_tokens, min(first + warp * per_warp, last) * 32);
+    end = min(num_tokens, min(first + (warp + 1) * per_warp, last) * 32);
     inverse = 0xffffffffu / context.sizes.num_local_experts() + 1;
   }
 
@@ -180,29 +183,39 @@ __device__ void count_tokens(const Context& context, const PrepareArgs& args, co
   __syncthreads();
 }
 
-// Turns the counts of each warp into the sums of the warps before it; total(i) is told the sum of all.
+// Turns counts of several parts, [num_parts, stride], into sums of the parts before; total(i) is told the sum of all.
 template <class Total>
-__device__ void sum_before(int* counts, int stride, int num, int num_warps, const Total& total) {
+__device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
   for (int i = threadIdx.x; i < num; i += blockDim.x) {
     int sum = 0;
-    for (int w = 0; w < num_warps; ++w) {
-      const int count = counts[w * stride + i];
-      counts[w * stride + i] = sum;
+#pragma unroll 8
+    for (int p = 0; p < num_parts; ++p) {
+      const int count = counts[p * stride + i];
+      counts[p * stride + i] = sum;
       sum += count;
     }
     total(i, sum);
   }
 }
 
-// Tells all ranks what this rank sends to whom.
-__device__ void send_heads(const Context& context, const PrepareArgs& args, const Scratch& scratch, uint64_t epoch) {
-  const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks;
-  const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
+// The block's counts, to all blocks.
+__device__ void share_counts(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+  int32_t* tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
+  int32_t* items = context.arrays.block_items + blockIdx.x * kMaxRanks;
   sum_before(scratch.expert_place, context.sizes.num_experts, context.sizes.num_experts, args.plan_warps,
-             [&](int expert, int sum) {
-               for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).tokens(expert) = sum;
-             });
-  sum_before(scratch.rank_place, kMaxRanks, num_ranks, args.plan_warps, [&](int to, int sum) {
+             [&](int expert, int sum) { tokens[expert] = sum; });
+  sum_before(scratch.rank_place, kMaxRanks, context.sizes.num_ranks, args.plan_warps,
+             [&](int rank, int sum) { items[rank] = sum; });
+}
+
+// Tells all ranks what this rank sends to whom; by the last block that has counted.
+__device__ void send_heads(const Context& context, const PrepareArgs& args, uint64_t epoch) {
+  const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
+  const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
+  sum_before(context.arrays.block_tokens, experts, experts, gridDim.x, [&](int expert, int sum) {
+    for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).tokens(expert) = sum;
+  });
+  sum_before(context.arrays.block_items, kMaxRanks, num_ranks, gridDim.x, [&](int to, int sum) {
     for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).items(to) = sum;
   });
   if (static_cast<int>(threadIdx.x) < num_ranks) {
@@ -236,7 +249,7 @@ __device__ void place_groups(const Context& context, const PrepareArgs& args, co
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;  // warp r places the groups of rank r
   if (warp < num_ranks) {
-    const bool own = warp == rank, expert_layout = args.dispatch.layout == Layout::kExpert;
+    const bool own = warp == rank && blockIdx.x == 0, expert_layout = args.dispatch.layout == Layout::kExpert;
     const int64_t alignment = args.dispatch.expert_alignment;
     int64_t begin = 0;
     for (int first = 0; first < local; first += 32) {
@@ -276,7 +289,7 @@ __device__ bool check_heads(const Context& context, const PrepareArgs& args, con
     for (int i = 0; i < Head::kNumChecked; ++i) {
       const int theirs = __ldcg(&head_of(source).field(i)), ours = __ldcg(&head_of(0).field(i));
       if (i == Head::kMaxRows || theirs == ours) continue;
-      report_mistake(context, Mistake::kDisagree, i, source, theirs, ours);
+      if (blockIdx.x == 0) report_mistake(context, Mistake::kDisagree, i, source, theirs, ours);
       return false;
     }
   bool fits = true, countable = true;
@@ -286,6 +299,7 @@ __device__ bool check_heads(const Context& context, const PrepareArgs& args, con
     fits &= given < 0 || scratch.needed[rank] <= given;
   }
   if (countable && fits) return true;
+  if (blockIdx.x != 0) return false;
   if (*static_cast<volatile int32_t*>(&context.report->mistake) == 0)
     for (int rank = 0; rank < num_ranks; ++rank) {
       context.report->values[2 * rank] = scratch.needed[rank];
@@ -297,35 +311,23 @@ __device__ bool check_heads(const Context& context, const PrepareArgs& args, con
   return false;
 }
 
-// The head of the plan; true when the plan is of use.
-__device__ bool start_plan(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
-  __shared__ bool usable;
-  const Plan& plan = args.plan;
-  if (threadIdx.x == 0) {
-    usable = check_heads(context, args, scratch);
-    PlanHead& head = *plan.head;
-    int items = 0;
-    for (int source = 0; source < context.sizes.num_ranks; ++source) {
-      head.item_begin[source] = items;
-      const Head theirs{context.own().heads + source * context.head_ints};
-      if (usable) items += __ldcg(&theirs.items(context.sizes.rank));
-    }
-    head.item_begin[context.sizes.num_ranks] = items;
-    head.layout = static_cast<int32_t>(args.dispatch.layout);
-    head.num_rows = usable ? static_cast<int32_t>(scratch.needed[context.sizes.rank]) : 0;
-    head.usable = usable;
-    head.num_items = items;
-    Report* report = context.report;
-    report->num_rows = head.num_rows;
-    __threadfence_system();
-    *static_cast<volatile uint64_t*>(&report->counted) = args.dispatch.ticket;
+// The head of the plan.
+__device__ void write_head(const Context& context, const PrepareArgs& args, const Scratch& scratch, bool usable) {
+  PlanHead& head = *args.plan.head;
+  int items = 0;
+  for (int source = 0; source < context.sizes.num_ranks; ++source) {
+    head.item_begin[source] = items;
+    const Head theirs{context.own().heads + source * context.head_ints};
+    if (usable) items += __ldcg(&theirs.items(context.sizes.rank));
   }
-  __syncthreads();
-  if (!usable) {  // then no token has an item
-    for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += kThreads) plan.sent_item[i] = -1;
-    for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
-  }
-  return usable;
+  head.item_begin[context.sizes.num_ranks] = items;
+  head.layout = static_cast<int32_t>(args.dispatch.layout);
+  head.num_rows = usable ? static_cast<int32_t>(scratch.needed[context.sizes.rank]) : 0;
+  head.usable = usable;
+  head.num_items = items;
+  context.report->num_rows = head.num_rows;
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(&context.report->counted) = args.dispatch.ticket;
 }
 
 // How many of a token's experts lie in [first, expert).
@@ -356,8 +358,12 @@ __device__ void list_items(const Context& context, const PrepareArgs& args, cons
     const size_t place = static_cast<size_t>(rank) * context.sizes.max_tokens + number;
     return Item{context.own().items + place * context.item_ints, max_copies};
   };
-  for (int e = lane; e < context.sizes.num_experts; e += 32) scan.expert_place[e] += scratch.expert_before[e];
-  int items = lane < kMaxRanks ? scan.rank_place[lane] : 0;  // of the lane's rank
+  const int32_t* block_tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
+  for (int e = lane; e < context.sizes.num_experts; e += 32)
+    scan.expert_place[e] += scratch.expert_before[e] + __ldcg(block_tokens + e);
+  int items = 0;  // of the lane's rank
+  if (lane < kMaxRanks)
+    items = scan.rank_place[lane] + __ldcg(context.arrays.block_items + blockIdx.x * kMaxRanks + lane);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
@@ -393,27 +399,41 @@ __device__ void list_items(const Context& context, const PrepareArgs& args, cons
   }
 }
 
-__device__ void make_plan(const Context& context, const PrepareArgs& args, char* shared, uint64_t epoch) {
-  __shared__ bool arrived;
-  Scratch scratch;
-  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
+__device__ void count(const Context& context, const PrepareArgs& args, const Scratch& scratch, uint64_t epoch) {
   count_tokens(context, args, scratch);
-  send_heads(context, args, scratch, epoch);
+  share_counts(context, args, scratch);
+  if (last_block(&context.state->count_done, gridDim.x)) send_heads(context, args, epoch);
+}
+
+// Once the counts of all ranks are there. False when this rank has given up.
+__device__ bool make_plan(const Context& context, const PrepareArgs& args, const Scratch& scratch, uint64_t epoch) {
+  __shared__ bool arrived, usable;
   if (threadIdx.x < 32) {
     const bool ok = wait_for_ranks(context, kDispatch, Phase::kCounts, epoch, context.own().headed, epoch);
     if (threadIdx.x == 0) arrived = ok;
   }
   __syncthreads();
-  if (!arrived) return;
+  if (!arrived) return false;
   place_groups(context, args, scratch);
-  if (start_plan(context, args, scratch)) list_items(context, args, scratch);
+  if (threadIdx.x == 0) {
+    usable = check_heads(context, args, scratch);
+    if (blockIdx.x == 0) write_head(context, args, scratch, usable);
+  }
   __syncthreads();
-  raise_at_all(context, &Region::listed, epoch);
+  if (usable) {
+    list_items(context, args, scratch);
+  } else if (blockIdx.x == 0) {  // then no token has an item
+    const Plan& plan = args.plan;
+    for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += kThreads) plan.sent_item[i] = -1;
+    for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
+  }
+  if (last_block(&context.state->list_done, gridDim.x)) raise_at_all(context, &Region::listed, epoch);
+  return true;
 }
 
 // Copies vectors of 16 bytes by a warp, several loads under way at a time.
 __device__ void copy_vectors(uint4* to, const uint4* from, int num) {
-  constexpr int kUnroll = 7;
+  constexpr int kUnroll = 10;
   for (int v = threadIdx.x % 32; v < num; v += 32 * kUnroll) {
     uint4 values[kUnroll];
 #pragma unroll
@@ -426,11 +446,11 @@ __device__ void copy_vectors(uint4* to, const uint4* from, int num) {
 }
 
 // A record per token: its row, then its scales, then its weights, each padded to 16 bytes.
-__device__ void stage(const Context& context, const PrepareArgs& args, int block, int num_blocks) {
+__device__ void stage(const Context& context, const PrepareArgs& args) {
   const DispatchArgs& dispatch = args.dispatch;
   const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = dispatch.scale_bytes / 4;
-  for (int t = block + num_blocks * (threadIdx.x / 32); t < dispatch.num_tokens; t += num_blocks * kWarps) {
-    char* record = context.own().staging + static_cast<size_t>(t) * args.record_bytes;
+  for (int t = blockIdx.x + gridDim.x * (threadIdx.x / 32); t < dispatch.num_tokens; t += gridDim.x * kWarps) {
+    char* record = context.own().staging + static_cast<size_t>(t) * args.record_stride;
     const char* row = dispatch.rows + static_cast<size_t>(t) * dispatch.row_bytes;
     copy_vectors(reinterpret_cast<uint4*>(record), reinterpret_cast<const uint4*>(row), dispatch.row_bytes / kVector);
     float* tail = reinterpret_cast<float*>(record + dispatch.row_bytes);
@@ -454,24 +474,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (!free_to_write) return;
-  const bool plans = args.dispatch.topk_idx != nullptr;
-  if (plans && blockIdx.x == 0) make_plan(context, args, shared, epoch);
-  if (!plans && blockIdx.x == 0)
+  const DispatchArgs& dispatch = args.dispatch;
+  const bool plans = dispatch.topk_idx != nullptr;
+  const bool plans_first = dispatch.num_rows < 0;  // because the host waits for the counts
+  Scratch scratch;
+  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
+  if (plans)
+    count(context, args, scratch, epoch);
+  else if (blockIdx.x == 0)
     for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads) {
-      args.dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
-      args.dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
+      dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
+      dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
     }
-  const int first = plans && gridDim.x > 1 ? 1 : 0;
-  if (static_cast<int>(blockIdx.x) < first) return;
-  stage(context, args, blockIdx.x - first, gridDim.x - first);
-  if (last_block(&context.state->stage_done, gridDim.x - first)) raise_at_all(context, &Region::staged, epoch);
+  for (int turn = 0; turn < 2; ++turn) {
+    if (plans_first == (turn == 0)) {
+      if (plans && !make_plan(context, args, scratch, epoch)) return;
+    } else {
+      stage(context, args);
+      if (last_block(&context.state->stage_done, gridDim.x)) raise_at_all(context, &Region::staged, epoch);
+    }
+  }
 }
 
 }  // namespace
 
 void Engine::prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
   const Sizes& sizes = context_.sizes;
-  PrepareArgs all{args, read_plan(sizes, plan), record_bytes(sizes, args), kWarps};
+  PrepareArgs all{args, read_plan(sizes, plan), record_stride(sizes, args), kWarps};
   while (carve_scratch(nullptr, sizes, all.plan_warps, nullptr) > kMaxShared - 1024) --all.plan_warps;
   const size_t shared = args.topk_idx ? carve_scratch(nullptr, sizes, all.plan_warps, nullptr) : 0;
   launch(prepare_kernel, num_sms_, kThreads, shared, stream, context_, all);

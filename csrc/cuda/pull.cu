@@ -15,7 +15,7 @@ constexpr Operation kDispatch = Operation::kDispatch;
 struct PullArgs {
   DispatchArgs dispatch;
   Plan plan;
-  uint32_t record_bytes;
+  uint32_t record_bytes, record_stride;
   uint32_t piece_bytes, num_pieces;  // of a row; the last piece brings the scales and weights along
   uint32_t stage_bytes, num_stages;
   bool new_plan;
@@ -141,7 +141,7 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
       if (lane == 0) {
         const Item item{reinterpret_cast<int32_t*>(records.at(load.n)), max_copies};
         const int source = places[load.n % (2 * Records::kBatch)].rank;
-        const char* from = context.region[source].staging + static_cast<size_t>(item.token()) * args.record_bytes +
+        const char* from = context.region[source].staging + static_cast<size_t>(item.token()) * args.record_stride +
                            load.piece * args.piece_bytes;
         ptx::barrier_arrive_expect(full + load.stage, bytes_of(load));
         ptx::bulk_load(shared + load.stage * args.stage_bytes, from, bytes_of(load), full + load.stage);
@@ -212,6 +212,7 @@ void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) 
   all.plan = read_plan(sizes, plan);
   all.new_plan = args.topk_idx != nullptr;
   all.record_bytes = record_bytes(sizes, args);
+  all.record_stride = record_stride(sizes, args);
   const uint32_t max_piece = tune("EP_T_PIECE_P", kMaxPiece), kWarps = tune("EP_T_WARPS_P", 8);
   all.num_pieces = (args.row_bytes + max_piece - 1) / max_piece;
   all.piece_bytes = static_cast<uint32_t>(round_up((args.row_bytes + all.num_pieces - 1) / all.num_pieces, kVector));

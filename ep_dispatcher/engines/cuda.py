@@ -86,7 +86,9 @@ class CudaEngine:
                 _C_cuda.region_bytes(s), dtype=torch.uint8, device=self._device
             )
             self._memory[: _C_cuda.flag_bytes(s)].zero_()
-            self._state = torch.zeros(_C_cuda.state_bytes(s), dtype=torch.uint8, device=self._device)
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+            self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
+            self._state = torch.zeros(_C_cuda.state_bytes(s, self._num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8, pin_memory=True)
             torch.cuda.synchronize(self._device)
             return host_id()
@@ -95,11 +97,9 @@ class CudaEngine:
             if len(set(hosts)) > 1:
                 raise ValueError("engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'")
             self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-            num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
-            self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, num_sms)
+            self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, self._num_sms)
 
         hosts = config.gather(allocate)
         config.gather(attach)
