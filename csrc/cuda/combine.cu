@@ -81,7 +81,7 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
         const Item item{reinterpret_cast<int32_t*>(records.at(n + lane)), max_copies};
         const Interleave::Place place = place_of(n + lane);
         to = context.region[place.rank].slots +
-             (static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + place.number) * context.row_bytes;
+             (static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + place.number) * context.slot_stride;
         num_rows = expert_layout ? item.num_copies() : 1;
         its_chunk = place.number / kChunk;
         own_row = plan.head->item_begin[place.rank] + place.number;
@@ -118,7 +118,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
     return plan.sent_item + static_cast<size_t>(part.block + n * part.num_blocks) * context.sent_ints;
   };
   const char* slots_of_rank =
-      context.own().slots + static_cast<size_t>(lane) * sizes.max_tokens * context.row_bytes;  // lane: the rank
+      context.own().slots + static_cast<size_t>(lane) * sizes.max_tokens * context.slot_stride;  // lane: the rank
   uint32_t remote = 0;  // ranks of other nodes
   for (int rank = 0; rank < sizes.num_ranks; ++rank)
     if (rank / sizes.ranks_per_node != sizes.rank / sizes.ranks_per_node) remote |= 1u << rank;
@@ -131,14 +131,11 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
     EP_CLOCK(1, records.wait(n));
     const int item = lane < sizes.num_ranks ? reinterpret_cast<const int32_t*>(records.at(n))[lane] : -1;
     const int chunk = item < 0 ? -1 : item / kChunk;
-    if (__any_sync(~0u, chunk > arrived)) {
-      const uint64_t* flag =
-          chunk > arrived ? context.own().pushed + static_cast<size_t>(lane) * context.max_chunks + chunk : nullptr;
-      bool came;
-      EP_CLOCK(6, (came = wait_until(context, kCombine, Phase::kSums, epoch, flag, epoch, lane)));
-      if (!came) return false;
-      arrived = max(arrived, chunk);
-      ptx::fence_before_bulk();
+    bool came;
+    EP_CLOCK(6, came = wait_for_chunks(context, kCombine, Phase::kSums, epoch, context.own().pushed, chunk, arrived));
+    if (!came) {
+      records.drain();
+      return false;
     }
     const uint32_t present = __ballot_sync(~0u, item >= 0);
     Work work{};
@@ -159,7 +156,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
       }
     }
     const int number = item >= 0 ? __popc(present & ((1u << lane) - 1)) : -1;
-    const char* from = slots_of_rank + static_cast<size_t>(max(item, 0)) * context.row_bytes;
+    const char* from = slots_of_rank + static_cast<size_t>(max(item, 0)) * context.slot_stride;
     char* to = args.combine.out + static_cast<size_t>(part.block + n * part.num_blocks) * context.row_bytes;
     for (uint32_t piece = 0; piece < args.num_pieces; ++piece) {
       const uint32_t offset = piece * args.piece_bytes;
@@ -236,20 +233,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     Producer producer{pipeline};
     bool done = true;
     if (pushes) push_items(context, args, push, shared, producer);
-    if (reduces) done = reduce_tokens(context, args, reduce, shared, epoch, producer);
+    const Shared others{shared.records + Records::shared_bytes(context.item_ints * 4), nullptr};
+    if (reduces) done = reduce_tokens(context, args, reduce, others, epoch, producer);
     producer.stop();
     if (threadIdx.x == 0) ok = done;
   } else {
-    consume<T, kNodes>(pipeline, [&](int chunk) {
-      __threadfence_system();
-      const uint32_t groups = pushing * Pipeline::kGroups;
-      if (atomicAdd(context.arrays.chunk_done + chunk, 1u) != groups - 1) return;
-      context.arrays.chunk_done[chunk] = 0;
-      __threadfence_system();
-      const size_t flag = static_cast<size_t>(context.sizes.rank) * context.max_chunks + chunk;
-      for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
-        ptx::store_release(context.region[rank].pushed + flag, epoch);
-    });
+    const uint32_t warps = pushing * Pipeline::kGroups * Pipeline::kGroupWarps;
+    consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, &Region::pushed, chunk, warps, epoch); });
   }
   __syncthreads();
 #ifdef EP_PROFILE
@@ -281,14 +271,13 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   AllArgs all{};
   all.combine = args;
   all.plan = read_plan(sizes, plan);
-  const size_t record_ints = std::max(context_.item_ints, context_.sent_ints);
   const size_t fixed = Pipeline::fixed_bytes() + 2 * Records::kBatch * sizeof(Interleave::Place) +
-                       Records::shared_bytes(static_cast<int>(record_ints * 4));
+                       Records::shared_bytes(context_.item_ints * 4) + Records::shared_bytes(context_.sent_ints * 4);
   const size_t room = kMaxShared - 1024 - fixed;
   const size_t most_rows = std::max(sizes.max_copies(), sizes.num_ranks);
   const uint32_t row = context_.row_bytes;
   for (uint32_t pieces = (row + tune("EP_T_PIECE_C", 1 << 20) - 1) / tune("EP_T_PIECE_C", 1 << 20);; ++pieces) {  // as few as leave room for some items at once
-    all.piece_bytes = static_cast<uint32_t>(round_up((row + pieces - 1) / pieces, kVector));
+    all.piece_bytes = static_cast<uint32_t>(round_up((row + pieces - 1) / pieces, kLine));
     if (room / all.piece_bytes >= most_rows + 4) break;
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;

@@ -9,7 +9,7 @@
 namespace ep::cuda {
 
 constexpr int kMaxRanks = 8;   // of one NVLink domain
-constexpr int kChunk = 256;    // items of one rank whose partial sums are announced together
+constexpr int kChunk = 256;    // tokens whose rows, or items whose partial sums, are announced together
 constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
 constexpr int kLine = 128;     // bytes; rows that begin elsewhere come over NVLink at half the speed
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
@@ -29,6 +29,7 @@ struct Sizes {
 
   constexpr int num_local_experts() const { return num_experts / num_ranks; }
   size_t row_bytes() const { return hidden * size_of(dtype); }
+  size_t slot_stride() const { return round_up(row_bytes(), kLine); }  // from one partial sum to the next
   size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Local experts that one token can have on one rank.
@@ -50,14 +51,14 @@ struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
-  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`
+  uint64_t* staged;      // [num_ranks, max_chunks] the rank's rows of a chunk of tokens are in its own `staging`
   uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items` and `staging`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
   int32_t* heads;        // [num_ranks, head_ints] (head.cuh)
   int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
   char* staging;         // [max_tokens, record stride of the operation]
-  char* slots;           // [num_ranks, max_tokens, row_bytes] partial sums: by rank, in the order of its items
+  char* slots;           // [num_ranks, max_tokens, slot_stride] partial sums: by rank, in the order of its items
   float* weights;        // [max_tokens, num_topk] on their way back
 };
 
@@ -71,14 +72,14 @@ inline Region carve_region(Cursor& c, const Sizes& sizes) {
   region.gave_up = c.take<uint64_t>(ranks);
   region.headed = c.take<uint64_t>(ranks);
   region.listed = c.take<uint64_t>(ranks);
-  region.staged = c.take<uint64_t>(ranks);
+  region.staged = c.take<uint64_t>(ranks * sizes.max_chunks());
   region.consumed = c.take<uint64_t>(ranks);
   region.slots_free = c.take<uint64_t>(ranks);
   region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
   region.heads = c.take<int32_t>(ranks * head_ints(sizes));
   region.items = c.take<int32_t>(ranks * tokens * sizes.item_ints());
   region.staging = c.take<char>(tokens * sizes.max_record_stride());
-  region.slots = c.take<char>(ranks * tokens * sizes.row_bytes());
+  region.slots = c.take<char>(ranks * tokens * sizes.slot_stride());
   region.weights = c.take<float>(tokens * sizes.num_topk);
   return region;
 }
@@ -103,12 +104,12 @@ struct State {
   uint64_t bytes_read[kMaxRanks];     // from every rank's staging
   uint64_t bytes_written[kMaxRanks];  // to every rank's slots
   uint32_t failed;        // this rank has given up: kernels do nothing any more
-  uint32_t count_done, list_done, stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
+  uint32_t count_done, list_done, dispatch_done, combine_done;  // blocks that are through; 0 between operations
 };
 
 struct StateArrays {
   State* state;
-  uint32_t* chunk_done;   // [max_chunks] groups of threads that are through with a chunk; 0 between operations
+  uint32_t* chunk_done;   // [max_chunks] warps that are through with a chunk; 0 between operations
   int32_t* block_tokens;  // [num_blocks, num_experts] of this rank's tokens: those that blocks counted, or before them
   int32_t* block_items;   // [num_blocks, kMaxRanks] the same of items
 };
@@ -144,7 +145,7 @@ struct Report {
 struct Context {
   Sizes sizes;
   int item_ints, sent_ints, head_ints, max_chunks;
-  uint32_t row_bytes;
+  uint32_t row_bytes, slot_stride;
   uint64_t timeout_ns;
   State* state;
   StateArrays arrays;

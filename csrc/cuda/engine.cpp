@@ -21,6 +21,7 @@ Engine::Engine(const Sizes& sizes, const std::vector<char*>& regions, char* stat
   context_.head_ints = head_ints(sizes);
   context_.max_chunks = sizes.max_chunks();
   context_.row_bytes = static_cast<uint32_t>(sizes.row_bytes());
+  context_.slot_stride = static_cast<uint32_t>(sizes.slot_stride());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   Cursor c(state);
   context_.arrays = carve_state(c, sizes, num_sms);

@@ -110,6 +110,11 @@ struct Records {
     ++fetched;
   }
 
+  // Until nothing is on its way any more.
+  __device__ void drain() {
+    for (; ready < fetched; ++ready) ptx::barrier_wait(barriers + ready % 2, ready / 2 % 2);
+  }
+
   // Whether record n is there or on its way; waits until it is there.
   __device__ bool wait(int n) {
     const int batch = n / kBatch;

@@ -1,12 +1,12 @@
-// One block that sums rows: its first warp brings the rows to shared memory, groups of warps sum them there and send
-// the sums on. Work items stand in a queue; item n is done by group n % kGroups.
+// One block that sums rows: its first warp brings the rows to shared memory, groups of warps sum them and store the sums
+// where they belong, also in the memory of other ranks. Work items stand in a queue; item n is done by group n % kGroups.
 #pragma once
 #include "cuda/ptx.cuh"
 #ifdef EP_PROFILE
 __device__ long long ep_clocks[256][8];
-#define EP_CLOCK(i, x) do { long long c0 = clock64(); x; if (threadIdx.x % 32 == 0) ep_clocks[blockIdx.x][i] += clock64() - c0; } while (0)
+#define EP_CLOCK(i, ...) do { long long c0 = clock64(); __VA_ARGS__; if (threadIdx.x % 32 == 0) ep_clocks[blockIdx.x][i] += clock64() - c0; } while (0)
 #else
-#define EP_CLOCK(i, x) x
+#define EP_CLOCK(i, ...) __VA_ARGS__
 #endif
 #include "cuda/sum_rows.cuh"
 
@@ -34,6 +34,7 @@ struct alignas(16) Work {
 struct Pipeline {
   static constexpr int kGroups = EP_GROUPS;
   static constexpr int kGroupThreads = EP_GROUP_THREADS;
+  static constexpr int kGroupWarps = kGroupThreads / 32;
   static constexpr int kThreads = 32 + kGroups * kGroupThreads;
   static constexpr int kQueue = EP_QUEUE;
 
@@ -55,7 +56,10 @@ struct Pipeline {
 
   // By one thread, before a barrier of the block.
   __device__ void init() const {
-    for (int i = 0; i < 2 * kQueue; ++i) ptx::barrier_init(full + i, 1);
+    for (int i = 0; i < kQueue; ++i) {
+      ptx::barrier_init(full + i, 1);
+      ptx::barrier_init(empty + i, kGroupWarps);
+    }
     ptx::fence_barrier_init();
   }
 
@@ -95,7 +99,7 @@ struct Producer {
     ++issued;
   }
 
-  // A chunk is complete when every group has come to its signal.
+  // A chunk is complete when every warp of every group has come to its signal.
   __device__ void signal(int chunk) {
     Work work{};
     work.kind = Work::kSignal;
@@ -111,47 +115,25 @@ struct Producer {
 };
 
 // A group's side: all its threads, until the producer stops.
-//   signal(chunk): called by one thread, after all that the group sent before has arrived
+//   signal(chunk): called by one thread of every warp, after all that the warp stored before
 template <class T, bool kNodes, class Signal>
 __device__ void consume(const Pipeline& pipeline, const Signal& signal) {
   const int group = (threadIdx.x - 32) / Pipeline::kGroupThreads, thread = (threadIdx.x - 32) % Pipeline::kGroupThreads;
-  const bool leader = thread == 0;
-  int held = -1;  // the leader's last item, whose sum is perhaps still being read
-  const auto release = [&] {
-    if (held >= 0) ptx::barrier_arrive(pipeline.empty + held);
-    held = -1;
-  };
   for (int n = group;; n += Pipeline::kGroups) {
-    const int place = n % Pipeline::kQueue, parity = n / Pipeline::kQueue % 2;
-    if (leader && held >= 0 && !ptx::barrier_ended(pipeline.full + place, parity)) {
-      ptx::bulk_wait_read<0>();  // the producer may be waiting for these slots
-      release();
-    }
-    EP_CLOCK(threadIdx.x == 32 ? 3 : 7, ptx::barrier_wait(pipeline.full + place, parity));
+    const int place = n % Pipeline::kQueue;
+    EP_CLOCK(threadIdx.x == 32 ? 3 : 7, ptx::barrier_wait(pipeline.full + place, n / Pipeline::kQueue % 2));
     const Work work = pipeline.queue[place];
-    if (work.kind == Work::kSum && work.num_rows != 1) {
-      const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
-      EP_CLOCK(threadIdx.x == 32 ? 4 : 7, (sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, thread, Pipeline::kGroupThreads)));
-      ptx::fence_before_bulk();
-    }
-    ptx::named_barrier(1 + group, Pipeline::kGroupThreads);
-    if (leader) {
-      if (work.kind == Work::kSum) {
-        ptx::bulk_store(work.to, pipeline.slot(work.first_slot), work.bytes);
-        ptx::bulk_commit();
-        EP_CLOCK(threadIdx.x == 32 ? 5 : 7, ptx::bulk_wait_read<1>());
-        release();
-        held = place;
-      } else {
-        ptx::bulk_wait<0>();
-        release();
-        if (work.kind == Work::kSignal) {
-          signal(work.chunk);
-          ptx::barrier_arrive(pipeline.empty + place);
-        }
-      }
-    }
     if (work.kind == Work::kStop) return;
+    if (work.kind == Work::kSum) {
+      const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
+      auto* to = reinterpret_cast<uint4*>(work.to);
+      EP_CLOCK(threadIdx.x == 32 ? 4 : 7, (sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, Pipeline::kGroupThreads)));
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      if (work.kind == Work::kSignal) signal(work.chunk);
+      ptx::barrier_arrive(pipeline.empty + place);
+    }
   }
 }
 

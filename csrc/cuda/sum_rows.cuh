@@ -67,15 +67,20 @@ struct Nodes {
   uint32_t last;    // ... and the last of that node
 };
 
-// Called by `num_threads` threads: the sum of rows in shared memory, in place of the first one.
-//   row(j) -> the j-th row, of num_vectors vectors; with no rows, row(0) becomes 0
+// Called by `num_threads` threads: the sum of rows of num_vectors vectors in shared memory, to global memory.
+//   row(j) -> the j-th row
 template <class T, bool kNodes, class Row>
-__device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, Nodes nodes, int thread,
-                                         int num_threads) {
-  constexpr int kUnroll = kNodes ? 2 : 4;
+__device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, Nodes nodes, uint4* to,
+                                         int thread, int num_threads) {
+  constexpr int kUnroll = kNodes ? 2 : 7;
+  if (num_rows == 1) {
+    const uint4* from = row(0);
+    for (int v = thread; v < num_vectors; v += num_threads) to[v] = from[v];
+    return;
+  }
   for (int first = thread; first < num_vectors; first += kUnroll * num_threads) {
     float total[kUnroll][T::kElements] = {};
-    float of_node[kUnroll][T::kElements] = {};
+    float of_node[kNodes ? kUnroll : 1][T::kElements] = {};
     for (int j = 0; j < num_rows; ++j) {
       const uint4* from = row(j);
       uint4 vectors[kUnroll];
@@ -90,18 +95,17 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
 #pragma unroll
         for (int e = 0; e < T::kElements; ++e) {
           if (remote)
-            of_node[i][e] += values[e];
+            of_node[kNodes ? i : 0][e] += values[e];
           else
             total[i][e] += values[e];
         }
         if (last) {
-          T::load(T::round(of_node[i]), values);
+          T::load(T::round(of_node[kNodes ? i : 0]), values);
 #pragma unroll
-          for (int e = 0; e < T::kElements; ++e) total[i][e] += values[e], of_node[i][e] = 0;
+          for (int e = 0; e < T::kElements; ++e) total[i][e] += values[e], of_node[kNodes ? i : 0][e] = 0;
         }
       }
     }
-    uint4* to = const_cast<uint4*>(row(0));
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i)
       if (first + i * num_threads < num_vectors) to[first + i * num_threads] = T::round(total[i]);

@@ -1,5 +1,4 @@
-// The first half of a dispatch: all blocks count the tokens of the new routing, stage the rows where peers can read them
-// while the counts travel, and then list who gets which row.
+// From a routing to a plan: every rank counts, tells all ranks its counts, and lists who gets which row.
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -14,11 +13,10 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr Operation kDispatch = Operation::kDispatch;
 
-struct PrepareArgs {
+struct PlanArgs {
   DispatchArgs dispatch;
   Plan plan;
-  uint32_t record_stride;
-  int plan_warps;  // that scan tokens
+  int plan_warps;  // of a block
 };
 
 // What the ranks tell each other of a routing: int32 [head_ints].
@@ -89,7 +87,7 @@ struct Scan {
   int choices_per_token, begin, end;
   uint32_t inverse;  // of the local experts, for a division by them
 
-  __device__ Scan(const Context& context, const PrepareArgs& args, const Scratch& scratch, int warp)
+  __device__ Scan(const Context& context, const PlanArgs& args, const Scratch& scratch, int warp)
       : context(context), topk_idx(args.dispatch.topk_idx) {
     const int experts = context.sizes.num_experts, num_tokens = args.dispatch.num_tokens;
     expert_place = scratch.expert_place + warp * experts;
@@ -162,7 +160,7 @@ struct Scan {
   }
 };
 
-__device__ void count_tokens(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+__device__ void count_tokens(const Context& context, const PlanArgs& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < args.plan_warps) {
     const Scan scan(context, args, scratch, warp);
@@ -199,7 +197,7 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
 }
 
 // The block's counts, to all blocks.
-__device__ void share_counts(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+__device__ void share_counts(const Context& context, const PlanArgs& args, const Scratch& scratch) {
   int32_t* tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
   int32_t* items = context.arrays.block_items + blockIdx.x * kMaxRanks;
   sum_before(scratch.expert_place, context.sizes.num_experts, context.sizes.num_experts, args.plan_warps,
@@ -209,7 +207,7 @@ __device__ void share_counts(const Context& context, const PrepareArgs& args, co
 }
 
 // Tells all ranks what this rank sends to whom; by the last block that has counted.
-__device__ void send_heads(const Context& context, const PrepareArgs& args, uint64_t epoch) {
+__device__ void send_heads(const Context& context, const PlanArgs& args, uint64_t epoch) {
   const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
   const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
   sum_before(context.arrays.block_tokens, experts, experts, gridDim.x, [&](int expert, int sum) {
@@ -232,7 +230,7 @@ __device__ void send_heads(const Context& context, const PrepareArgs& args, uint
 }
 
 // Of every expert: where its group begins on its rank, and the first row in it that is this rank's. Sums per rank.
-__device__ void place_groups(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+__device__ void place_groups(const Context& context, const PlanArgs& args, const Scratch& scratch) {
   const int experts = context.sizes.num_experts, local = context.sizes.num_local_experts();
   const int num_ranks = context.sizes.num_ranks, rank = context.sizes.rank;
   const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
@@ -282,7 +280,7 @@ __device__ void place_groups(const Context& context, const PrepareArgs& args, co
 }
 
 // Whether the ranks agree and all rows fit; the same on every rank. If not, the host is told why.
-__device__ bool check_heads(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+__device__ bool check_heads(const Context& context, const PlanArgs& args, const Scratch& scratch) {
   const int num_ranks = context.sizes.num_ranks;
   const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
   for (int source = 0; source < num_ranks; ++source)
@@ -312,7 +310,7 @@ __device__ bool check_heads(const Context& context, const PrepareArgs& args, con
 }
 
 // The head of the plan.
-__device__ void write_head(const Context& context, const PrepareArgs& args, const Scratch& scratch, bool usable) {
+__device__ void write_head(const Context& context, const PlanArgs& args, const Scratch& scratch, bool usable) {
   PlanHead& head = *args.plan.head;
   int items = 0;
   for (int source = 0; source < context.sizes.num_ranks; ++source) {
@@ -347,7 +345,7 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
 }
 
 // Where every token of this rank goes.
-__device__ void list_items(const Context& context, const PrepareArgs& args, const Scratch& scratch) {
+__device__ void list_items(const Context& context, const PlanArgs& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= args.plan_warps) return;
   const Scan scan(context, args, scratch, warp);
@@ -399,21 +397,21 @@ __device__ void list_items(const Context& context, const PrepareArgs& args, cons
   }
 }
 
-__device__ void count(const Context& context, const PrepareArgs& args, const Scratch& scratch, uint64_t epoch) {
+__device__ void count(const Context& context, const PlanArgs& args, const Scratch& scratch, uint64_t epoch) {
   count_tokens(context, args, scratch);
   share_counts(context, args, scratch);
   if (last_block(&context.state->count_done, gridDim.x)) send_heads(context, args, epoch);
 }
 
-// Once the counts of all ranks are there. False when this rank has given up.
-__device__ bool make_plan(const Context& context, const PrepareArgs& args, const Scratch& scratch, uint64_t epoch) {
+// Once the counts of all ranks are there.
+__device__ void make_plan(const Context& context, const PlanArgs& args, const Scratch& scratch, uint64_t epoch) {
   __shared__ bool arrived, usable;
   if (threadIdx.x < 32) {
     const bool ok = wait_for_ranks(context, kDispatch, Phase::kCounts, epoch, context.own().headed, epoch);
     if (threadIdx.x == 0) arrived = ok;
   }
   __syncthreads();
-  if (!arrived) return false;
+  if (!arrived) return;
   place_groups(context, args, scratch);
   if (threadIdx.x == 0) {
     usable = check_heads(context, args, scratch);
@@ -428,45 +426,16 @@ __device__ bool make_plan(const Context& context, const PrepareArgs& args, const
     for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
   }
   if (last_block(&context.state->list_done, gridDim.x)) raise_at_all(context, &Region::listed, epoch);
-  return true;
-}
-
-// Copies vectors of 16 bytes by a warp, several loads under way at a time.
-__device__ void copy_vectors(uint4* to, const uint4* from, int num) {
-  constexpr int kUnroll = 10;
-  for (int v = threadIdx.x % 32; v < num; v += 32 * kUnroll) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (v + 32 * i < num) values[i] = __ldg(from + v + 32 * i);
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (v + 32 * i < num) to[v + 32 * i] = values[i];
-  }
-}
-
-// A record per token: its row, then its scales, then its weights, each padded to 16 bytes.
-__device__ void stage(const Context& context, const PrepareArgs& args) {
-  const DispatchArgs& dispatch = args.dispatch;
-  const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = dispatch.scale_bytes / 4;
-  for (int t = blockIdx.x + gridDim.x * (threadIdx.x / 32); t < dispatch.num_tokens; t += gridDim.x * kWarps) {
-    char* record = context.own().staging + static_cast<size_t>(t) * args.record_stride;
-    const char* row = dispatch.rows + static_cast<size_t>(t) * dispatch.row_bytes;
-    copy_vectors(reinterpret_cast<uint4*>(record), reinterpret_cast<const uint4*>(row), dispatch.row_bytes / kVector);
-    float* tail = reinterpret_cast<float*>(record + dispatch.row_bytes);
-    for (int i = lane; i < num_scales; i += 32) tail[i] = __ldg(dispatch.scales + static_cast<size_t>(t) * num_scales + i);
-    tail += (num_scales + 3) / 4 * 4;
-    if (dispatch.topk_weights && lane < num_topk)
-      tail[lane] = __ldg(dispatch.topk_weights + static_cast<size_t>(t) * num_topk + lane);
-  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    prepare_kernel(const __grid_constant__ Context context, const __grid_constant__ PrepareArgs args) {
+    plan_kernel(const __grid_constant__ Context context, const __grid_constant__ PlanArgs args) {
   extern __shared__ __align__(128) char shared[];
   __shared__ bool free_to_write;
   const uint64_t epoch = context.state->epoch + 1;
   if (has_failed(context)) return;
+  Scratch scratch;
+  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
   if (threadIdx.x < 32) {
     const bool ok = wait_for_ranks(context, kDispatch, Phase::kFreeStaging, epoch, context.own().consumed,
                                    context.state->staged_epoch);
@@ -474,36 +443,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (!free_to_write) return;
-  const DispatchArgs& dispatch = args.dispatch;
-  const bool plans = dispatch.topk_idx != nullptr;
-  const bool plans_first = dispatch.num_rows < 0;  // because the host waits for the counts
-  Scratch scratch;
-  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
-  if (plans)
-    count(context, args, scratch, epoch);
-  else if (blockIdx.x == 0)
-    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads) {
-      dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
-      dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
-    }
-  for (int turn = 0; turn < 2; ++turn) {
-    if (plans_first == (turn == 0)) {
-      if (plans && !make_plan(context, args, scratch, epoch)) return;
-    } else {
-      stage(context, args);
-      if (last_block(&context.state->stage_done, gridDim.x)) raise_at_all(context, &Region::staged, epoch);
-    }
-  }
+  count(context, args, scratch, epoch);
+  make_plan(context, args, scratch, epoch);
 }
 
 }  // namespace
 
-void Engine::prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
+void Engine::plan(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
   const Sizes& sizes = context_.sizes;
-  PrepareArgs all{args, read_plan(sizes, plan), record_stride(sizes, args), kWarps};
+  PlanArgs all{args, read_plan(sizes, plan), kWarps};
   while (carve_scratch(nullptr, sizes, all.plan_warps, nullptr) > kMaxShared - 1024) --all.plan_warps;
-  const size_t shared = args.topk_idx ? carve_scratch(nullptr, sizes, all.plan_warps, nullptr) : 0;
-  launch(prepare_kernel, num_sms_, kThreads, shared, stream, context_, all);
+  launch(plan_kernel, num_sms_, kThreads, carve_scratch(nullptr, sizes, all.plan_warps, nullptr), stream, context_, all);
 }
 
 }  // namespace ep::cuda

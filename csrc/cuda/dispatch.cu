@@ -1,18 +1,21 @@
-// The second half of a dispatch: every rank brings the rows that it needs straight into their final place.
-#include "cuda/engine.h"
+// Dispatch with a plan: in every block, some warps stage this rank's rows, and the others bring the rows that this rank
+// needs from the staging of all ranks straight into their final place.
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
+#include "cuda/stage.cuh"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
 namespace {
 
-constexpr int kMaxWarps = 16;
-constexpr int kMaxStages = 8;
+constexpr int kPullWarps = 8;
+constexpr int kStageWarps = 8;
+constexpr int kThreads = 32 * (kPullWarps + kStageWarps);
+constexpr int kMaxStages = 4;
 constexpr uint32_t kMaxPiece = 8192;  // bytes of a row that travel at once
 constexpr Operation kDispatch = Operation::kDispatch;
 
-struct PullArgs {
+struct AllArgs {
   DispatchArgs dispatch;
   Plan plan;
   uint32_t record_bytes, record_stride;
@@ -27,7 +30,7 @@ __device__ void fill(char* to, size_t bytes, int thread, int num_threads) {
 }
 
 // A row without a token, written by a warp.
-__device__ void clear_row(const Context& context, const PullArgs& args, int64_t row) {
+__device__ void clear_row(const Context& context, const AllArgs& args, int64_t row) {
   const DispatchArgs& out = args.dispatch;
   const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = out.scale_bytes / 4;
   fill(out.out_rows + row * out.row_bytes, out.row_bytes, lane, 32);
@@ -41,20 +44,20 @@ __device__ void clear_row(const Context& context, const PullArgs& args, int64_t 
 }
 
 // Padding of the groups, and the rows behind the last.
-__device__ void clear_rows(const Context& context, const PullArgs& args) {
+__device__ void clear_rows(const Context& context, const AllArgs& args) {
   const Plan& plan = args.plan;
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32 + warps * blockIdx.x, num_warps = warps * gridDim.x;
+  const int warp = threadIdx.x / 32 + kPullWarps * blockIdx.x, num_warps = kPullWarps * gridDim.x;
   if (plan.head->usable && plan.head->layout == static_cast<int32_t>(Layout::kExpert))
     for (int e = 0; e < context.sizes.num_local_experts(); ++e) {
       const int begin = plan.expert_begin[e] + plan.expert_rows[e], num = plan.expert_begin[e + 1] - begin;
-      for (int i = (warp + e * warps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
+      for (int i = (warp + e * kPullWarps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
     }
   for (int row = plan.head->num_rows + warp; row < args.dispatch.num_rows; row += num_warps)
     clear_row(context, args, row);
 }
 
 // Scales, weights and indices of an item whose last piece has come; `tail` is in shared memory, behind the row.
-__device__ void write_tail(const Context& context, const PullArgs& args, const Item& item, int64_t item_row,
+__device__ void write_tail(const Context& context, const AllArgs& args, const Item& item, int64_t item_row,
                            const float* tail) {
   const DispatchArgs& out = args.dispatch;
   const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = out.scale_bytes / 4;
@@ -78,8 +81,9 @@ __device__ void write_tail(const Context& context, const PullArgs& args, const I
   }
 }
 
-// The items of one warp: a ring of stages in shared memory, each filled by a bulk load and emptied by bulk stores.
-__device__ void pull_items(const Context& context, const PullArgs& args, char* shared) {
+// The items of one warp: a ring of stages in shared memory, each filled by a bulk load and emptied by bulk stores. False
+// when this rank has given up.
+__device__ bool pull(const Context& context, const AllArgs& args, char* stages, char* shared, uint64_t epoch) {
   const Plan& plan = args.plan;
   const DispatchArgs& out = args.dispatch;
   const int lane = threadIdx.x % 32, rank = context.sizes.rank, item_ints = context.item_ints;
@@ -87,11 +91,11 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
   const bool expert_layout = plan.head->layout == static_cast<int32_t>(Layout::kExpert);
 
   const Interleave order(context.sizes.num_ranks, rank, plan.head->item_begin);
-  const int total = plan.head->num_items, step = gridDim.x * (blockDim.x / 32);
+  const int total = plan.head->num_items, step = gridDim.x * kPullWarps;
   const int first = blockIdx.x + gridDim.x * (threadIdx.x / 32);
   const int num = first < total ? (total - 1 - first) / step + 1 : 0;
 
-  Records records(shared + num_stages * args.stage_bytes, item_ints * 4, num);
+  Records records(shared, item_ints * 4, num);
   uint64_t* full = records.barriers + 2;  // [num_stages]
   auto* places = reinterpret_cast<Interleave::Place*>(full + kMaxStages);  // [2, kBatch]
   if (lane == 0) {
@@ -132,25 +136,33 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
     return last ? args.record_bytes - c.piece * args.piece_bytes : args.piece_bytes;
   };
   int room = num_stages;
+  int arrived = -1;  // the last chunk of the lane's rank that is known to be staged
   while (store.n < num) {
     for (; load.n < num && room > 0; advance(load), --room) {
       if (load.piece == 0) {
         if (!records.wait(load.n)) break;
         if (load.n % Records::kBatch == 0) keep(load.n);
       }
+      const Item item{reinterpret_cast<int32_t*>(records.at(load.n)), max_copies};
+      const int source = places[load.n % (2 * Records::kBatch)].rank, token = item.token();
+      const int chunk = lane == source ? token / kChunk : -1;
+      if (!wait_for_chunks(context, kDispatch, Phase::kRows, epoch, context.own().staged, chunk, arrived)) {
+        for (; store.n != load.n || store.piece != load.piece; advance(store))  // nothing may come after the kernel's end
+          ptx::barrier_wait(full + store.stage, store.parity);
+        records.drain();
+        return false;
+      }
       if (lane == 0) {
-        const Item item{reinterpret_cast<int32_t*>(records.at(load.n)), max_copies};
-        const int source = places[load.n % (2 * Records::kBatch)].rank;
-        const char* from = context.region[source].staging + static_cast<size_t>(item.token()) * args.record_stride +
+        const char* from = context.region[source].staging + static_cast<size_t>(token) * args.record_stride +
                            load.piece * args.piece_bytes;
         ptx::barrier_arrive_expect(full + load.stage, bytes_of(load));
-        ptx::bulk_load(shared + load.stage * args.stage_bytes, from, bytes_of(load), full + load.stage);
+        ptx::bulk_load(stages + load.stage * args.stage_bytes, from, bytes_of(load), full + load.stage);
       }
     }
     if (store.piece == 0 && store.n > 0 && store.n % Records::kBatch == 0) records.fetch(where);
     ptx::barrier_wait(full + store.stage, store.parity);
     const Item item{reinterpret_cast<int32_t*>(records.at(store.n)), max_copies};
-    const char* stage = shared + store.stage * args.stage_bytes;
+    const char* stage = stages + store.stage * args.stage_bytes;
     const uint32_t offset = store.piece * args.piece_bytes, bytes = min(args.piece_bytes, out.row_bytes - offset);
     const int64_t item_row = row_of(store.n);
     if (lane == 0) {
@@ -169,28 +181,40 @@ __device__ void pull_items(const Context& context, const PullArgs& args, char* s
     advance(store);
   }
   if (lane == 0) ptx::bulk_wait<0>();
+  return true;
 }
 
-__global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    pull_kernel(const __grid_constant__ Context context, const __grid_constant__ PullArgs args) {
+constexpr size_t shared_bytes_of_warp(int item_ints) {  // beside the stages
+  return Records::shared_bytes(item_ints * 4) + kMaxStages * sizeof(uint64_t) +
+         2 * Records::kBatch * sizeof(Interleave::Place);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ bool arrived;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (has_failed(context)) return;
-  clear_rows(context, args);
-  if (threadIdx.x < 32) {
-    bool ok = !args.new_plan || wait_for_ranks(context, kDispatch, Phase::kItems, epoch, context.own().listed, epoch);
-    ok = ok && wait_for_ranks(context, kDispatch, Phase::kRows, epoch, context.own().staged, epoch);
-    if (threadIdx.x == 0) arrived = ok;
+  const int warp = threadIdx.x / 32;
+  bool ok;
+  if (warp < kPullWarps) {
+    clear_rows(context, args);
+    ok = !args.new_plan || wait_for_ranks(context, kDispatch, Phase::kItems, epoch, context.own().listed, epoch);
+    ptx::fence_before_bulk();
+    const size_t stages = static_cast<size_t>(args.num_stages) * args.stage_bytes;
+    char* others = shared + kPullWarps * stages;
+    ok = ok && pull(context, args, shared + warp * stages, others + warp * shared_bytes_of_warp(context.item_ints), epoch);
+  } else {
+    const int number = blockIdx.x + gridDim.x * (warp - kPullWarps);
+    ok = stage(context, args.dispatch, args.record_stride, number, gridDim.x * kStageWarps, epoch);
+    if (!args.new_plan && blockIdx.x == 0)
+      for (int e = threadIdx.x - 32 * kPullWarps; e < context.sizes.num_local_experts(); e += 32 * kStageWarps) {
+        args.dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
+        args.dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
+      }
   }
-  __syncthreads();
-  if (!arrived) return;
-  ptx::fence_before_bulk();
-  const size_t per_warp = args.num_stages * args.stage_bytes + Records::shared_bytes(context.item_ints * 4) +
-                          kMaxStages * sizeof(uint64_t) + 2 * Records::kBatch * sizeof(Interleave::Place);
-  pull_items(context, args, shared + threadIdx.x / 32 * per_warp);
-  if (!last_block(&state->pull_done, gridDim.x)) return;
+  if (!__syncthreads_and(ok)) return;
+  if (!last_block(&state->dispatch_done, gridDim.x)) return;
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
     const int32_t* begin = args.plan.head->item_begin;
@@ -205,25 +229,25 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1)
 
 }  // namespace
 
-void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
+void Engine::dispatch(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
   const Sizes& sizes = context_.sizes;
-  PullArgs all{};
+  AllArgs all{};
   all.dispatch = args;
   all.plan = read_plan(sizes, plan);
   all.new_plan = args.topk_idx != nullptr;
   all.record_bytes = record_bytes(sizes, args);
   all.record_stride = record_stride(sizes, args);
-  const uint32_t max_piece = tune("EP_T_PIECE_P", kMaxPiece), kWarps = tune("EP_T_WARPS_P", 8);
-  all.num_pieces = (args.row_bytes + max_piece - 1) / max_piece;
-  all.piece_bytes = static_cast<uint32_t>(round_up((args.row_bytes + all.num_pieces - 1) / all.num_pieces, kVector));
+  all.num_pieces = (args.row_bytes + kMaxPiece - 1) / kMaxPiece;
+  // Whole lines, in shared memory too: otherwise every request is split.
+  all.piece_bytes = static_cast<uint32_t>(round_up((args.row_bytes + all.num_pieces - 1) / all.num_pieces, kLine));
   all.num_pieces = (args.row_bytes + all.piece_bytes - 1) / all.piece_bytes;
-  all.stage_bytes = all.piece_bytes + all.record_bytes - args.row_bytes;
-  const size_t fixed = Records::shared_bytes(context_.item_ints * 4) + kMaxStages * sizeof(uint64_t) +
-                       2 * Records::kBatch * sizeof(Interleave::Place);
-  const size_t stages = ((kMaxShared - 1024) / kWarps / 16 * 16 - fixed) / all.stage_bytes;
+  all.stage_bytes = static_cast<uint32_t>(round_up(all.piece_bytes + all.record_bytes - args.row_bytes, kLine));
+  const size_t others = kPullWarps * shared_bytes_of_warp(context_.item_ints);
+  const size_t stages = (kMaxShared - 1024 - others) / kPullWarps / all.stage_bytes;
   if (stages < 2) throw std::runtime_error("hidden: rows with so many scales do not fit into shared memory");
-  all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, tune("EP_T_STAGES", kMaxStages)));
-  launch(pull_kernel, num_sms_, 32 * kWarps, kWarps * (all.num_stages * all.stage_bytes + fixed), stream, context_, all);
+  all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, kMaxStages));
+  launch(dispatch_kernel, num_sms_, kThreads, kPullWarps * all.num_stages * all.stage_bytes + others, stream, context_,
+         all);
 }
 
 }  // namespace ep::cuda
