@@ -204,7 +204,7 @@ __device__ void take_weights(const Context& context, const AllArgs& args, const 
 template <class T, bool kNodes>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   __shared__ bool ok;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
@@ -277,7 +277,7 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   const size_t most_rows = std::max(sizes.max_copies(), sizes.num_ranks);
   const uint32_t row = context_.row_bytes;
   for (uint32_t pieces = (row + tune("EP_T_PIECE_C", 1 << 20) - 1) / tune("EP_T_PIECE_C", 1 << 20);; ++pieces) {  // as few as leave room for some items at once
-    all.piece_bytes = static_cast<uint32_t>(round_up((row + pieces - 1) / pieces, kLine));
+    all.piece_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / all.piece_bytes >= most_rows + 4) break;
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;

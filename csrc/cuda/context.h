@@ -11,10 +11,13 @@ namespace ep::cuda {
 constexpr int kMaxRanks = 8;   // of one NVLink domain
 constexpr int kChunk = 256;    // tokens whose rows, or items whose partial sums, are announced together
 constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
-constexpr int kLine = 128;     // bytes; rows that begin elsewhere come over NVLink at half the speed
+constexpr int kLine = 1024;    // bytes; rows that begin anywhere come over NVLink much slower
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
 
 inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// From one row to the next where rows travel from or to.
+inline size_t row_stride(size_t row_bytes) { return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine); }
 
 // One buffer, the same on every rank but for `rank`. Ranks are numbered by node: those of a node are neighbours.
 struct Sizes {
@@ -29,7 +32,7 @@ struct Sizes {
 
   constexpr int num_local_experts() const { return num_experts / num_ranks; }
   size_t row_bytes() const { return hidden * size_of(dtype); }
-  size_t slot_stride() const { return round_up(row_bytes(), kLine); }  // from one partial sum to the next
+  size_t slot_stride() const { return row_stride(row_bytes()); }  // from one partial sum to the next
   size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Local experts that one token can have on one rank.
@@ -39,11 +42,8 @@ struct Sizes {
   // int32 per token of Plan::sent_item.
   int sent_ints() const { return static_cast<int>(round_up(num_ranks, 4)); }
   int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
-  // A staged row with its scales and weights. Float8 rows are shorter than rows of the dtype, but have scales.
-  size_t max_record_stride() const {
-    const size_t plain = row_bytes(), pair = round_up(hidden, kVector) + round_up(scale_bytes(), kVector);
-    return round_up((plain > pair ? plain : pair) + round_up(weights_bytes(), kVector), kLine);
-  }
+  // Scales and weights of a staged row; float8 rows are shorter than rows of the dtype, but have scales.
+  size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
 // The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised.
@@ -57,7 +57,8 @@ struct Region {
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
   int32_t* heads;        // [num_ranks, head_ints] (head.cuh)
   int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
-  char* staging;         // [max_tokens, record stride of the operation]
+  char* staging;         // [max_tokens, row_stride of the operation]
+  char* tails;           // [max_tokens, tail bytes of the operation] scales and weights
   char* slots;           // [num_ranks, max_tokens, slot_stride] partial sums: by rank, in the order of its items
   float* weights;        // [max_tokens, num_topk] on their way back
 };
@@ -78,8 +79,9 @@ inline Region carve_region(Cursor& c, const Sizes& sizes) {
   region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
   region.heads = c.take<int32_t>(ranks * head_ints(sizes));
   region.items = c.take<int32_t>(ranks * tokens * sizes.item_ints());
-  region.staging = c.take<char>(tokens * sizes.max_record_stride());
-  region.slots = c.take<char>(ranks * tokens * sizes.slot_stride());
+  region.tails = c.take<char>(tokens * sizes.max_tail_bytes());
+  region.staging = c.take<char>(tokens * row_stride(sizes.row_bytes()), kLine);
+  region.slots = c.take<char>(ranks * tokens * sizes.slot_stride(), kLine);
   region.weights = c.take<float>(tokens * sizes.num_topk);
   return region;
 }

@@ -18,8 +18,8 @@ constexpr Operation kDispatch = Operation::kDispatch;
 struct AllArgs {
   DispatchArgs dispatch;
   Plan plan;
-  uint32_t record_bytes, record_stride;
-  uint32_t piece_bytes, num_pieces;  // of a row; the last piece brings the scales and weights along
+  uint32_t row_stride, tail_bytes;   // of the staging
+  uint32_t piece_bytes, num_pieces;  // of a row; the last piece brings the tail along
   uint32_t stage_bytes, num_stages;
   bool new_plan;
 };
@@ -56,7 +56,7 @@ __device__ void clear_rows(const Context& context, const AllArgs& args) {
     clear_row(context, args, row);
 }
 
-// Scales, weights and indices of an item whose last piece has come; `tail` is in shared memory, behind the row.
+// Scales, weights and indices of an item whose last piece has come; `tail` is in shared memory.
 __device__ void write_tail(const Context& context, const AllArgs& args, const Item& item, int64_t item_row,
                            const float* tail) {
   const DispatchArgs& out = args.dispatch;
@@ -97,7 +97,8 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
 
   Records records(shared, item_ints * 4, num);
   uint64_t* full = records.barriers + 2;  // [num_stages]
-  auto* places = reinterpret_cast<Interleave::Place*>(full + kMaxStages);  // [2, kBatch]
+  auto* places = reinterpret_cast<Interleave::Place*>(full + kMaxStages);    // [2, kBatch]
+  char* tails = reinterpret_cast<char*>(places + 2 * Records::kBatch);       // [num_stages, tail_bytes]
   if (lane == 0) {
     for (int i = 0; i < 2 + num_stages; ++i) ptx::barrier_init(records.barriers + i, 1);
     ptx::fence_barrier_init();
@@ -131,10 +132,8 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
     if (++c.piece == static_cast<int>(args.num_pieces)) c.piece = 0, ++c.n;
     if (++c.stage == num_stages) c.stage = 0, c.parity ^= 1;
   };
-  const auto bytes_of = [&](const Cursor& c) {
-    const bool last = c.piece == static_cast<int>(args.num_pieces) - 1;
-    return last ? args.record_bytes - c.piece * args.piece_bytes : args.piece_bytes;
-  };
+  const auto is_last = [&](const Cursor& c) { return c.piece == static_cast<int>(args.num_pieces) - 1; };
+  const auto bytes_of = [&](const Cursor& c) { return min(args.piece_bytes, out.row_bytes - c.piece * args.piece_bytes); };
   int room = num_stages;
   int arrived = -1;  // the last chunk of the lane's rank that is known to be staged
   while (store.n < num) {
@@ -153,17 +152,22 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
         return false;
       }
       if (lane == 0) {
-        const char* from = context.region[source].staging + static_cast<size_t>(token) * args.record_stride +
-                           load.piece * args.piece_bytes;
-        ptx::barrier_arrive_expect(full + load.stage, bytes_of(load));
-        ptx::bulk_load(stages + load.stage * args.stage_bytes, from, bytes_of(load), full + load.stage);
+        const Region& region = context.region[source];
+        const char* from =
+            region.staging + static_cast<size_t>(token) * args.row_stride + load.piece * args.piece_bytes;
+        const uint32_t tail = is_last(load) ? args.tail_bytes : 0;
+        uint64_t* barrier = full + load.stage;
+        ptx::barrier_arrive_expect(barrier, bytes_of(load) + tail);
+        ptx::bulk_load(stages + load.stage * args.stage_bytes, from, bytes_of(load), barrier);
+        if (tail > 0)
+          ptx::bulk_load(tails + load.stage * tail, region.tails + static_cast<size_t>(token) * tail, tail, barrier);
       }
     }
     if (store.piece == 0 && store.n > 0 && store.n % Records::kBatch == 0) records.fetch(where);
     ptx::barrier_wait(full + store.stage, store.parity);
     const Item item{reinterpret_cast<int32_t*>(records.at(store.n)), max_copies};
     const char* stage = stages + store.stage * args.stage_bytes;
-    const uint32_t offset = store.piece * args.piece_bytes, bytes = min(args.piece_bytes, out.row_bytes - offset);
+    const uint32_t offset = store.piece * args.piece_bytes, bytes = bytes_of(store);
     const int64_t item_row = row_of(store.n);
     if (lane == 0) {
       const int num_rows = expert_layout ? item.num_copies() : 1;
@@ -173,8 +177,8 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
       }
       ptx::bulk_commit();
     }
-    if (store.piece == static_cast<int>(args.num_pieces) - 1)
-      write_tail(context, args, item, item_row, reinterpret_cast<const float*>(stage + bytes));
+    if (is_last(store))
+      write_tail(context, args, item, item_row, reinterpret_cast<const float*>(tails + store.stage * args.tail_bytes));
     if (lane == 0) ptx::bulk_wait_read<1>();
     __syncwarp();
     if (store.n > 0 || store.piece > 0) ++room;  // the stage before this one
@@ -184,14 +188,14 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
   return true;
 }
 
-constexpr size_t shared_bytes_of_warp(int item_ints) {  // beside the stages
-  return Records::shared_bytes(item_ints * 4) + kMaxStages * sizeof(uint64_t) +
+constexpr size_t shared_bytes_of_warp(int item_ints, uint32_t tail_bytes) {  // beside the stages
+  return Records::shared_bytes(item_ints * 4) + kMaxStages * (sizeof(uint64_t) + tail_bytes) +
          2 * Records::kBatch * sizeof(Interleave::Place);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (has_failed(context)) return;
@@ -203,10 +207,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_before_bulk();
     const size_t stages = static_cast<size_t>(args.num_stages) * args.stage_bytes;
     char* others = shared + kPullWarps * stages;
-    ok = ok && pull(context, args, shared + warp * stages, others + warp * shared_bytes_of_warp(context.item_ints), epoch);
+    ok = ok && pull(context, args, shared + warp * stages, others + warp * shared_bytes_of_warp(context.item_ints, args.tail_bytes),
+                    epoch);
   } else {
     const int number = blockIdx.x + gridDim.x * (warp - kPullWarps);
-    ok = stage(context, args.dispatch, args.record_stride, number, gridDim.x * kStageWarps, epoch);
+    ok = stage(context, args.dispatch, args.row_stride, args.tail_bytes, number, gridDim.x * kStageWarps, epoch);
     if (!args.new_plan && blockIdx.x == 0)
       for (int e = threadIdx.x - 32 * kPullWarps; e < context.sizes.num_local_experts(); e += 32 * kStageWarps) {
         args.dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
@@ -218,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
     const int32_t* begin = args.plan.head->item_begin;
-    state->bytes_read[source] += static_cast<uint64_t>(begin[source + 1] - begin[source]) * args.record_bytes;
+    state->bytes_read[source] += static_cast<uint64_t>(begin[source + 1] - begin[source]) * (args.dispatch.row_bytes + args.tail_bytes);
   }
   raise_at_all(context, &Region::consumed, epoch);
   if (threadIdx.x == 0) {
@@ -235,14 +240,14 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, cudaStream_t stre
   all.dispatch = args;
   all.plan = read_plan(sizes, plan);
   all.new_plan = args.topk_idx != nullptr;
-  all.record_bytes = record_bytes(sizes, args);
-  all.record_stride = record_stride(sizes, args);
+  all.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
+  all.tail_bytes = tail_bytes(sizes, args);
   all.num_pieces = (args.row_bytes + kMaxPiece - 1) / kMaxPiece;
   // Whole lines, in shared memory too: otherwise every request is split.
-  all.piece_bytes = static_cast<uint32_t>(round_up((args.row_bytes + all.num_pieces - 1) / all.num_pieces, kLine));
+  all.piece_bytes = static_cast<uint32_t>(row_stride((args.row_bytes + all.num_pieces - 1) / all.num_pieces));
   all.num_pieces = (args.row_bytes + all.piece_bytes - 1) / all.piece_bytes;
-  all.stage_bytes = static_cast<uint32_t>(round_up(all.piece_bytes + all.record_bytes - args.row_bytes, kLine));
-  const size_t others = kPullWarps * shared_bytes_of_warp(context_.item_ints);
+  all.stage_bytes = all.piece_bytes;
+  const size_t others = kPullWarps * shared_bytes_of_warp(context_.item_ints, all.tail_bytes);
   const size_t stages = (kMaxShared - 1024 - others) / kPullWarps / all.stage_bytes;
   if (stages < 2) throw std::runtime_error("hidden: rows with so many scales do not fit into shared memory");
   all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, kMaxStages));

@@ -34,15 +34,10 @@ struct DispatchArgs {
   int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
 };
 
-// Of a staged token: its row, its scales and its weights, each padded to 16 bytes.
-inline uint32_t record_bytes(const Sizes& sizes, const DispatchArgs& args) {
+// Scales and weights of a staged token, each padded to 16 bytes.
+inline uint32_t tail_bytes(const Sizes& sizes, const DispatchArgs& args) {
   const size_t weights = args.topk_weights ? round_up(sizes.weights_bytes(), kVector) : 0;
-  return static_cast<uint32_t>(args.row_bytes + round_up(args.scale_bytes, kVector) + weights);
-}
-
-// From one staged token to the next.
-inline uint32_t record_stride(const Sizes& sizes, const DispatchArgs& args) {
-  return static_cast<uint32_t>(round_up(record_bytes(sizes, args), kLine));
+  return static_cast<uint32_t>(round_up(args.scale_bytes, kVector) + weights);
 }
 
 struct CombineArgs {

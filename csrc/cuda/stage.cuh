@@ -19,10 +19,9 @@ __device__ inline void copy_vectors(uint4* to, const uint4* from, int num) {
   }
 }
 
-// Called by all lanes of `num_warps` warps, of which this is number `warp`. A record per token: its row, then its scales,
-// then its weights, each padded to 16 bytes. False when this rank has given up.
-__device__ inline bool stage(const Context& context, const DispatchArgs& args, uint32_t record_stride, int warp,
-                             int num_warps, uint64_t epoch) {
+// Called by all lanes of `num_warps` warps, of which this is number `warp`. False when this rank has given up.
+__device__ inline bool stage(const Context& context, const DispatchArgs& args, uint32_t stride, uint32_t tail_bytes,
+                             int warp, int num_warps, uint64_t epoch) {
   if (!wait_for_ranks(context, Operation::kDispatch, Phase::kFreeStaging, epoch, context.own().consumed,
                       context.state->staged_epoch))
     return false;
@@ -31,10 +30,10 @@ __device__ inline bool stage(const Context& context, const DispatchArgs& args, u
     const int end = min(args.num_tokens, (chunk + 1) * kChunk);
     // The warps with one token more than others are not the same in every chunk.
     for (int t = chunk * kChunk + (warp + chunk * (kChunk - kChunk / 4)) % num_warps; t < end; t += num_warps) {
-      char* record = context.own().staging + static_cast<size_t>(t) * record_stride;
+      char* to = context.own().staging + static_cast<size_t>(t) * stride;
       const char* row = args.rows + static_cast<size_t>(t) * args.row_bytes;
-      copy_vectors(reinterpret_cast<uint4*>(record), reinterpret_cast<const uint4*>(row), args.row_bytes / kVector);
-      float* tail = reinterpret_cast<float*>(record + args.row_bytes);
+      copy_vectors(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(row), args.row_bytes / kVector);
+      float* tail = reinterpret_cast<float*>(context.own().tails + static_cast<size_t>(t) * tail_bytes);
       for (int i = lane; i < num_scales; i += 32) tail[i] = __ldg(args.scales + static_cast<size_t>(t) * num_scales + i);
       tail += (num_scales + 3) / 4 * 4;
       if (args.topk_weights && lane < num_topk)
