@@ -9,7 +9,7 @@
 namespace ep::cuda {
 
 constexpr int kMaxRanks = 8;   // of one NVLink domain
-constexpr int kChunk = 256;    // tokens whose rows, or items whose partial sums, are announced together
+constexpr int kChunk = 256;    // items whose partial sums are announced together
 constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
 constexpr int kLine = 1024;    // bytes; rows that begin anywhere come over NVLink much slower
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
@@ -51,7 +51,7 @@ struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
-  uint64_t* staged;      // [num_ranks, max_chunks] the rank's rows of a chunk of tokens are in its own `staging`
+  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`
   uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items` and `staging`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
@@ -73,7 +73,7 @@ inline Region carve_region(Cursor& c, const Sizes& sizes) {
   region.gave_up = c.take<uint64_t>(ranks);
   region.headed = c.take<uint64_t>(ranks);
   region.listed = c.take<uint64_t>(ranks);
-  region.staged = c.take<uint64_t>(ranks * sizes.max_chunks());
+  region.staged = c.take<uint64_t>(ranks);
   region.consumed = c.take<uint64_t>(ranks);
   region.slots_free = c.take<uint64_t>(ranks);
   region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
@@ -106,7 +106,7 @@ struct State {
   uint64_t bytes_read[kMaxRanks];     // from every rank's staging
   uint64_t bytes_written[kMaxRanks];  // to every rank's slots
   uint32_t failed;        // this rank has given up: kernels do nothing any more
-  uint32_t count_done, list_done, dispatch_done, combine_done;  // blocks that are through; 0 between operations
+  uint32_t count_done, list_done, stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
 };
 
 struct StateArrays {

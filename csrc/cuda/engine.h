@@ -1,7 +1,7 @@
 // The CUDA engine of one rank: what Python calls. Every function only launches kernels on the stream that it is given;
 // none waits for the device.
 //
-//   dispatch  [plan, when there is none], [Python waits for the counts and makes the outputs], dispatch
+//   dispatch  prepare, [Python waits for the counts and makes the outputs], pull
 //   combine   combine
 #pragma once
 #include <cuda_runtime.h>
@@ -55,8 +55,8 @@ class Engine {
   Engine(const Sizes& sizes, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
          int num_sms);
 
-  void plan(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;
-  void dispatch(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;
+  void prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;  // plans, stages
+  void pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }

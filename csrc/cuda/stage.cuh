@@ -1,4 +1,4 @@
-// Staging: a rank puts its rows where all ranks of the node can read them, chunk by chunk.
+// Staging: a rank puts its rows where all ranks of the node can read them.
 #pragma once
 #include "cuda/engine.h"
 #include "cuda/wait.cuh"
@@ -7,7 +7,7 @@ namespace ep::cuda {
 
 // Copies vectors of 16 bytes by a warp, several loads under way at a time.
 __device__ inline void copy_vectors(uint4* to, const uint4* from, int num) {
-  constexpr int kUnroll = 7;
+  constexpr int kUnroll = 10;
   for (int v = threadIdx.x % 32; v < num; v += 32 * kUnroll) {
     uint4 values[kUnroll];
 #pragma unroll
@@ -19,30 +19,20 @@ __device__ inline void copy_vectors(uint4* to, const uint4* from, int num) {
   }
 }
 
-// Called by all lanes of `num_warps` warps, of which this is number `warp`. False when this rank has given up.
-__device__ inline bool stage(const Context& context, const DispatchArgs& args, uint32_t stride, uint32_t tail_bytes,
-                             int warp, int num_warps, uint64_t epoch) {
-  if (!wait_for_ranks(context, Operation::kDispatch, Phase::kFreeStaging, epoch, context.own().consumed,
-                      context.state->staged_epoch))
-    return false;
+// Called by all threads of all blocks.
+__device__ inline void stage(const Context& context, const DispatchArgs& args, uint32_t stride, uint32_t tail_bytes) {
   const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = args.scale_bytes / 4;
-  for (int chunk = 0; chunk * kChunk < args.num_tokens; ++chunk) {
-    const int end = min(args.num_tokens, (chunk + 1) * kChunk);
-    // The warps with one token more than others are not the same in every chunk.
-    for (int t = chunk * kChunk + (warp + chunk * (kChunk - kChunk / 4)) % num_warps; t < end; t += num_warps) {
-      char* to = context.own().staging + static_cast<size_t>(t) * stride;
-      const char* row = args.rows + static_cast<size_t>(t) * args.row_bytes;
-      copy_vectors(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(row), args.row_bytes / kVector);
-      float* tail = reinterpret_cast<float*>(context.own().tails + static_cast<size_t>(t) * tail_bytes);
-      for (int i = lane; i < num_scales; i += 32) tail[i] = __ldg(args.scales + static_cast<size_t>(t) * num_scales + i);
-      tail += (num_scales + 3) / 4 * 4;
-      if (args.topk_weights && lane < num_topk)
-        tail[lane] = __ldg(args.topk_weights + static_cast<size_t>(t) * num_topk + lane);
-    }
-    __syncwarp();
-    if (lane == 0) finish_chunk(context, &Region::staged, chunk, num_warps, epoch);
+  const int warps = gridDim.x * (blockDim.x / 32);
+  for (int t = blockIdx.x + gridDim.x * (threadIdx.x / 32); t < args.num_tokens; t += warps) {
+    char* to = context.own().staging + static_cast<size_t>(t) * stride;
+    const char* row = args.rows + static_cast<size_t>(t) * args.row_bytes;
+    copy_vectors(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4*>(row), args.row_bytes / kVector);
+    float* tail = reinterpret_cast<float*>(context.own().tails + static_cast<size_t>(t) * tail_bytes);
+    for (int i = lane; i < num_scales; i += 32) tail[i] = __ldg(args.scales + static_cast<size_t>(t) * num_scales + i);
+    tail += (num_scales + 3) / 4 * 4;
+    if (args.topk_weights && lane < num_topk)
+      tail[lane] = __ldg(args.topk_weights + static_cast<size_t>(t) * num_topk + lane);
   }
-  return true;
 }
 
 }  // namespace ep::cuda

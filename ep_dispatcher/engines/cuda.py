@@ -125,7 +125,7 @@ class CudaEngine:
             if new:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
-                self._c.plan(args, plan.data_ptr(), stream)
+            self._c.prepare(args, plan.data_ptr(), stream)
             if counted:
                 num_rows = self._c.wait_for_counts(self._ticket)
                 if num_rows < 0:
@@ -145,7 +145,7 @@ class CudaEngine:
             args.out_scales = _address(None if scales is None else received.scales)
             args.out_weights = _address(None if topk_weights is None else received.topk_weights)
             args.out_topk_idx = _address(received.topk_idx if by_rank else None)
-            self._c.dispatch(args, plan.data_ptr(), stream)
+            self._c.pull(args, plan.data_ptr(), stream)
             self._hand_over(*received)
         if counted:
             self._raise_mistake()

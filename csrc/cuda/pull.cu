@@ -1,16 +1,15 @@
-// Dispatch with a plan: in every block, some warps stage this rank's rows, and the others bring the rows that this rank
-// needs from the staging of all ranks straight into their final place.
+// Dispatch, once the rows are staged: every rank brings the rows that it needs straight into their final place.
+#include "cuda/engine.h"
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
-#include "cuda/stage.cuh"
+#include "cuda/wait.cuh"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
 namespace {
 
-constexpr int kPullWarps = 8;
-constexpr int kStageWarps = 8;
-constexpr int kThreads = 32 * (kPullWarps + kStageWarps);
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxStages = 4;
 constexpr uint32_t kMaxPiece = 8192;  // bytes of a row that travel at once
 constexpr Operation kDispatch = Operation::kDispatch;
@@ -46,11 +45,11 @@ __device__ void clear_row(const Context& context, const AllArgs& args, int64_t r
 // Padding of the groups, and the rows behind the last.
 __device__ void clear_rows(const Context& context, const AllArgs& args) {
   const Plan& plan = args.plan;
-  const int warp = threadIdx.x / 32 + kPullWarps * blockIdx.x, num_warps = kPullWarps * gridDim.x;
+  const int warp = threadIdx.x / 32 + kWarps * blockIdx.x, num_warps = kWarps * gridDim.x;
   if (plan.head->usable && plan.head->layout == static_cast<int32_t>(Layout::kExpert))
     for (int e = 0; e < context.sizes.num_local_experts(); ++e) {
       const int begin = plan.expert_begin[e] + plan.expert_rows[e], num = plan.expert_begin[e + 1] - begin;
-      for (int i = (warp + e * kPullWarps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
+      for (int i = (warp + e * kWarps) % num_warps; i < num; i += num_warps) clear_row(context, args, begin + i);
     }
   for (int row = plan.head->num_rows + warp; row < args.dispatch.num_rows; row += num_warps)
     clear_row(context, args, row);
@@ -81,9 +80,8 @@ __device__ void write_tail(const Context& context, const AllArgs& args, const It
   }
 }
 
-// The items of one warp: a ring of stages in shared memory, each filled by a bulk load and emptied by bulk stores. False
-// when this rank has given up.
-__device__ bool pull(const Context& context, const AllArgs& args, char* stages, char* shared, uint64_t epoch) {
+// The items of one warp: a ring of stages in shared memory, each filled by a bulk load and emptied by bulk stores.
+__device__ void pull(const Context& context, const AllArgs& args, char* stages, char* shared) {
   const Plan& plan = args.plan;
   const DispatchArgs& out = args.dispatch;
   const int lane = threadIdx.x % 32, rank = context.sizes.rank, item_ints = context.item_ints;
@@ -91,7 +89,7 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
   const bool expert_layout = plan.head->layout == static_cast<int32_t>(Layout::kExpert);
 
   const Interleave order(context.sizes.num_ranks, rank, plan.head->item_begin);
-  const int total = plan.head->num_items, step = gridDim.x * kPullWarps;
+  const int total = plan.head->num_items, step = gridDim.x * kWarps;
   const int first = blockIdx.x + gridDim.x * (threadIdx.x / 32);
   const int num = first < total ? (total - 1 - first) / step + 1 : 0;
 
@@ -135,7 +133,6 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
   const auto is_last = [&](const Cursor& c) { return c.piece == static_cast<int>(args.num_pieces) - 1; };
   const auto bytes_of = [&](const Cursor& c) { return min(args.piece_bytes, out.row_bytes - c.piece * args.piece_bytes); };
   int room = num_stages;
-  int arrived = -1;  // the last chunk of the lane's rank that is known to be staged
   while (store.n < num) {
     for (; load.n < num && room > 0; advance(load), --room) {
       if (load.piece == 0) {
@@ -144,13 +141,6 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
       }
       const Item item{reinterpret_cast<int32_t*>(records.at(load.n)), max_copies};
       const int source = places[load.n % (2 * Records::kBatch)].rank, token = item.token();
-      const int chunk = lane == source ? token / kChunk : -1;
-      if (!wait_for_chunks(context, kDispatch, Phase::kRows, epoch, context.own().staged, chunk, arrived)) {
-        for (; store.n != load.n || store.piece != load.piece; advance(store))  // nothing may come after the kernel's end
-          ptx::barrier_wait(full + store.stage, store.parity);
-        records.drain();
-        return false;
-      }
       if (lane == 0) {
         const Region& region = context.region[source];
         const char* from =
@@ -185,7 +175,6 @@ __device__ bool pull(const Context& context, const AllArgs& args, char* stages, 
     advance(store);
   }
   if (lane == 0) ptx::bulk_wait<0>();
-  return true;
 }
 
 constexpr size_t shared_bytes_of_warp(int item_ints, uint32_t tail_bytes) {  // beside the stages
@@ -194,32 +183,26 @@ constexpr size_t shared_bytes_of_warp(int item_ints, uint32_t tail_bytes) {  // 
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
+    pull_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
   extern __shared__ __align__(1024) char shared[];
+  __shared__ bool arrived;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (has_failed(context)) return;
   const int warp = threadIdx.x / 32;
-  bool ok;
-  if (warp < kPullWarps) {
-    clear_rows(context, args);
-    ok = !args.new_plan || wait_for_ranks(context, kDispatch, Phase::kItems, epoch, context.own().listed, epoch);
-    ptx::fence_before_bulk();
-    const size_t stages = static_cast<size_t>(args.num_stages) * args.stage_bytes;
-    char* others = shared + kPullWarps * stages;
-    ok = ok && pull(context, args, shared + warp * stages, others + warp * shared_bytes_of_warp(context.item_ints, args.tail_bytes),
-                    epoch);
-  } else {
-    const int number = blockIdx.x + gridDim.x * (warp - kPullWarps);
-    ok = stage(context, args.dispatch, args.row_stride, args.tail_bytes, number, gridDim.x * kStageWarps, epoch);
-    if (!args.new_plan && blockIdx.x == 0)
-      for (int e = threadIdx.x - 32 * kPullWarps; e < context.sizes.num_local_experts(); e += 32 * kStageWarps) {
-        args.dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
-        args.dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
-      }
+  clear_rows(context, args);
+  if (warp == 0) {
+    bool ok = !args.new_plan || wait_for_ranks(context, kDispatch, Phase::kItems, epoch, context.own().listed, epoch);
+    ok = ok && wait_for_ranks(context, kDispatch, Phase::kRows, epoch, context.own().staged, epoch);
+    if (threadIdx.x == 0) arrived = ok;
   }
-  if (!__syncthreads_and(ok)) return;
-  if (!last_block(&state->dispatch_done, gridDim.x)) return;
+  __syncthreads();
+  if (!arrived) return;
+  ptx::fence_before_bulk();
+  const size_t stages = static_cast<size_t>(args.num_stages) * args.stage_bytes;
+  char* others = shared + kWarps * stages;
+  pull(context, args, shared + warp * stages, others + warp * shared_bytes_of_warp(context.item_ints, args.tail_bytes));
+  if (!last_block(&state->pull_done, gridDim.x)) return;
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
     const int32_t* begin = args.plan.head->item_begin;
@@ -234,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void Engine::dispatch(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
+void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
   const Sizes& sizes = context_.sizes;
   AllArgs all{};
   all.dispatch = args;
@@ -247,11 +230,11 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, cudaStream_t stre
   all.piece_bytes = static_cast<uint32_t>(row_stride((args.row_bytes + all.num_pieces - 1) / all.num_pieces));
   all.num_pieces = (args.row_bytes + all.piece_bytes - 1) / all.piece_bytes;
   all.stage_bytes = all.piece_bytes;
-  const size_t others = kPullWarps * shared_bytes_of_warp(context_.item_ints, all.tail_bytes);
-  const size_t stages = (kMaxShared - 1024 - others) / kPullWarps / all.stage_bytes;
+  const size_t others = kWarps * shared_bytes_of_warp(context_.item_ints, all.tail_bytes);
+  const size_t stages = (kMaxShared - 1024 - others) / kWarps / all.stage_bytes;
   if (stages < 2) throw std::runtime_error("hidden: rows with so many scales do not fit into shared memory");
   all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, kMaxStages));
-  launch(dispatch_kernel, num_sms_, kThreads, kPullWarps * all.num_stages * all.stage_bytes + others, stream, context_,
+  launch(pull_kernel, num_sms_, kThreads, kWarps * all.num_stages * all.stage_bytes + others, stream, context_,
          all);
 }
 

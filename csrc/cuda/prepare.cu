@@ -1,9 +1,11 @@
-// From a routing to a plan: every rank counts, tells all ranks its counts, and lists who gets which row.
+// What comes before rows can be pulled: from a routing to a plan (every rank counts, tells all ranks its counts, and lists
+// who gets which row), and the staging of this rank's rows, while the counts travel.
 #include <type_traits>
 
 #include "cuda/engine.h"
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
+#include "cuda/stage.cuh"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
@@ -13,10 +15,11 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr Operation kDispatch = Operation::kDispatch;
 
-struct PlanArgs {
+struct AllArgs {
   DispatchArgs dispatch;
   Plan plan;
-  int plan_warps;  // of a block
+  int plan_warps;                   // of a block
+  uint32_t row_stride, tail_bytes;  // of the staging
 };
 
 // What the ranks tell each other of a routing: int32 [head_ints].
@@ -87,7 +90,7 @@ struct Scan {
   int choices_per_token, begin, end;
   uint32_t inverse;  // of the local experts, for a division by them
 
-  __device__ Scan(const Context& context, const PlanArgs& args, const Scratch& scratch, int warp)
+  __device__ Scan(const Context& context, const AllArgs& args, const Scratch& scratch, int warp)
       : context(context), topk_idx(args.dispatch.topk_idx) {
     const int experts = context.sizes.num_experts, num_tokens = args.dispatch.num_tokens;
     expert_place = scratch.expert_place + warp * experts;
@@ -160,7 +163,7 @@ struct Scan {
   }
 };
 
-__device__ void count_tokens(const Context& context, const PlanArgs& args, const Scratch& scratch) {
+__device__ void count_tokens(const Context& context, const AllArgs& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < args.plan_warps) {
     const Scan scan(context, args, scratch, warp);
@@ -197,7 +200,7 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
 }
 
 // The block's counts, to all blocks.
-__device__ void share_counts(const Context& context, const PlanArgs& args, const Scratch& scratch) {
+__device__ void share_counts(const Context& context, const AllArgs& args, const Scratch& scratch) {
   int32_t* tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
   int32_t* items = context.arrays.block_items + blockIdx.x * kMaxRanks;
   sum_before(scratch.expert_place, context.sizes.num_experts, context.sizes.num_experts, args.plan_warps,
@@ -207,7 +210,7 @@ __device__ void share_counts(const Context& context, const PlanArgs& args, const
 }
 
 // Tells all ranks what this rank sends to whom; by the last block that has counted.
-__device__ void send_heads(const Context& context, const PlanArgs& args, uint64_t epoch) {
+__device__ void send_heads(const Context& context, const AllArgs& args, uint64_t epoch) {
   const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
   const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
   sum_before(context.arrays.block_tokens, experts, experts, gridDim.x, [&](int expert, int sum) {
@@ -230,7 +233,7 @@ __device__ void send_heads(const Context& context, const PlanArgs& args, uint64_
 }
 
 // Of every expert: where its group begins on its rank, and the first row in it that is this rank's. Sums per rank.
-__device__ void place_groups(const Context& context, const PlanArgs& args, const Scratch& scratch) {
+__device__ void place_groups(const Context& context, const AllArgs& args, const Scratch& scratch) {
   const int experts = context.sizes.num_experts, local = context.sizes.num_local_experts();
   const int num_ranks = context.sizes.num_ranks, rank = context.sizes.rank;
   const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
@@ -279,44 +282,53 @@ __device__ void place_groups(const Context& context, const PlanArgs& args, const
   __syncthreads();
 }
 
-// Whether the ranks agree and all rows fit; the same on every rank. If not, the host is told why.
-__device__ bool check_heads(const Context& context, const PlanArgs& args, const Scratch& scratch) {
-  const int num_ranks = context.sizes.num_ranks;
-  const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
-  for (int source = 0; source < num_ranks; ++source)
-    for (int i = 0; i < Head::kNumChecked; ++i) {
-      const int theirs = __ldcg(&head_of(source).field(i)), ours = __ldcg(&head_of(0).field(i));
-      if (i == Head::kMaxRows || theirs == ours) continue;
-      if (blockIdx.x == 0) report_mistake(context, Mistake::kDisagree, i, source, theirs, ours);
-      return false;
-    }
-  bool fits = true, countable = true;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const int given = __ldcg(&head_of(rank).field(Head::kMaxRows));
-    countable &= scratch.needed[rank] <= INT32_MAX;
-    fits &= given < 0 || scratch.needed[rank] <= given;
+// Called by a whole warp: whether the ranks agree and all rows fit; the same on every rank. If not, the host is told why.
+__device__ bool check_heads(const Context& context, const AllArgs& args, const Scratch& scratch) {
+  const int num_ranks = context.sizes.num_ranks, rank = min(static_cast<int>(threadIdx.x), num_ranks - 1);
+  const Head head{context.own().heads + rank * context.head_ints};  // of the lane's rank
+  int fields[Head::kNumChecked];
+#pragma unroll
+  for (int i = 0; i < Head::kNumChecked; ++i) fields[i] = __ldcg(&head.field(i));
+#pragma unroll
+  for (int i = 0; i < Head::kNumChecked; ++i) {
+    const int first = __shfl_sync(~0u, fields[i], 0);
+    const uint32_t others = __ballot_sync(~0u, fields[i] != first);
+    if (i == Head::kMaxRows || others == 0) continue;
+    const int theirs = __shfl_sync(~0u, fields[i], __ffs(others) - 1);
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+      report_mistake(context, Mistake::kDisagree, i, __ffs(others) - 1, theirs, first);
+    return false;
   }
-  if (countable && fits) return true;
+  const int given = fields[Head::kMaxRows];
+  const int64_t needed = scratch.needed[rank];
+  const bool countable = __all_sync(~0u, needed <= INT32_MAX);
+  if (countable && __all_sync(~0u, given < 0 || needed <= given)) return true;
   if (blockIdx.x != 0) return false;
-  if (*static_cast<volatile int32_t*>(&context.report->mistake) == 0)
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      context.report->values[2 * rank] = scratch.needed[rank];
-      context.report->values[2 * rank + 1] = __ldcg(&head_of(rank).field(Head::kMaxRows));
-    }
+  if (*static_cast<volatile int32_t*>(&context.report->mistake) == 0) {
+    context.report->values[2 * rank] = needed;
+    context.report->values[2 * rank + 1] = given;
+  }
   __threadfence_system();
-  report_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows, args.dispatch.expert_alignment, 0, 0,
-                 scratch.needed[0]);
+  __syncwarp();
+  if (threadIdx.x == 0)
+    report_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows, args.dispatch.expert_alignment, 0,
+                   0, needed);
   return false;
 }
 
 // The head of the plan.
-__device__ void write_head(const Context& context, const PlanArgs& args, const Scratch& scratch, bool usable) {
+__device__ void write_head(const Context& context, const AllArgs& args, const Scratch& scratch, bool usable) {
   PlanHead& head = *args.plan.head;
-  int items = 0;
-  for (int source = 0; source < context.sizes.num_ranks; ++source) {
-    head.item_begin[source] = items;
+  int from[kMaxRanks], items = 0;
+#pragma unroll
+  for (int source = 0; source < kMaxRanks; ++source) {
     const Head theirs{context.own().heads + source * context.head_ints};
-    if (usable) items += __ldcg(&theirs.items(context.sizes.rank));
+    from[source] = usable && source < context.sizes.num_ranks ? __ldcg(&theirs.items(context.sizes.rank)) : 0;
+  }
+#pragma unroll
+  for (int source = 0; source < kMaxRanks; ++source) {
+    if (source < context.sizes.num_ranks) head.item_begin[source] = items;
+    items += from[source];
   }
   head.item_begin[context.sizes.num_ranks] = items;
   head.layout = static_cast<int32_t>(args.dispatch.layout);
@@ -345,7 +357,7 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
 }
 
 // Where every token of this rank goes.
-__device__ void list_items(const Context& context, const PlanArgs& args, const Scratch& scratch) {
+__device__ void list_items(const Context& context, const AllArgs& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= args.plan_warps) return;
   const Scan scan(context, args, scratch, warp);
@@ -397,25 +409,28 @@ __device__ void list_items(const Context& context, const PlanArgs& args, const S
   }
 }
 
-__device__ void count(const Context& context, const PlanArgs& args, const Scratch& scratch, uint64_t epoch) {
+__device__ void count(const Context& context, const AllArgs& args, const Scratch& scratch, uint64_t epoch) {
   count_tokens(context, args, scratch);
   share_counts(context, args, scratch);
   if (last_block(&context.state->count_done, gridDim.x)) send_heads(context, args, epoch);
 }
 
-// Once the counts of all ranks are there.
-__device__ void make_plan(const Context& context, const PlanArgs& args, const Scratch& scratch, uint64_t epoch) {
+// Once the counts of all ranks are there. False when this rank has given up.
+__device__ bool make_plan(const Context& context, const AllArgs& args, const Scratch& scratch, uint64_t epoch) {
   __shared__ bool arrived, usable;
   if (threadIdx.x < 32) {
     const bool ok = wait_for_ranks(context, kDispatch, Phase::kCounts, epoch, context.own().headed, epoch);
     if (threadIdx.x == 0) arrived = ok;
   }
   __syncthreads();
-  if (!arrived) return;
+  if (!arrived) return false;
   place_groups(context, args, scratch);
-  if (threadIdx.x == 0) {
-    usable = check_heads(context, args, scratch);
-    if (blockIdx.x == 0) write_head(context, args, scratch, usable);
+  if (threadIdx.x < 32) {
+    const bool ok = check_heads(context, args, scratch);
+    if (threadIdx.x == 0) {
+      usable = ok;
+      if (blockIdx.x == 0) write_head(context, args, scratch, ok);
+    }
   }
   __syncthreads();
   if (usable) {
@@ -426,10 +441,11 @@ __device__ void make_plan(const Context& context, const PlanArgs& args, const Sc
     for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
   }
   if (last_block(&context.state->list_done, gridDim.x)) raise_at_all(context, &Region::listed, epoch);
+  return true;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    plan_kernel(const __grid_constant__ Context context, const __grid_constant__ PlanArgs args) {
+    prepare_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
   extern __shared__ __align__(128) char shared[];
   __shared__ bool free_to_write;
   const uint64_t epoch = context.state->epoch + 1;
@@ -443,17 +459,35 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (!free_to_write) return;
-  count(context, args, scratch, epoch);
-  make_plan(context, args, scratch, epoch);
+  const DispatchArgs& dispatch = args.dispatch;
+  const bool plans = dispatch.topk_idx != nullptr;
+  const bool plans_first = dispatch.num_rows < 0;  // because the host waits for the counts
+  if (plans)
+    count(context, args, scratch, epoch);
+  else if (blockIdx.x == 0)
+    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads) {
+      dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
+      dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
+    }
+  for (int turn = 0; turn < 2; ++turn) {
+    if (plans_first == (turn == 0)) {
+      if (plans && !make_plan(context, args, scratch, epoch)) return;
+    } else {
+      stage(context, dispatch, args.row_stride, args.tail_bytes);
+      if (last_block(&context.state->stage_done, gridDim.x)) raise_at_all(context, &Region::staged, epoch);
+    }
+  }
 }
 
 }  // namespace
 
-void Engine::plan(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
+void Engine::prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
   const Sizes& sizes = context_.sizes;
-  PlanArgs all{args, read_plan(sizes, plan), kWarps};
+  const auto stride = static_cast<uint32_t>(row_stride(args.row_bytes));
+  AllArgs all{args, read_plan(sizes, plan), kWarps, stride, tail_bytes(sizes, args)};
   while (carve_scratch(nullptr, sizes, all.plan_warps, nullptr) > kMaxShared - 1024) --all.plan_warps;
-  launch(plan_kernel, num_sms_, kThreads, carve_scratch(nullptr, sizes, all.plan_warps, nullptr), stream, context_, all);
+  const size_t shared = args.topk_idx ? carve_scratch(nullptr, sizes, all.plan_warps, nullptr) : 0;
+  launch(prepare_kernel, num_sms_, kThreads, shared, stream, context_, all);
 }
 
 }  // namespace ep::cuda
