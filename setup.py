@@ -1,7 +1,7 @@
 """Builds the compiled modules of ep_dispatcher. csrc/ uses no PyTorch, so neither does this file.
 
 CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once. The CUDA module is
-built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds to nvcc's.
+built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags.
 """
 
 import os
@@ -123,16 +123,14 @@ CUDA_MODULE = "ep_dispatcher._C_cuda"
 
 def extensions():
     headers = files("csrc/common/*.h", "csrc/cpu/*.h")
-    cpu = (
-        Pybind11Extension(
-            "ep_dispatcher._C_cpu",
-            files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),
-            depends=headers,
-            include_dirs=["csrc"],
-            cxx_std=17,
-            extra_compile_args=[*COMPILE_FLAGS],
-            extra_link_args=[*LINK_FLAGS],
-        )
+    cpu = Pybind11Extension(
+        "ep_dispatcher._C_cpu",
+        files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),
+        depends=headers,
+        include_dirs=["csrc"],
+        cxx_std=17,
+        extra_compile_args=[*COMPILE_FLAGS],
+        extra_link_args=[*LINK_FLAGS],
     )
     if find_nvcc() is None:
         return [cpu]

@@ -96,9 +96,9 @@ PYBIND11_MODULE(_C_cuda, m) {
         return Engine(sizes, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
       }))
       .def("prepare", [](const Engine& e, const DispatchArgs& args, Address plan,
-                      Address stream) { e.prepare(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+                         Address stream) { e.prepare(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
       .def("pull", [](const Engine& e, const DispatchArgs& args, Address plan,
-                          Address stream) { e.pull(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+                      Address stream) { e.pull(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())

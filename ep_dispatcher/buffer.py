@@ -162,7 +162,7 @@ class Buffer:
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
-                      what each rank needs, if that is too few for one of them. On the CUDA engine no host waits then, so
+                      what each rank needs, if that is too few for one of them. On the CUDA engine no host waits then, and
                       that error and others that need the counts come from a later call: the next operation,
                       out.event.synchronize() or destroy(); what was received is not of use
         async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is

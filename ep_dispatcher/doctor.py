@@ -140,7 +140,7 @@ def look_for_cpu_module() -> str:
     return load_module("_C_cpu")
 
 
-@probe("compiled module cuda", OPTIONAL, ONLY_CUDA, "none yet: this version has no cuda engine")
+@probe("compiled module cuda", OPTIONAL, ONLY_CUDA, "install the CUDA toolkit (nvcc), then make setup")
 def look_for_cuda_module() -> str:
     return load_module("_C_cuda")
 

@@ -110,7 +110,9 @@ def spin_us() -> int:
 
 def unknown() -> list[str]:
     """Variables that are set and look like switches but are none, most likely misspelt."""
-    return sorted(name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_BY_NAME, *_OF_THE_BUILD))
+    return sorted(
+        name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_BY_NAME, *_OF_THE_BUILD)
+    )
 
 
 def table() -> str:

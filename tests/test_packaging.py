@@ -28,6 +28,11 @@ print(getattr(setuptools.build_meta, sys.argv[1])(sys.argv[2]))
 """
 
 
+def find_nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes if home)]))
+
+
 def run(*command, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | environment
     return subprocess.run(
@@ -79,9 +84,10 @@ def test_the_wheel_has_every_module_and_nothing_else(build):
     unpacked, _ = build
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
     expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
-    compiled = f"ep_dispatcher/_C_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    modules = ["_C_cpu", "_C_cuda"] if find_nvcc() else ["_C_cpu"]
+    compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
-    assert found == expected | {compiled}
+    assert found == expected | compiled
 
 
 def test_the_compiled_module_loads_without_any_other_package(build):

@@ -1,6 +1,5 @@
-// Combine: some blocks sum the rows of every item and push the sums to the owners of the tokens, chunk by chunk; the
-// others wait for the chunks that their tokens need and sum the sums.
-#include <cstdio>
+// Combine: most blocks sum the rows of every item and push the sums to the owners of the tokens, chunk by chunk; the
+// others wait for the chunks that the next tokens need and sum the sums, and all blocks do once they have pushed.
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -19,7 +18,7 @@ struct AllArgs {
   Plan plan;
   uint32_t piece_bytes, num_pieces;  // of a row
   int num_slots;
-  int num_push_blocks;  // blocks from 0 push; the others, or all when all push, reduce
+  int num_push_blocks;  // blocks from 0 push before they reduce; the others only reduce
 };
 
 // A part of the blocks, and this block's number in it.
@@ -76,7 +75,7 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
     const int in_batch = n % Records::kBatch;
     if (in_batch == 0) {
       if (n > 0) records.fetch(where);
-      EP_CLOCK(1, records.wait(n));
+      records.wait(n);
       if (lane < Records::kBatch && n + lane < num) {
         const Item item{reinterpret_cast<int32_t*>(records.at(n + lane)), max_copies};
         const Interleave::Place place = place_of(n + lane);
@@ -101,39 +100,55 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
       const uint32_t offset = piece * args.piece_bytes;
       work.to = its_to + offset;
       work.bytes = min(args.piece_bytes, context.row_bytes - offset);
-      EP_CLOCK(2, producer.issue(work, number, from + offset));
+      producer.issue(work, number, from + offset);
     }
   }
   for (; chunk < num_chunks; ++chunk) producer.signal(chunk);
 }
 
-// Sums the partial sums of tokens, by the producing warp. False when this rank has given up.
-__device__ bool reduce_tokens(const Context& context, const AllArgs& args, const Part& part, const Shared& shared,
-                              uint64_t epoch, Producer& producer) {
+// The weights of some tokens whose partial sums have come, by a warp.
+__device__ void take_weights(const Context& context, const AllArgs& args, int first_token, int num_tokens) {
+  const int num_topk = context.sizes.num_topk, num = min(num_tokens, args.combine.num_tokens - first_token) * num_topk;
+  for (int i = threadIdx.x % 32; i < num; i += 32) {
+    const int64_t token = first_token + i / num_topk, entry = static_cast<int64_t>(first_token) * num_topk + i;
+    const bool chosen = args.plan.sent_k[token] >> i % num_topk & 1;
+    args.combine.out_weights[entry] = chosen ? __ldcg(context.own().weights + entry) : 0.0f;
+  }
+}
+
+// Sums the partial sums of tokens, by the producing warp. Blocks take batches of tokens as they come to them. False
+// when this rank has given up.
+__device__ bool reduce_tokens(const Context& context, const AllArgs& args, const Shared& shared, uint64_t epoch,
+                              Producer& producer) {
+  constexpr int kBatch = Records::kBatch;
   const Plan& plan = args.plan;
   const Sizes& sizes = context.sizes;
   const int lane = threadIdx.x % 32, num_tokens = args.combine.num_tokens;
-  const int num = part.block < num_tokens ? (num_tokens - 1 - part.block) / part.num_blocks + 1 : 0;
-  const auto where = [&](int n) {
-    return plan.sent_item + static_cast<size_t>(part.block + n * part.num_blocks) * context.sent_ints;
-  };
   const char* slots_of_rank =
       context.own().slots + static_cast<size_t>(lane) * sizes.max_tokens * context.slot_stride;  // lane: the rank
-  uint32_t remote = 0;  // ranks of other nodes
+  uint32_t remote = 0;                                                                           // ranks of other nodes
   for (int rank = 0; rank < sizes.num_ranks; ++rank)
     if (rank / sizes.ranks_per_node != sizes.rank / sizes.ranks_per_node) remote |= 1u << rank;
-  Records records = make_records(shared.records, context.sent_ints * 4, num);
-  records.fetch(where);
-  records.fetch(where);
+  Records records = make_records(shared.records, context.sent_ints * 4, INT32_MAX);
+  int begins[2];  // first tokens of the batch at work and of the next one
+  const auto fetch = [&]() {
+    int begin = 0;
+    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, kBatch));
+    begin = __shfl_sync(~0u, begin, 0);
+    if (begin < num_tokens)
+      records.fetch([&](int n) { return plan.sent_item + static_cast<size_t>(begin + n % kBatch) * context.sent_ints; },
+                    min(kBatch, num_tokens - begin));
+    return begin;
+  };
+  begins[0] = fetch();
+  begins[1] = begins[0] < num_tokens ? fetch() : num_tokens;
   int arrived = -1;  // the last chunk of the lane's rank that is known to have come
-  for (int n = 0; n < num; ++n) {
-    if (n > 0 && n % Records::kBatch == 0) records.fetch(where);
-    EP_CLOCK(1, records.wait(n));
+  for (int n = 0; begins[0] < num_tokens; ++n) {
+    const int token = begins[0] + n % kBatch;
+    records.wait(n);
     const int item = lane < sizes.num_ranks ? reinterpret_cast<const int32_t*>(records.at(n))[lane] : -1;
     const int chunk = item < 0 ? -1 : item / kChunk;
-    bool came;
-    EP_CLOCK(6, came = wait_for_chunks(context, kCombine, Phase::kSums, epoch, context.own().pushed, chunk, arrived));
-    if (!came) {
+    if (!wait_for_chunks(context, kCombine, Phase::kSums, epoch, context.own().pushed, chunk, arrived)) {
       records.drain();
       return false;
     }
@@ -142,7 +157,6 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
     work.kind = Work::kSum;
     work.num_rows = static_cast<int8_t>(__popc(present));
     if (sizes.ranks_per_node < sizes.num_ranks) {
-      work.nodes = {};
       int j = 0;
       for (int rank = 0; rank < sizes.num_ranks; ++rank) {
         if (!(present >> rank & 1)) continue;
@@ -157,12 +171,18 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
     }
     const int number = item >= 0 ? __popc(present & ((1u << lane) - 1)) : -1;
     const char* from = slots_of_rank + static_cast<size_t>(max(item, 0)) * context.slot_stride;
-    char* to = args.combine.out + static_cast<size_t>(part.block + n * part.num_blocks) * context.row_bytes;
+    char* to = args.combine.out + static_cast<size_t>(token) * context.row_bytes;
     for (uint32_t piece = 0; piece < args.num_pieces; ++piece) {
       const uint32_t offset = piece * args.piece_bytes;
       work.to = to + offset;
       work.bytes = min(args.piece_bytes, context.row_bytes - offset);
-      EP_CLOCK(2, producer.issue(work, number, from + offset));
+      producer.issue(work, number, from + offset);
+    }
+    if (n % kBatch == kBatch - 1 || token == num_tokens - 1) {
+      if (args.combine.out_weights) take_weights(context, args, begins[0], kBatch);
+      if (token == num_tokens - 1) break;
+      begins[0] = begins[1];
+      begins[1] = begins[0] < num_tokens ? fetch() : num_tokens;
     }
   }
   return true;
@@ -187,20 +207,6 @@ __device__ void push_weights(const Context& context, const AllArgs& args, const 
   }
 }
 
-// The weights of this block's tokens, whose partial sums have all come.
-__device__ void take_weights(const Context& context, const AllArgs& args, const Part& part) {
-  const int num_topk = context.sizes.num_topk;
-  const int64_t entries = static_cast<int64_t>(args.combine.num_tokens) * num_topk;
-  for (int64_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    const int64_t n = i / num_topk, token = part.block + n * part.num_blocks;
-    if (token >= args.combine.num_tokens) break;
-    const int k = static_cast<int>(i % num_topk);
-    const int64_t entry = token * num_topk + k;
-    const bool chosen = args.plan.sent_k[token] >> k & 1;
-    args.combine.out_weights[entry] = chosen ? __ldcg(context.own().weights + entry) : 0.0f;
-  }
-}
-
 template <class T, bool kNodes>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
@@ -209,9 +215,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (has_failed(context)) return;
-  const int block = blockIdx.x, blocks = gridDim.x, pushing = args.num_push_blocks;
-  const bool pushes = block < pushing, reduces = block >= pushing || pushing == blocks;
-  const Part push{block, pushing}, reduce = pushing == blocks ? Part{block, blocks} : Part{block - pushing, blocks - pushing};
+  const int block = blockIdx.x, pushing = args.num_push_blocks;
+  const bool pushes = block < pushing;
+  const Part push{block, pushing};
   const Pipeline pipeline(memory, args.num_slots, args.piece_bytes);
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) pipeline.init();
@@ -231,10 +237,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     const Shared shared{own + 2 * Records::kBatch * sizeof(Interleave::Place),
                         reinterpret_cast<Interleave::Place*>(own)};
     Producer producer{pipeline};
-    bool done = true;
     if (pushes) push_items(context, args, push, shared, producer);
     const Shared others{shared.records + Records::shared_bytes(context.item_ints * 4), nullptr};
-    if (reduces) done = reduce_tokens(context, args, reduce, others, epoch, producer);
+    const bool done = reduce_tokens(context, args, others, epoch, producer);
     producer.stop();
     if (threadIdx.x == 0) ok = done;
   } else {
@@ -242,15 +247,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, &Region::pushed, chunk, warps, epoch); });
   }
   __syncthreads();
-#ifdef EP_PROFILE
-  if (threadIdx.x == 0 && context.sizes.rank == 0 && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1)) {
-    long long* c = ep_clocks[blockIdx.x];
-    printf("epoch %d block %d us: empty %.0f records %.0f issue %.0f | full %.0f sum %.0f store %.0f | flags %.0f\n", (int)epoch, (int)blockIdx.x, c[0] / 1.9e3, c[1] / 1.9e3, c[2] / 1.9e3, c[3] / 1.9e3, c[4] / 1.9e3, c[5] / 1.9e3, c[6] / 1.9e3);
-  }
-  if (threadIdx.x < 8) ep_clocks[blockIdx.x][threadIdx.x] = 0;
-#endif
   if (!ok) return;
-  if (reduces && args.combine.out_weights) take_weights(context, args, reduce);
   if (!last_block(&state->combine_done, gridDim.x)) return;
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
@@ -259,6 +256,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   }
   raise_at_all(context, &Region::slots_free, epoch);
   if (threadIdx.x == 0) {
+    state->next_token = 0;
     state->epoch = epoch;
     state->pushed_epoch = epoch;
   }
@@ -276,13 +274,13 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   const size_t room = kMaxShared - 1024 - fixed;
   const size_t most_rows = std::max(sizes.max_copies(), sizes.num_ranks);
   const uint32_t row = context_.row_bytes;
-  for (uint32_t pieces = (row + tune("EP_T_PIECE_C", 1 << 20) - 1) / tune("EP_T_PIECE_C", 1 << 20);; ++pieces) {  // as few as leave room for some items at once
+  for (uint32_t pieces = 1;; ++pieces) {  // as few as leave room for some items at once
     all.piece_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / all.piece_bytes >= most_rows + 4) break;
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;
   all.num_slots = static_cast<int>(std::min<size_t>(room / all.piece_bytes, 64));
-  all.num_push_blocks = num_sms_ < 3 ? num_sms_ : tune("EP_T_PUSH", num_sms_ * 2 / 3);
+  all.num_push_blocks = num_sms_ < 4 ? num_sms_ : num_sms_ * 3 / 4;
   const size_t shared = static_cast<size_t>(all.num_slots) * all.piece_bytes + fixed;
   const auto run = [&](auto element, auto nodes) {
     launch(combine_kernel<decltype(element), nodes.value>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);

@@ -8,10 +8,10 @@
 
 namespace ep::cuda {
 
-constexpr int kMaxRanks = 8;   // of one NVLink domain
-constexpr int kChunk = 256;    // items whose partial sums are announced together
-constexpr int kVector = 16;    // bytes; bulk copies and vector accesses need multiples
-constexpr int kLine = 1024;    // bytes; rows that begin anywhere come over NVLink much slower
+constexpr int kMaxRanks = 8;      // of one NVLink domain
+constexpr int kChunk = 256;       // items whose partial sums are announced together
+constexpr int kVector = 16;       // bytes; bulk copies and vector accesses need multiples
+constexpr int kLine = 1024;       // bytes; rows that begin anywhere come over NVLink much slower
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
 
 inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -100,13 +100,14 @@ inline size_t region_bytes(const Sizes& sizes) {
 
 // What the kernels of one rank remember between operations; in the device's memory, 0 at the start.
 struct State {
-  uint64_t epoch;         // of the last complete operation
-  uint64_t staged_epoch;  // of the last complete dispatch
-  uint64_t pushed_epoch;  // of the last complete combine
+  uint64_t epoch;                     // of the last complete operation
+  uint64_t staged_epoch;              // of the last complete dispatch
+  uint64_t pushed_epoch;              // of the last complete combine
   uint64_t bytes_read[kMaxRanks];     // from every rank's staging
   uint64_t bytes_written[kMaxRanks];  // to every rank's slots
-  uint32_t failed;        // this rank has given up: kernels do nothing any more
+  uint32_t failed;                    // this rank has given up: kernels do nothing any more
   uint32_t count_done, list_done, stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
+  uint32_t next_token;  // to be reduced by whoever comes first; 0 between operations
 };
 
 struct StateArrays {

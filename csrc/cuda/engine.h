@@ -26,10 +26,10 @@ struct DispatchArgs {
   int32_t num_rows = -1;  // of the output; -1: not known before they are counted
   uint64_t ticket = 0;    // Report::counted of a new plan
 
-  char* out_rows = nullptr;                 // [num_rows, row_bytes]
-  float* out_scales = nullptr;              // [num_rows, scale_bytes]
-  float* out_weights = nullptr;             // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
-  int64_t* out_topk_idx = nullptr;          // rank layout [num_rows, num_topk]; or null
+  char* out_rows = nullptr;                  // [num_rows, row_bytes]
+  float* out_scales = nullptr;               // [num_rows, scale_bytes]
+  float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
+  int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; or null
   int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]
   int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
 };

@@ -99,7 +99,13 @@ struct Records {
   // Called by a whole warp once records before the batch `fetched - 1` are not needed any more.
   template <class Where>
   __device__ void fetch(const Where& where) {
-    const int lane = threadIdx.x % 32, begin = fetched * kBatch, here = min(kBatch, num - begin);
+    fetch(where, min(kBatch, num - fetched * kBatch));
+  }
+
+  // The same, of a batch that is perhaps not whole.
+  template <class Where>
+  __device__ void fetch(const Where& where, int here) {
+    const int lane = threadIdx.x % 32, begin = fetched * kBatch;
     if (here <= 0) return;
     uint64_t* barrier = barriers + fetched % 2;
     __syncwarp();

@@ -2,7 +2,6 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -12,7 +11,6 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-inline int tune(const char* name, int d) { const char* v = getenv(name); return v ? atoi(v) : d; }
 constexpr size_t kMaxShared = 227 * 1024;  // bytes a block can have on SM90
 
 template <class... Params, class... Args>

@@ -1,24 +1,12 @@
-// One block that sums rows: its first warp brings the rows to shared memory, groups of warps sum them and store the sums
-// where they belong, also in the memory of other ranks. Work items stand in a queue; item n is done by group n % kGroups.
+// One block that sums rows: its first warp brings the rows to shared memory, groups of warps sum them and store the
+// sums where they belong, also in the memory of other ranks. Work items stand in a queue; item n is done by group n %
+// kGroups.
 #pragma once
 #include "cuda/ptx.cuh"
-#ifdef EP_PROFILE
-__device__ long long ep_clocks[256][8];
-#define EP_CLOCK(i, ...) do { long long c0 = clock64(); __VA_ARGS__; if (threadIdx.x % 32 == 0) ep_clocks[blockIdx.x][i] += clock64() - c0; } while (0)
-#else
-#define EP_CLOCK(i, ...) __VA_ARGS__
-#endif
 #include "cuda/sum_rows.cuh"
 
 namespace ep::cuda {
 
-#ifndef EP_GROUPS
-#define EP_GROUPS 3
-#define EP_GROUP_THREADS 128
-#endif
-#ifndef EP_QUEUE
-#define EP_QUEUE 16
-#endif
 struct alignas(16) Work {
   enum Kind : int8_t { kSum, kSignal, kStop };
 
@@ -32,11 +20,11 @@ struct alignas(16) Work {
 };
 
 struct Pipeline {
-  static constexpr int kGroups = EP_GROUPS;
-  static constexpr int kGroupThreads = EP_GROUP_THREADS;
+  static constexpr int kGroups = 3;
+  static constexpr int kGroupThreads = 128;
   static constexpr int kGroupWarps = kGroupThreads / 32;
   static constexpr int kThreads = 32 + kGroups * kGroupThreads;
-  static constexpr int kQueue = EP_QUEUE;
+  static constexpr int kQueue = 16;
 
   char* ring;  // [num_slots, slot_bytes]
   int num_slots;
@@ -63,7 +51,9 @@ struct Pipeline {
     ptx::fence_barrier_init();
   }
 
-  __device__ char* slot(int i) const { return ring + static_cast<size_t>(i >= num_slots ? i - num_slots : i) * slot_bytes; }
+  __device__ char* slot(int i) const {
+    return ring + static_cast<size_t>(i >= num_slots ? i - num_slots : i) * slot_bytes;
+  }
 };
 
 // The first warp's side.
@@ -77,7 +67,7 @@ struct Producer {
     const int lane = threadIdx.x % 32, num_slots = work.kind == Work::kSum ? max(work.num_rows, 1) : 0;
     while (used + num_slots > pipeline.num_slots || issued - released == Pipeline::kQueue) {
       const int oldest = released % Pipeline::kQueue;
-      EP_CLOCK(0, ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2));
+      ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2);
       used -= __shfl_sync(~0u, of_place, oldest);
       ++released;
     }
@@ -121,13 +111,13 @@ __device__ void consume(const Pipeline& pipeline, const Signal& signal) {
   const int group = (threadIdx.x - 32) / Pipeline::kGroupThreads, thread = (threadIdx.x - 32) % Pipeline::kGroupThreads;
   for (int n = group;; n += Pipeline::kGroups) {
     const int place = n % Pipeline::kQueue;
-    EP_CLOCK(threadIdx.x == 32 ? 3 : 7, ptx::barrier_wait(pipeline.full + place, n / Pipeline::kQueue % 2));
+    ptx::barrier_wait(pipeline.full + place, n / Pipeline::kQueue % 2);
     const Work work = pipeline.queue[place];
     if (work.kind == Work::kStop) return;
     if (work.kind == Work::kSum) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
-      EP_CLOCK(threadIdx.x == 32 ? 4 : 7, (sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, Pipeline::kGroupThreads)));
+      sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, Pipeline::kGroupThreads);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) {

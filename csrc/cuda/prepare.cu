@@ -1,5 +1,5 @@
-// What comes before rows can be pulled: from a routing to a plan (every rank counts, tells all ranks its counts, and lists
-// who gets which row), and the staging of this rank's rows, while the counts travel.
+// What comes before rows can be pulled: from a routing to a plan (every rank counts, tells all ranks its counts, and
+// lists who gets which row), and the staging of this rank's rows, while the counts travel.
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -282,7 +282,8 @@ __device__ void place_groups(const Context& context, const AllArgs& args, const 
   __syncthreads();
 }
 
-// Called by a whole warp: whether the ranks agree and all rows fit; the same on every rank. If not, the host is told why.
+// Called by a whole warp: whether the ranks agree and all rows fit; the same on every rank. If not, the host is told
+// why.
 __device__ bool check_heads(const Context& context, const AllArgs& args, const Scratch& scratch) {
   const int num_ranks = context.sizes.num_ranks, rank = min(static_cast<int>(threadIdx.x), num_ranks - 1);
   const Head head{context.own().heads + rank * context.head_ints};  // of the lane's rank
@@ -368,7 +369,8 @@ __device__ void list_items(const Context& context, const AllArgs& args, const Sc
     const size_t place = static_cast<size_t>(rank) * context.sizes.max_tokens + number;
     return Item{context.own().items + place * context.item_ints, max_copies};
   };
-  const int32_t* block_tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
+  const int32_t* block_tokens =
+      context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
   for (int e = lane; e < context.sizes.num_experts; e += 32)
     scan.expert_place[e] += scratch.expert_before[e] + __ldcg(block_tokens + e);
   int items = 0;  // of the lane's rank

@@ -1,4 +1,5 @@
-// The instructions that CUDA C++ has no name for: bulk asynchronous copies, their barriers, and ordered loads and stores.
+// The instructions that CUDA C++ has no name for: bulk asynchronous copies, their barriers, and ordered loads and
+// stores.
 #pragma once
 #include <cstdint>
 
@@ -33,11 +34,10 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
 // Whether the phase of this parity (0 for the first) has ended.
 __device__ __forceinline__ bool barrier_ended(uint64_t* barrier, uint32_t parity) {
   uint32_t ended;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(ended)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+  asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(ended)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
   return ended;
 }
 

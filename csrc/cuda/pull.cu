@@ -3,7 +3,6 @@
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
 #include "cuda/wait.cuh"
-#include "cuda/wait.cuh"
 
 namespace ep::cuda {
 namespace {
@@ -94,9 +93,9 @@ __device__ void pull(const Context& context, const AllArgs& args, char* stages, 
   const int num = first < total ? (total - 1 - first) / step + 1 : 0;
 
   Records records(shared, item_ints * 4, num);
-  uint64_t* full = records.barriers + 2;  // [num_stages]
-  auto* places = reinterpret_cast<Interleave::Place*>(full + kMaxStages);    // [2, kBatch]
-  char* tails = reinterpret_cast<char*>(places + 2 * Records::kBatch);       // [num_stages, tail_bytes]
+  uint64_t* full = records.barriers + 2;                                   // [num_stages]
+  auto* places = reinterpret_cast<Interleave::Place*>(full + kMaxStages);  // [2, kBatch]
+  char* tails = reinterpret_cast<char*>(places + 2 * Records::kBatch);     // [num_stages, tail_bytes]
   if (lane == 0) {
     for (int i = 0; i < 2 + num_stages; ++i) ptx::barrier_init(records.barriers + i, 1);
     ptx::fence_barrier_init();
@@ -131,7 +130,9 @@ __device__ void pull(const Context& context, const AllArgs& args, char* stages, 
     if (++c.stage == num_stages) c.stage = 0, c.parity ^= 1;
   };
   const auto is_last = [&](const Cursor& c) { return c.piece == static_cast<int>(args.num_pieces) - 1; };
-  const auto bytes_of = [&](const Cursor& c) { return min(args.piece_bytes, out.row_bytes - c.piece * args.piece_bytes); };
+  const auto bytes_of = [&](const Cursor& c) {
+    return min(args.piece_bytes, out.row_bytes - c.piece * args.piece_bytes);
+  };
   int room = num_stages;
   while (store.n < num) {
     for (; load.n < num && room > 0; advance(load), --room) {
@@ -206,7 +207,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
     const int32_t* begin = args.plan.head->item_begin;
-    state->bytes_read[source] += static_cast<uint64_t>(begin[source + 1] - begin[source]) * (args.dispatch.row_bytes + args.tail_bytes);
+    state->bytes_read[source] +=
+        static_cast<uint64_t>(begin[source + 1] - begin[source]) * (args.dispatch.row_bytes + args.tail_bytes);
   }
   raise_at_all(context, &Region::consumed, epoch);
   if (threadIdx.x == 0) {
@@ -234,8 +236,7 @@ void Engine::pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) 
   const size_t stages = (kMaxShared - 1024 - others) / kWarps / all.stage_bytes;
   if (stages < 2) throw std::runtime_error("hidden: rows with so many scales do not fit into shared memory");
   all.num_stages = static_cast<uint32_t>(std::min<size_t>(stages, kMaxStages));
-  launch(pull_kernel, num_sms_, kThreads, kWarps * all.num_stages * all.stage_bytes + others, stream, context_,
-         all);
+  launch(pull_kernel, num_sms_, kThreads, kWarps * all.num_stages * all.stage_bytes + others, stream, context_, all);
 }
 
 }  // namespace ep::cuda

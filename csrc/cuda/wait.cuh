@@ -1,4 +1,5 @@
-// Waiting for peers and waking them. Every wait goes through wait_until, ends after the limit, and says for whom it was.
+// Waiting for peers and waking them. Every wait goes through wait_until, ends after the limit, and says for whom it
+// was.
 #pragma once
 #include "cuda/context.h"
 #include "cuda/ptx.cuh"
@@ -92,8 +93,8 @@ __device__ inline void finish_chunk(const Context& context, uint64_t* Region::* 
     ptx::store_release(context.region[rank].*flags + flag, epoch);
 }
 
-// Called by a whole warp, in which lane r knows of rank r: until the chunk of the lane's rank has come. `arrived` is the
-// last chunk that the lane knows to have come. False when this rank has given up.
+// Called by a whole warp, in which lane r knows of rank r: until the chunk of the lane's rank has come. `arrived` is
+// the last chunk that the lane knows to have come. False when this rank has given up.
 __device__ inline bool wait_for_chunks(const Context& context, Operation operation, Phase phase, uint64_t epoch,
                                        const uint64_t* flags, int chunk, int& arrived) {
   if (!__any_sync(~0u, chunk > arrived)) return true;

@@ -82,9 +82,7 @@ class CudaEngine:
             if topology.num_ranks > _C_cuda.max_ranks:
                 checks.fail("group", f"{topology.num_ranks} ranks", f"at most {_C_cuda.max_ranks} with engine='cuda'")
             self._device = torch.device("cuda", torch.cuda.current_device())
-            self._memory = symmetric_memory.empty(
-                _C_cuda.region_bytes(s), dtype=torch.uint8, device=self._device
-            )
+            self._memory = symmetric_memory.empty(_C_cuda.region_bytes(s), dtype=torch.uint8, device=self._device)
             self._memory[: _C_cuda.flag_bytes(s)].zero_()
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
@@ -95,7 +93,9 @@ class CudaEngine:
 
         def attach():
             if len(set(hosts)) > 1:
-                raise ValueError("engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'")
+                raise ValueError(
+                    "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
+                )
             self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())

@@ -1,0 +1,143 @@
+"""What of the CUDA engine can be tested without a GPU: what it compiles to, and what its host side does."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_dispatcher import engines
+from ep_dispatcher.errors import PeerTimeoutError
+
+ROOT = Path(__file__).parents[1]
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+MAX_REGISTERS = 128
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA module")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
+def test_kernels_spill_nothing(source, tmp_path):
+    flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+    command = ["nvcc", *flags, "-Icsrc", "-cubin", str(source), "-o", str(tmp_path / "kernels.cubin")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", said.stderr)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", said.stderr)]
+    assert registers and max(registers) <= MAX_REGISTERS
+    assert spills and max(spills) == 0, said.stderr
+
+
+@pytest.mark.parametrize(
+    "wanted,path,said",
+    [("2", None, "EP_DISPATCHER_CUDA: given '2', allowed: 0, 1"), ("1", "/nowhere", "there is no nvcc; install")],
+)
+def test_the_build_switch_is_checked(wanted, path, said):
+    code = "import setuptools, sys; setuptools.setup = lambda **_: None; exec(open('setup.py').read())"
+    code = f"import os, shutil; shutil.which = lambda *_, **__: None; {code}" if path else code
+    import os
+
+    env = os.environ | {"EP_DISPATCHER_CUDA": wanted}
+    code = code.replace("open('setup.py').read()", "compile(open('setup.py').read(), 'setup.py', 'exec')")
+    code = "__file__ = 'setup.py'; " + code
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert result.returncode != 0 and said in result.stderr
+
+
+@pytest.mark.skipif(engines.cuda_problem() is None, reason="this process can use a GPU")
+def test_without_a_gpu_the_engine_says_why():
+    with pytest.raises(ValueError, match="engine: given 'cuda', allowed: 'auto', 'cpu'"):
+        engines.choose("cuda")
+    assert engines.choose("auto") == "cpu"
+
+
+@pytest.fixture
+def host_side():
+    """An engine whose kernels never run, and the fields of the report that they would write."""
+    from ep_dispatcher import _C_cuda
+
+    sizes = _C_cuda.Sizes()
+    sizes.num_ranks, sizes.num_experts, sizes.num_topk, sizes.max_tokens, sizes.hidden = 2, 8, 2, 64, 64
+    state = torch.zeros(_C_cuda.state_bytes(sizes, 4), dtype=torch.uint8)
+    report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8)
+    regions = [1 << 20, 1 << 30]
+    engine = _C_cuda.Engine(sizes, regions, state.data_ptr(), report.data_ptr(), 0.1, 4)
+    return engine, report.view(torch.int32), report.view(torch.int64), (state, report)
+
+
+@needs_module
+def test_the_host_reads_what_kernels_report(host_side):
+    engine, words, longs, _ = host_side
+    assert engine.late() is None and engine.take_mistake() is None
+    longs[0], longs[1] = 7, 123
+    assert engine.wait_for_counts(7) == 123
+    words[4], words[5], words[6], words[7], longs[4] = 0b10, 1, 5, 2500, 42
+    assert engine.late() == (1, 5, 42, [1], 2.5)
+    assert engine.wait_for_counts(8) == -1  # at once: a kernel gave up
+
+
+class Reports:
+    """Stands for the compiled engine, with what its kernels have reported."""
+
+    def __init__(self, late=None, mistake=None):
+        self._late, self._mistake = late, mistake
+
+    def late(self):
+        return self._late
+
+    def take_mistake(self):
+        mistake, self._mistake = self._mistake, None
+        return mistake
+
+
+def engine_with(reports: Reports):
+    from types import SimpleNamespace
+
+    from ep_dispatcher.engines.cuda import CudaEngine
+
+    class Store:
+        def set(self, *_):
+            raise RuntimeError("gone")
+
+    engine = CudaEngine.__new__(CudaEngine)
+    engine._c, engine._failure = reports, None
+    engine._config = SimpleNamespace(num_experts=8, store=Store())
+    engine._topology = SimpleNamespace(rank=0)
+    return engine
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "mistake,said",
+    [
+        (
+            (1, [3, 1, 0], [9, 0, 0, 0]),
+            r"topk_idx\[3, 1\]: given 9, allowed: -1 \(no expert\), or an expert from 0 to 7",
+        ),
+        ((1, [3, 1, 1], [5, 0, 0, 0]), r"topk_idx\[3, 1\]: given expert 5 again"),
+        ((2, [1, 0, 0], [40, 39, 3, 39]), r"max_recv_rows: too small: rank 0 needs 40 rows, given 39$"),
+        ((3, [64, 0, 0], [2**40, -1, 0, -1]), r"expert_alignment: given 64, with which rank 0 receives"),
+        ((4, [0, 1, 1], [0, 0, 0, 0]), r"layout: rank 1 gave 1, rank 0 gave 0; all ranks must give the same"),
+    ],
+)
+def test_mistakes_become_value_errors(mistake, said):
+    engine = engine_with(Reports(mistake=mistake))
+    with pytest.raises(ValueError, match=said):
+        engine._check()
+    engine._check()  # each is raised once
+
+
+@needs_module
+def test_a_late_peer_ends_the_use_of_the_buffer():
+    engine = engine_with(Reports(late=(1, 5, 42, [1], 2.5)))
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError) as caught:
+            engine._check()
+        error = caught.value
+        assert (error.operation, error.epoch, error.phase) == ("combine", 42, "partial sums")
+        assert (error.rank, error.late_ranks, error.waited_s) == (0, (1,), 2.5)

@@ -1,0 +1,220 @@
+"""What only GPUs have: graphs, streams, errors that come later, and peers that die while kernels wait for them."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from test_dispatch_combine import Case, Received, assert_same, check_case, expected_of, expert_rows, make_inputs, to
+
+import ep_dispatcher as ep
+from ep_dispatcher import engines
+from ep_dispatcher.testing import RankPool, device_of, make_routing
+
+pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
+EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 512, 64
+
+
+def make_buffer(group=None, **changes) -> ep.Buffer:
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS, timeout_s=20)
+    return ep.Buffer(group, engine="cuda", **(sizes | changes))
+
+
+def inputs(rank: int, seed: int, num_tokens: int = TOKENS):
+    device = device_of("cuda", rank)
+    idx, weights = make_routing("masked", num_tokens, EXPERTS, TOPK, seed=10 * seed + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(10 * seed + rank)).bfloat16()
+    return x.to(device), idx.to(device), weights.to(device)
+
+
+def step(buffer: ep.Buffer, x, idx, weights, **options):
+    """Forward and backward: received rows, result and gradients."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = ep.dispatch(buffer, x, idx, weights, max_recv_rows=200, **options)
+    y = ep.combine(buffer, (out.x * out.topk_weights[:, None]).bfloat16(), out.handle)
+    grads = torch.autograd.grad(y.float().square().sum(), (x, weights))
+    return out.x.detach(), y.detach(), *grads
+
+
+def replay(rank: int) -> None:
+    with make_buffer() as buffer:
+        given = inputs(rank, 0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(buffer, *given)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(buffer, *given)
+        for seed in range(1, 6):
+            fresh = inputs(rank, seed)
+            expected = [t.clone() for t in step(buffer, *fresh)]
+            for t, new in zip(given, fresh):
+                t.copy_(new)
+            graph.replay()
+            for seen, right in zip(captured, expected):
+                assert torch.equal(seen, right)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_graph_replays_with_new_routing(pools, num_ranks):
+    pools(num_ranks).run(replay)
+
+
+def refuse_to_count_in_a_graph(rank: int) -> str:
+    with make_buffer() as buffer:
+        given = inputs(rank, 0)
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            buffer.dispatch(*given)
+        return str(caught.value)
+
+
+def test_a_graph_needs_max_recv_rows(pools):
+    (message,) = pools(1).run(refuse_to_count_in_a_graph)
+    assert message.startswith("max_recv_rows: given None")
+
+
+def run_without_waiting(rank: int) -> None:
+    with make_buffer() as buffer:
+        given = inputs(rank, 0)
+        step(buffer, *given)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(buffer, *given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_host_waits_with_max_recv_rows(pools):
+    pools(2).run(run_without_waiting)
+
+
+def asynchronously(rank: int) -> None:
+    with make_buffer() as buffer, make_buffer() as other:
+        for seed in range(8):
+            x, idx, weights = inputs(rank, seed)
+            right = buffer.dispatch(x, idx, weights)
+            right_sum = buffer.combine(right.x, right.handle).x
+            if rank == seed % 2:
+                torch.cuda._sleep(20_000_000)  # this rank is late
+            out = buffer.dispatch(x, idx, weights, async_finish=True, max_recv_rows=right.x.shape[0])
+            beside = other.dispatch(x, idx, weights)  # meanwhile, in another stream
+            out.event.wait()
+            res = buffer.combine(out.x, out.handle, async_finish=True)
+            res.event.wait()
+            assert torch.equal(out.x, right.x) and torch.equal(res.x, right_sum) and torch.equal(beside.x, right.x)
+            res.event.synchronize()
+            assert res.event.query()
+
+
+def test_asynchronous_operations_in_their_own_stream(pools):
+    pools(2).run(asynchronously)
+
+
+def overflow(rank: int) -> list[str]:
+    messages = []
+    with make_buffer() as buffer:
+        x, idx, weights = inputs(rank, 0)
+        right = buffer.dispatch(x, idx, weights)
+        out = buffer.dispatch(x, idx, weights, max_recv_rows=3)
+        buffer.combine(out.x, out.handle)
+        with pytest.raises(ValueError) as caught:
+            out.event.synchronize()
+        messages.append(str(caught.value))
+        torch.distributed.barrier()
+        bad = idx.clone()
+        bad[5, 1] = EXPERTS
+        with pytest.raises(ValueError) as caught:
+            buffer.dispatch(x, bad, weights)
+        messages.append(str(caught.value))
+        torch.distributed.barrier()
+        again = buffer.dispatch(x, idx, weights)  # the buffer is as good as before
+        assert torch.equal(again.x, right.x)
+    return messages
+
+
+def test_errors_that_the_device_finds(pools):
+    for too_few, bad_entry in pools(2).run(overflow):
+        assert too_few.startswith("max_recv_rows: too small: rank 0 needs") and "given 3" in too_few
+        assert bad_entry.startswith(f"topk_idx[5, 1]: given {EXPERTS}, allowed: -1")
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 5, 132])
+def test_any_number_of_multiprocessors(pools, num_sms):
+    case = Case(2, 2, torch.bfloat16, num_topk=3, experts_per_rank=3, alignment=8, tokens="many")
+    given = make_inputs(case)
+    ranks = pools(2).run(run_on, case, given, num_sms)
+    for (out, x), (right, (right_x, _)) in zip(ranks, expected_of(case, given, None)):
+        assert_same(out.x, right.x, "out.x")
+        assert_same(out.topk_weights, right.topk_weights, "out.topk_weights")
+        assert_same(x, right_x, "combined x")
+
+
+def run_on(rank: int, case: Case, given, num_sms: int):
+    device = device_of("cuda", rank)
+    sizes = dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, dtype=case.dtype)
+    with make_buffer(**sizes, max_tokens_per_rank=2500, num_sms=num_sms) as buffer:
+        tensors = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+        out = buffer.dispatch(*tensors, expert_alignment=case.alignment)
+        y, _ = expert_rows(case, out, rank)
+        return Received.of(out), buffer.combine(to(device, y), out.handle).x
+
+
+@pytest.mark.parametrize("num_topk,experts_per_rank", [(32, 16), (8, 1024), (1, 1)])
+def test_extreme_numbers_of_experts(pools, num_topk, experts_per_rank):
+    shape = dict(num_topk=min(num_topk, 2 * experts_per_rank), experts_per_rank=experts_per_rank)
+    check_case(pools, "cuda", Case(2, 2, torch.bfloat16, **shape))
+
+
+def large(rank: int) -> None:
+    """Outputs of more than 2^31 bytes."""
+    device, tokens, hidden = device_of("cuda", rank), 20000, 7168
+    with make_buffer(hidden=hidden, num_experts=8, num_topk=8, max_tokens_per_rank=tokens) as buffer:
+        x = torch.randn(tokens, hidden, device=device).bfloat16()
+        idx = torch.arange(8, device=device).repeat(tokens, 1)
+        out = buffer.dispatch(x, idx)
+        assert out.x.numel() * 2 > 2**31
+        for part in out.x.view(8, tokens, hidden):
+            assert torch.equal(part, x)
+        total = buffer.combine(out.x, out.handle).x
+        assert torch.equal(total, (x.float() * 8).bfloat16())
+
+
+def test_more_than_two_gigabytes(pools):
+    pools(1).run(large)
+
+
+def outlive(rank: int, victim: int) -> tuple:
+    buffer = make_buffer(timeout_s=3)
+    x, idx, weights = inputs(rank, 0)
+    out = buffer.dispatch(x, idx, weights)
+    torch.cuda.synchronize()
+    torch.distributed.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        buffer.combine(out.x, out.handle).event.synchronize()
+    seconds = time.monotonic() - begin
+    with pytest.raises(ep.PeerTimeoutError):
+        buffer.dispatch(x, idx, weights)
+    buffer.destroy()
+    assert float((x.float() + 1).sum()) == float((x.float() + 1).sum())  # the context is of use
+    group = torch.distributed.new_group([r for r in range(3) if r != victim], use_local_synchronization=True)
+    with make_buffer(group=group) as buffer:
+        buffer.dispatch(x, idx, weights).event.synchronize()
+    error = caught.value
+    return error.operation, error.phase, error.late_ranks, seconds
+
+
+def test_a_dead_rank_is_named_and_outlived():
+    with RankPool(3, timeout_s=60) as pool:
+        for result in pool.run(outlive, 1, allow_dead={1}):
+            if result is not None:
+                operation, phase, late_ranks, seconds = result
+                assert (operation, late_ranks) == ("combine", (1,)) and phase in ("free slots", "partial sums")
+                assert 2 < seconds < 12
