@@ -162,8 +162,8 @@ class Buffer:
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
-                      what each rank needs, if that is too few for one of them. On the CUDA engine no host waits then, and
-                      that error and others that need the counts come from a later call: the next operation,
+                      what each rank needs, if that is too few for one of them. With the CUDA engine no host waits then,
+                      so that this error and others that need the counts come from a later call: the next operation,
                       out.event.synchronize() or destroy(); what was received is not of use
         async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
                       complete in the order of the current stream; this one runs in a stream of the buffer's own.)

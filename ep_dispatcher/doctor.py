@@ -128,7 +128,9 @@ def load_module(name: str) -> str:
         "spec.loader.exec_module(util.module_from_spec(spec))"
     )
     _run(sys.executable, "-c", code, name, str(path))
-    sources = [s for s in (PACKAGE.parent / "csrc").glob("**/*") if s.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    csrc, engine = PACKAGE.parent / "csrc", name.removeprefix("_C_")
+    sources = [s for folder in ("common", engine) for s in (csrc / folder).glob("*")]
+    sources += csrc.glob(f"bindings_{engine}.cpp")
     stale = [s.name for s in sources if s.stat().st_mtime > path.stat().st_mtime]
     if stale:
         raise Unusable(f"older than csrc/ ({', '.join(sorted(stale)[:3])})")
