@@ -172,7 +172,8 @@ class Buffer:
         not allowed, and PeerTimeoutError if a peer does not come in time.
         """
         options = dict(layout=layout, expert_alignment=expert_alignment, quantize=quantize)
-        with self._live_engine().asynchronous() if async_finish else nullcontext():
+        inputs = (x, topk_idx, topk_weights, getattr(handle, "plan", None))
+        with self._live_engine().asynchronous(*inputs) if async_finish else nullcontext():
             return self._dispatch(
                 self._run_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
             )
@@ -192,7 +193,11 @@ class Buffer:
 
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
         """
-        with self._live_engine().asynchronous() if async_finish else nullcontext():
+        with (
+            self._live_engine().asynchronous(y, topk_weights, getattr(handle, "plan", None))
+            if async_finish
+            else nullcontext()
+        ):
             return self._combine(self._run_combine, y, handle, topk_weights)
 
     def counters(self) -> dict[str, list[int]]:

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   __shared__ bool ok;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
-  if (has_failed(context)) return;
+  if (__syncthreads_or(has_failed(context))) return;  // all threads or none
   const int block = blockIdx.x, pushing = args.num_push_blocks;
   const bool pushes = block < pushing;
   const Part push{block, pushing};

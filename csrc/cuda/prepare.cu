@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char shared[];
   __shared__ bool free_to_write;
   const uint64_t epoch = context.state->epoch + 1;
-  if (has_failed(context)) return;
+  if (__syncthreads_or(has_failed(context))) return;  // all threads or none
   Scratch scratch;
   carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
   if (threadIdx.x < 32) {

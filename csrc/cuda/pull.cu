@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ bool arrived;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
-  if (has_failed(context)) return;
+  if (__syncthreads_or(has_failed(context))) return;  // all threads or none
   const int warp = threadIdx.x / 32;
   clear_rows(context, args);
   if (warp == 0) {

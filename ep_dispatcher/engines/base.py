@@ -79,7 +79,8 @@ class Engine(Protocol):
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 
-    def asynchronous(self) -> AbstractContextManager: ...  # operations inside need not be complete at their end
+    # Operations inside need not be complete at their end. `inputs`: the tensors they are given, or pairs of them.
+    def asynchronous(self, *inputs) -> AbstractContextManager: ...
 
     def event(self) -> Event: ...  # of the last operation
 

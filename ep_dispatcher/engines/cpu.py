@@ -175,7 +175,7 @@ class CpuEngine:
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
-    def asynchronous(self):
+    def asynchronous(self, *inputs):
         return nullcontext()
 
     def event(self) -> CompletedEvent:

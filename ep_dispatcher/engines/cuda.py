@@ -31,6 +31,7 @@ _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
 
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
 DEFAULT_SMS = 24
+MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
 
 
 def _address(t: Tensor | None) -> int:
@@ -70,6 +71,7 @@ class CudaEngine:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._in_use = threading.Lock()
         self._ticket = 0
+        self._launched = False  # a part of the operation under way
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
@@ -81,6 +83,8 @@ class CudaEngine:
         def allocate():
             if topology.num_ranks > _C_cuda.max_ranks:
                 checks.fail("group", f"{topology.num_ranks} ranks", f"at most {_C_cuda.max_ranks} with engine='cuda'")
+            if config.num_experts > MAX_EXPERTS:
+                checks.fail("num_experts", config.num_experts, f"at most {MAX_EXPERTS} with engine='cuda'")
             self._device = torch.device("cuda", torch.cuda.current_device())
             self._memory = symmetric_memory.empty(_C_cuda.region_bytes(s), dtype=torch.uint8, device=self._device)
             self._memory[: _C_cuda.flag_bytes(s)].zero_()
@@ -126,6 +130,7 @@ class CudaEngine:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
             self._c.prepare(args, plan.data_ptr(), stream)
+            self._launched = True
             if counted:
                 num_rows = self._c.wait_for_counts(self._ticket)
                 if num_rows < 0:
@@ -194,12 +199,16 @@ class CudaEngine:
         return StreamEvent(self)
 
     @contextmanager
-    def asynchronous(self) -> Iterator[None]:
+    def asynchronous(self, *inputs) -> Iterator[None]:
         """Operations inside run in a stream of the buffer's own, which starts where the current stream is now."""
         self._caller = torch.cuda.current_stream(self._device)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self._device, priority=-1)
         self._own_stream.wait_stream(self._caller)
+        for value in inputs:
+            for t in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(t, Tensor) and t.is_cuda:
+                    t.record_stream(self._own_stream)
         try:
             with torch.cuda.stream(self._own_stream):
                 yield
@@ -240,11 +249,13 @@ class CudaEngine:
                 if not torch.cuda.is_current_stream_capturing():
                     self.join()
                 self._stream = stream
-            if self._caller is not None:
-                for t in inputs:
-                    if t is not None:
-                        t.record_stream(stream)
+            self._launched = False
             yield stream.cuda_stream
+        except BaseException as error:  # between two kernels, no memory for the outputs say: peers wait for the second
+            if self._launched and self._failure is None:
+                text = f"this buffer gave up in {name}, by {type(error).__name__}: {error}; destroy() it"
+                self._failure = partial(RuntimeError, text)
+            raise
         finally:
             self._in_use.release()
 
