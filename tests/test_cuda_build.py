@@ -1,5 +1,6 @@
 """What of the CUDA engine can be tested without a GPU: what it compiles to, and what its host side does."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -40,8 +41,6 @@ def test_kernels_spill_nothing(source, tmp_path):
 def test_the_build_switch_is_checked(wanted, path, said):
     code = "import setuptools, sys; setuptools.setup = lambda **_: None; exec(open('setup.py').read())"
     code = f"import os, shutil; shutil.which = lambda *_, **__: None; {code}" if path else code
-    import os
-
     env = os.environ | {"EP_DISPATCHER_CUDA": wanted}
     code = code.replace("open('setup.py').read()", "compile(open('setup.py').read(), 'setup.py', 'exec')")
     code = "__file__ = 'setup.py'; " + code

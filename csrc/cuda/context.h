@@ -11,7 +11,7 @@ namespace ep::cuda {
 constexpr int kMaxRanks = 8;      // of one NVLink domain
 constexpr int kChunk = 256;       // items whose partial sums are announced together
 constexpr int kVector = 16;       // bytes; bulk copies and vector accesses need multiples
-constexpr int kLine = 1024;       // bytes; rows that begin anywhere come over NVLink much slower
+constexpr int kLine = 1024;       // bytes; where rows begin, in shared memory too, so that no request has to be split
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
 
 inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
