@@ -220,6 +220,13 @@ class CudaEngine:
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
 
+    def _is_captured(self) -> bool:
+        """Whether the stream of the last operation is being captured."""
+        if self._stream is None:
+            return False
+        with torch.cuda.stream(self._stream):
+            return torch.cuda.is_current_stream_capturing()
+
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
@@ -244,13 +251,15 @@ class CudaEngine:
         if not self._in_use.acquire(blocking=False):
             raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
         try:
-            stream = torch.cuda.current_stream(self._device)
-            if self._stream is None or stream != self._stream:  # a stream is never unequal to None
-                if not torch.cuda.is_current_stream_capturing():
-                    self.join()
-                self._stream = stream
-            self._launched = False
-            yield stream.cuda_stream
+            with torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream()
+                if self._stream is None or stream != self._stream:  # a stream is never unequal to None
+                    # A graph cannot wait for what comes before it, but for streams that are captured with it.
+                    if not torch.cuda.is_current_stream_capturing() or self._is_captured():
+                        self.join()
+                    self._stream = stream
+                self._launched = False
+                yield stream.cuda_stream
         except BaseException as error:  # between two kernels, no memory for the outputs say: peers wait for the second
             if self._launched and self._failure is None:
                 text = f"this buffer gave up in {name}, by {type(error).__name__}: {error}; destroy() it"
