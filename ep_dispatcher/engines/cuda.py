@@ -177,6 +177,7 @@ class CudaEngine:
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
+        self.join()
         num_ranks, state = self._topology.num_ranks, self._state.cpu()
 
         def counter(offset: int) -> list[int]:
@@ -195,7 +196,8 @@ class CudaEngine:
             if self._failure is None:
                 self._check()
         finally:
-            del self._c, self._symmetric, self._memory
+            self._c = None
+            del self._symmetric, self._memory
 
     # ---- streams --------------------------------------------------------------------------------------------------
 
@@ -278,6 +280,8 @@ class CudaEngine:
         """Raises what kernels have found so far; the host waits for nothing."""
         if self._failure is not None:
             raise self._failure()
+        if self._c is None:  # destroyed, which has raised what there was
+            return
         if self._c.late() is not None:
             self._raise_failure("")
         self._raise_mistake()
