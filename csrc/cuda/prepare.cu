@@ -451,6 +451,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char shared[];
   __shared__ bool free_to_write;
   const uint64_t epoch = context.state->epoch + 1;
+  if (blockIdx.x == 0)  // what stays if this rank gives up before it knows better: nothing that leads out of bounds
+    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads)
+      args.dispatch.out_tokens_per_expert[e] = args.dispatch.out_rows_per_expert[e] = 0;
   if (__syncthreads_or(has_failed(context))) return;  // all threads or none
   Scratch scratch;
   carve_scratch(shared, context.sizes, args.plan_warps, &scratch);

@@ -33,7 +33,7 @@ __device__ void clear_row(const Context& context, const AllArgs& args, int64_t r
   const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = out.scale_bytes / 4;
   fill(out.out_rows + row * out.row_bytes, out.row_bytes, lane, 32);
   for (int i = lane; i < num_scales; i += 32) out.out_scales[row * num_scales + i] = 0;
-  if (args.plan.head->layout == static_cast<int32_t>(Layout::kExpert)) {
+  if (out.layout == Layout::kExpert) {
     if (out.out_weights && lane == 0) out.out_weights[row] = 0;
   } else if (lane < num_topk) {
     if (out.out_weights) out.out_weights[row * num_topk + lane] = 0;
@@ -52,6 +52,12 @@ __device__ void clear_rows(const Context& context, const AllArgs& args) {
     }
   for (int row = plan.head->num_rows + warp; row < args.dispatch.num_rows; row += num_warps)
     clear_row(context, args, row);
+}
+
+// What a rank that has given up leaves: nothing that leads whoever reads it without knowing out of bounds.
+__device__ void clear_all(const Context& context, const AllArgs& args) {
+  const int warp = threadIdx.x / 32 + kWarps * blockIdx.x, num_warps = kWarps * gridDim.x;
+  for (int64_t row = warp; row < args.dispatch.num_rows; row += num_warps) clear_row(context, args, row);
 }
 
 // Scales, weights and indices of an item whose last piece has come; `tail` is in shared memory.
@@ -189,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ bool arrived;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
-  if (__syncthreads_or(has_failed(context))) return;  // all threads or none
+  if (__syncthreads_or(has_failed(context))) return clear_all(context, args);  // all threads or none
   const int warp = threadIdx.x / 32;
   clear_rows(context, args);
   if (warp == 0) {
@@ -198,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) arrived = ok;
   }
   __syncthreads();
-  if (!arrived) return;
+  if (!arrived) return clear_all(context, args);
   ptx::fence_before_bulk();
   const size_t stages = static_cast<size_t>(args.num_stages) * args.stage_bytes;
   char* others = shared + kWarps * stages;
