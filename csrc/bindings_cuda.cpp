@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
+
 #include "cuda/engine.h"
 
 namespace py = pybind11;
@@ -108,6 +110,7 @@ PYBIND11_MODULE(_C_cuda, m) {
              const Report& report = e.report();
              const uint32_t late = *static_cast<const volatile uint32_t*>(&report.late);
              if (late == 0) return py::none();
+             std::atomic_thread_fence(std::memory_order_acquire);  // the fields come after their first one
              std::vector<int> ranks;
              for (int rank = 0; rank < kMaxRanks; ++rank)
                if (late >> rank & 1) ranks.push_back(rank);
@@ -118,8 +121,10 @@ PYBIND11_MODULE(_C_cuda, m) {
         const Report& report = e.report();
         const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
         if (kind == 0) return py::none();
+        std::atomic_thread_fence(std::memory_order_acquire);
         std::vector<int32_t> details(report.detail, report.detail + 3);
         std::vector<int64_t> values(report.values, report.values + 2 * e.sizes().num_ranks);
+        std::atomic_thread_fence(std::memory_order_release);  // a kernel may write them again once it is cleared
         e.clear_mistake();
         return py::make_tuple(kind, details, values);
       });
