@@ -227,7 +227,7 @@ class CudaEngine:
 
     def _is_captured(self) -> bool:
         """Whether the stream of the last operation is being captured."""
-        if self._stream is None:
+        if self._stream is None or self._stream.cuda_stream == 0:  # the default stream cannot be, nor always be asked
             return False
         with torch.cuda.stream(self._stream):
             return torch.cuda.is_current_stream_capturing()
