@@ -86,8 +86,8 @@ class CudaEngine:
             if config.num_experts > MAX_EXPERTS:
                 checks.fail("num_experts", config.num_experts, f"at most {MAX_EXPERTS} with engine='cuda'")
             self._device = torch.device("cuda", torch.cuda.current_device())
-            # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with the
-            # old mapping could then write into a later buffer. This is unmapped, and lives while a peer has it mapped.
+            # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with
+            # the old mapping could then write into a later buffer. This lives while a peer has it mapped.
             allocate_symmetric = symmetric_memory._SymmetricMemory.empty_strided_p2p
             self._memory = allocate_symmetric((_C_cuda.region_bytes(s),), (1,), torch.uint8, self._device)
             self._memory[: _C_cuda.flag_bytes(s)].zero_()
