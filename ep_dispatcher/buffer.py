@@ -6,6 +6,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
+from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CombineOutput, CompletedEvent, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
 
@@ -55,8 +57,12 @@ class Buffer:
     timeout_s            limit of every operation in seconds; None: EP_DISPATCHER_TIMEOUT_S, which is 100 by default
     num_sms              for GPU engines; the CPU engine takes no notice
 
+    ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
+
     Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks.
     """
+
+    note: str = ""
 
     def __init__(
         self,
@@ -312,12 +318,22 @@ class Buffer:
         rows, scales, topk_idx, topk_weights, plan = tensors
         topk_idx = None if topk_idx is None else topk_idx.long()
         engine = self._live_engine()
-        received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
+        with self._noted():
+            received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
         return *received, None
 
     def _run_combine(self, y, plan, topk_weights, num_tokens):
         weights = None if topk_weights is None else topk_weights.detach().contiguous()
-        return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+        with self._noted():
+            return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+
+    @contextmanager
+    def _noted(self):
+        try:
+            yield
+        except PeerTimeoutError as error:
+            error.note = self.note
+            raise
 
 
 def _gather(group: ProcessGroup, produce: Callable[[], Any]) -> list:
