@@ -28,18 +28,9 @@ runpy.run_path({example!r}, run_name="__main__")
 
 
 def run_example(script: Path, *args: str, env: dict | None = None) -> subprocess.CompletedProcess:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        *args,
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*torchrun, str(script), *args], env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
