@@ -133,7 +133,7 @@ def make_layer(config, layer_number: int = 1):
     def route_any_number(x: Tensor, *args, **kwargs):
         if x.numel():
             return route(x, *args, **kwargs)
-        # Megatron's router cannot view a tensor without elements. Differentiable: with alltoall the backward is collective.
+        # Megatron's router cannot view a tensor without elements. With a gradient: alltoall's backward is collective.
         probs = torch.nn.functional.linear(x.flatten(0, -2), layer.router.weight)
         probs = probs.to({"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype))
         return probs, probs.bool()

@@ -45,7 +45,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     elif not shared.buffers or config.variable_seq_lengths:
         most = torch.tensor(num_tokens, device=hidden_states.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        needed = max(int(most), 0 if shared.buffers else _tokens_by_arguments())
+        needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
     elif num_tokens > shared.max_tokens:
         needed = _agree_to_grow(group, shared, num_tokens)
     if needed > shared.max_tokens:
@@ -76,11 +76,11 @@ atexit.register(destroy_buffers)
 
 
 def _tokens_by_arguments() -> int:
-    """Tokens of one rank in one microbatch by the arguments of megatron.training; 0 where it is not in use."""
+    """Tokens of one rank in one microbatch by the arguments of megatron.training; 1 where it is not in use."""
     module = sys.modules.get("megatron.training.global_vars")
     args = getattr(module, "_GLOBAL_ARGS", None)
     if args is None:
-        return 0
+        return 1  # a buffer holds one at least, also when nobody brings any
     ways = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     return -(-args.seq_length // ways) * args.micro_batch_size
 
