@@ -90,7 +90,7 @@ def run_order(rank: int, tokens: list, order: str, expected: str, settings: dict
                 flying[number].backward()
                 one_at_a_time[number] = flying[number].tensors() | grads_of(layer)
     assert "".join(one[0] for one in seen) == expected, seen
-    for number, x in enumerate(xs):
+    for number in range(len(xs)):
         assert one_at_a_time[number].keys() == wanted[number].keys()
         assert_agree(one_at_a_time[number], wanted[number], f"microbatch {number} of {len(xs)}")
     assert not layer.token_dispatcher._plans._kept, "a plan is kept that nobody comes back for"

@@ -13,7 +13,9 @@ PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> None:
     """ValueError with the flag's name for a setting that Megatron accepts and this dispatcher does not."""
     flag, modules = _graph_modules(config)
-    if config.cuda_graph_impl == "full_iteration" or "full_iteration" in modules:
+    if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
+        checks.fail("--cuda-graph-impl", "full_iteration", "local, transformer_engine: dispatch is not captured yet")
+    if "full_iteration" in modules:
         checks.fail(flag, "full_iteration", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
     if config.cuda_graph_impl != "none":
         if not modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -22,6 +23,7 @@ STEPS = (
     "token_combine",
     "combine_postprocess",
 )
+_UNKNOWN = "this Megatron is not laid out as ep_dispatcher needs it, and nothing was replaced"
 logger = logging.getLogger(__name__)
 
 
@@ -73,13 +75,19 @@ def register() -> Registration:
         patches = _patches()
         for patch in patches:
             old = getattr(patch.owner, patch.name)
+            _undo.append(_undoing(patch.owner, patch.name, old))
             setattr(patch.owner, patch.name, patch.make(old))
-            _undo.append(
-                functools.partial(setattr, patch.owner, patch.name, _plain_new if old is object.__new__ else old)
-            )
         _active = Registration(version, tuple(patch.text for patch in patches))
         logger.info("%s", _active)
     return _active
+
+
+def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
+    if old is object.__new__:
+        old = _plain_new
+    elif isinstance(owner, type) and name not in vars(owner):  # inherited
+        return functools.partial(delattr, owner, name)
+    return functools.partial(setattr, owner, name, old)
 
 
 def unregister() -> None:
@@ -104,9 +112,12 @@ def _check_version(version: str) -> None:
 
 def _patches() -> list[_Patch]:
     """What has to be replaced in this Megatron, after a look at everything that it rests on."""
-    from megatron.core.models.gpt import fine_grained_callables
-    from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    try:
+        from megatron.core.models.gpt import fine_grained_callables
+        from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+    except ImportError as error:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
 
     unexpected: list[str] = []
 
@@ -129,7 +140,8 @@ def _patches() -> list[_Patch]:
     # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
     scheduler = fine_grained_callables
     if not hasattr(scheduler, "should_free_input"):
-        from megatron.core.models.common import utils as scheduler
+        with contextlib.suppress(ImportError):
+            from megatron.core.models.common import utils as scheduler
     free = getattr(scheduler, "should_free_input", None)
     given = list(inspect.signature(free).parameters)[:3] if free else []
     expect(given == ["name", "is_moe", "config"], f"should_free_input takes {given}, not ['name', 'is_moe', 'config']")
@@ -138,10 +150,7 @@ def _patches() -> list[_Patch]:
     if skips:
         expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
     if unexpected:
-        raise UnknownMegatronError(
-            "this Megatron is not laid out as ep_dispatcher needs it, and nothing was replaced: "
-            + "; ".join(unexpected)
-        )
+        raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
 
     shown = scheduler.__name__.removeprefix("megatron.core.")
     patches = [
@@ -171,12 +180,13 @@ def _plain_new(cls, *args, **kwargs):
 
 
 def _choose_class(old):
-    def make(cls, num_local_experts, local_expert_indices, config, pg_collection=None):
-        if not is_ours(config):
+    def make(cls, *args, **kwargs):
+        config = kwargs.get("config", args[2] if len(args) > 2 else None)  # none: a copy is made of another backend's
+        if config is None or not is_ours(config):
             return object.__new__(cls)
         from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 
-        return MoEEPTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection)
+        return MoEEPTokenDispatcher(*args, **kwargs)
 
     return make
 
