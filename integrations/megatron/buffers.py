@@ -95,6 +95,7 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
     try:
         store.wait(ranks, timedelta(seconds=limit_s))
     except RuntimeError:
+        store.delete_key(str(rank))
         missing = ", ".join(r for r in ranks if not store.check([r]))
         checks.fail(
             "hidden_states",

@@ -63,8 +63,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self.config.moe_pad_expert_input_to_capacity:
             # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
             routing_map = routing_map & (probs != 0)
-        if not routing_map.is_cuda or self._num_forwards == 0:  # on a GPU the host waits for it, once
-            most = int(routing_map.sum(1).max()) if routing_map.numel() else 0
+        if not routing_map.is_cuda or not (self._num_forwards or torch.cuda.is_current_stream_capturing()):
+            most = int(routing_map.sum(1).max()) if routing_map.numel() else 0  # on a GPU the host waits for it: once
             if most > self.config.moe_router_topk:
                 checks.fail(
                     "routing_map", f"a token with {most} experts", f"--moe-router-topk {self.config.moe_router_topk}"
