@@ -66,10 +66,9 @@ def differing(before: dict) -> list[str]:
 def register_and_undo(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
+    from ep_dispatcher.integrations.megatron import register, unregister
     from megatron.core.transformer.moe import experts, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from ep_dispatcher.integrations.megatron import register, unregister
 
     flex = token_dispatcher.MoEFlexTokenDispatcher
     unregister()
@@ -90,20 +89,20 @@ def register_and_undo(rank: int) -> None:
         assert text.startswith("ep_dispatcher is a backend of Megatron-core") and megatron.core.__version__ in text
         assert text.count("\n") == len(registration.replaced)
         assert type(make_layer(make_config()).token_dispatcher).__name__ == CLASSES[OURS]
-        assert "ep_dispatcher" in get_args(before_type()) and "deepep" in get_args(before_type())
+        assert "ep_dispatcher" in get_args(type_of_the_field()) and "deepep" in get_args(type_of_the_field())
 
         unregister()
         unregister()
         assert not differing(before), "all is as it was"
         assert ("set_layer_number" in vars(MoELayer)) == ("set_layer_number" not in vars(MoELayer.__base__))
-        assert "ep_dispatcher" not in get_args(before_type())
+        assert "ep_dispatcher" not in get_args(type_of_the_field())
         # The class makes itself again, and Megatron does not know our name.
         assert type(flex.__new__(flex)) is flex
         assert "ep_dispatcher" in error_of(lambda: make_layer(make_config()))
         assert type(make_layer(make_config("alltoall")).token_dispatcher).__name__ == CLASSES["alltoall"]
 
 
-def before_type():
+def type_of_the_field():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig.__dataclass_fields__["moe_flex_dispatcher_backend"].type
@@ -116,9 +115,8 @@ def test_register_and_undo():
 def own_backends(rank: int) -> None:
     """Megatron's own backends behave the same before, with and after a registration."""
     use_layout(Layout(ep=2))
-    from megatron.core.transformer.moe import token_dispatcher
-
     from ep_dispatcher.integrations.megatron import register, unregister
+    from megatron.core.transformer.moe import token_dispatcher
 
     flex = token_dispatcher.MoEFlexTokenDispatcher
 
@@ -128,7 +126,7 @@ def own_backends(rank: int) -> None:
 
     def behaviour() -> list:
         seen = []
-        for backend in get_args(before_type()):
+        for backend in get_args(type_of_the_field()):
             if backend == OURS:
                 continue
             config = make_config("flex", moe_flex_dispatcher_backend=backend)
@@ -169,11 +167,10 @@ def test_megatrons_own_backends_are_left_alone():
 def unknown_layouts(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
+    from ep_dispatcher.integrations.megatron import plugin, register, unregister
     from megatron.core.models.gpt import fine_grained_callables
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from ep_dispatcher.integrations.megatron import plugin, register, unregister
 
     unregister()
     flex = token_dispatcher.MoEFlexTokenDispatcher
@@ -233,7 +230,6 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced():
 def other_versions(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
-
     from ep_dispatcher.integrations.megatron import register, unregister
 
     for version, warns in [("0.99.0", True), ("1.0.0+abc", True), ("0.16.1", False), ("0.19.2+1234567", False)]:
@@ -282,13 +278,9 @@ def flags(rank: int) -> None:
     )
     assert "moe_expert_capacity_factor" in text
     if hasattr(make_config(), "moe_expert_rank_capacity_factor"):  # 0.18 and newer
-        config = make_config(moe_expert_rank_capacity_factor=1.5, **op_fuser())
+        config = make_config(moe_expert_rank_capacity_factor=1.5, use_transformer_engine_op_fuser=True)
         assert config.moe_expert_rank_capacity_factor == 1.5
         assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", OURS)
-
-
-def op_fuser() -> dict:
-    return dict(use_transformer_engine_op_fuser=True)
 
 
 def vars_of(config) -> dict:
@@ -299,6 +291,20 @@ def vars_of(config) -> dict:
 
 def test_flags():
     run(flags)
+
+
+def skipped_padding(rank: int) -> None:
+    """Experts leave out their own padding, for ours alone: rows arrive padded."""
+    use_layout(Layout(ep=2))
+    from megatron.core.transformer.moe import experts, moe_utils
+
+    if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
+        assert experts.skip_routed_expert_padding(make_config())
+        assert not experts.skip_routed_expert_padding(make_config("alltoall"))
+
+
+def test_experts_do_not_pad_again():
+    run(skipped_padding)
 
 
 def refusals(rank: int) -> None:
@@ -360,7 +366,7 @@ def test_what_cannot_be_supported_is_refused_by_its_flag_when_the_layer_is_built
 
 
 def parsers(rank: int) -> None:
-    """The parser that Megatron's training makes of TransformerConfig's fields; 0.16's package has no megatron.training."""
+    """The parser that Megatron's training makes of TransformerConfig's fields; 0.16's package has no training."""
     use_layout(Layout(ep=2))
     import argparse
     import typing
@@ -370,11 +376,10 @@ def parsers(rank: int) -> None:
     try:
         from megatron.training.argument_utils import ArgumentGroupFactory
     except ImportError:
-        assert OURS in get_args(before_type())
+        assert OURS in get_args(type_of_the_field())
         return
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from ep_dispatcher.integrations.megatron import unregister
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     def parse():
         parser = argparse.ArgumentParser(exit_on_error=False)

@@ -15,6 +15,7 @@ from megatron_layer import (
     difference,
     grads_of,
     make_config,
+    make_layer,
     megatron_pool,
     random,
     set_weights,
@@ -159,3 +160,36 @@ def free_inputs(rank: int) -> None:
 
 def test_inputs_that_are_needed_are_not_freed():
     megatron_pool(2).run(free_inputs)
+
+
+# ---- partial CUDA graphs --------------------------------------------------------------------------------------------
+
+
+def resume(rank: int) -> None:
+    """A graph that ends after preprocess: its outputs and the attributes named come back, and the rest runs on."""
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config(**SETTINGS[1]))
+    dispatcher = layer.token_dispatcher
+    results = []
+    for replayed in (False, True):
+        layer.zero_grad()
+        x = tokens_of(rank).requires_grad_()
+        probs, routing_map = layer.router(x)
+        tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        if replayed:
+            captured = {name: getattr(dispatcher, name).detach().clone() for name in dispatcher.cudagraph_attrs}
+            other = tokens_of(rank, 9)
+            dispatcher.dispatch_preprocess(other, *reversed(layer.router(other)))  # in between, as another microbatch
+            for name, value in captured.items():
+                setattr(dispatcher, name, value)
+        rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
+        output = dispatcher.combine_preprocess(layer.experts(rows, counts, permuted_probs)[0])
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
+        (output * loss_grad(x)).sum().backward()
+        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layer))
+    assert dispatcher.cudagraph_attrs and results[0]["router.weight"].any()
+    assert_agree(results[1], results[0])
+
+
+def test_a_partial_graph_that_ends_after_preprocess():
+    megatron_pool(2).run(resume)
