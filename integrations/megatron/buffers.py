@@ -95,8 +95,8 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
     try:
         store.wait(ranks, timedelta(seconds=limit_s))
     except RuntimeError:
-        store.delete_key(str(rank))
         missing = ", ".join(r for r in ranks if not store.check([r]))
+        store.delete_key(str(rank))
         checks.fail(
             "hidden_states",
             f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {shared.max_tokens} on rank {missing}",
