@@ -83,12 +83,22 @@ def use_layout(layout: Layout) -> None:
     if layout != _layout:
         if _layout is not None:
             parallel_state.destroy_model_parallel()
+            _end_groups()
         parallel_state.initialize_model_parallel(
+            create_gloo_process_groups=False,  # they all are: these would be a second set of the same
             tensor_model_parallel_size=layout.tp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
         _layout = layout
+
+
+def _end_groups() -> None:
+    """Megatron only forgets its groups. Each has threads, and one of them looks for messages 100 times a second."""
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def make_config(dispatcher: str = OURS, **settings):
