@@ -125,7 +125,7 @@ UNEVEN = {EP4: (12, 0, 17, 8), EP2: (12, 0, 17, 8), TP2_EP4: (12, 12, 5, 5)}  # 
 
 
 def grid() -> list[Case]:
-    """Every 41st possible combination: with a prime, each pair of values of two features occurs."""
+    """Every 37th possible combination: each pair of values of two features that can go together is among them."""
     cases = []
     for layout, topk, capacity, shared, recompute, uneven, dtype, nodes in itertools.product(
         (EP4, EP2, TP2_EP4, ETP2, TP2_ETP2),
@@ -146,7 +146,7 @@ def grid() -> list[Case]:
         references = ALLGATHER if etp and not padded else ALLTOALL
         lengths = UNEVEN[layout] if uneven else None
         cases.append(Case(layout, settings | capacity | shared | recompute, references, lengths, nodes))
-    return cases[::41]
+    return cases[::37]
 
 
 @pytest.mark.parametrize("case", grid(), ids=lambda case: f"{case.layout}")
