@@ -136,6 +136,10 @@ class Buffer:
     def num_local_experts(self) -> int:
         return self._config.num_local_experts
 
+    @property
+    def is_destroyed(self) -> bool:
+        return self._engine is None
+
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],

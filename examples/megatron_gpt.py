@@ -254,7 +254,6 @@ def main() -> int:
         from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
         dist.init_process_group("gloo")
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
         let_megatron_run_on_cpu()
     ep_megatron.register()
     from megatron.core import parallel_state

@@ -47,7 +47,8 @@ def main() -> None:
     if not os.path.isfile(script):
         sys.exit(f"ep_dispatcher.integrations.megatron: script: given {script!r}, allowed: a Python file that exists")
     # As `python script.py` does: what lies beside the script comes first, also a megatron/ of its own.
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    if not getattr(sys.flags, "safe_path", False):  # python -P: Python puts no folder there, and so do we
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
 
     from ep_dispatcher.integrations.megatron.plugin import register
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
@@ -25,13 +26,13 @@ class _Shared:
 _shared: dict[tuple, _Shared] = {}
 
 
-def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor) -> ep.Buffer:
+def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
     """The buffer for these tokens [num_tokens, hidden], made at their first use; then collective.
 
     Its size is EP_DISPATCHER_MAX_TOKENS_PER_RANK where that is set. Else it is what Megatron's arguments say
     (sequence length x micro batch size), or the most that a rank brings to the first forward pass if that is more or
     there are no arguments. It grows when all ranks bring more at once, and with ``variable_seq_lengths`` whenever one
-    does. Raises ValueError on a rank that alone brings more.
+    does. Raises ValueError on a rank that alone brings more, PeerTimeoutError (with the note) when one does not come.
     """
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
@@ -44,7 +45,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         needed = limit
     elif not shared.buffers or config.variable_seq_lengths:
         most = torch.tensor(num_tokens, device=hidden_states.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
     elif num_tokens > shared.max_tokens:
         needed = _agree_to_grow(group, shared, num_tokens)

@@ -93,14 +93,18 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [num_tokens, hidden] and probs, as preprocessed -> rows [rows, hidden] by expert, probs [rows]."""
-        recomputed = self._plans.take(self.topk_idx, self.tp_ep_group)
+        layer = f"layer {self.layer_number}"
+        recomputed = self._plans.take(self.topk_idx, self.tp_ep_group, layer)
         if recomputed is None:
             self._num_forwards += 1
             microbatch, handle = self._num_forwards, None
-            self.buffer = buffers.shared_buffer(self.tp_ep_group, self.config, hidden_states, self.topk_idx)
+            self._where = f"{layer}, microbatch {microbatch}"
+            self.buffer = buffers.shared_buffer(
+                self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
+            )
         else:
             microbatch, self.buffer, handle = recomputed.microbatch, recomputed.buffer, recomputed.handle
-        self._where = f"layer {self.layer_number}, microbatch {microbatch}"
+            self._where = f"{layer}, microbatch {microbatch}"
         self._shared_experts_wait()
         self.buffer.note = self._where
         if handle is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -48,14 +49,22 @@ class RecomputePlans:
         if not torch.is_grad_enabled():
             self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
 
-    def take(self, topk_idx: Tensor, group: ProcessGroup) -> Kept | None:
-        """The oldest plan whose routing is this one on every rank of the group, or None. Collective."""
-        if not (self._kept and torch.is_grad_enabled()):  # the same on every rank: all run the same passes
+    def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
+        """The oldest plan whose routing is this one on every rank of the group, or None. Collective.
+
+        Raises PeerTimeoutError when a rank does not come.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        while self._kept and self._kept[0].buffer.is_destroyed:  # an error may leave unlike numbers on the ranks
+            self._kept.popleft()
+        if not self._kept:  # the same on every rank: all run the same passes
             return None
         no = topk_idx.new_zeros((), dtype=torch.bool)
         fits = [(k.topk_idx == topk_idx).all() if k.topk_idx.shape == topk_idx.shape else no for k in self._kept]
         fits = torch.stack(fits).int()
-        dist.all_reduce(fits, dist.ReduceOp.MIN, group=group)
+        note = f"{layer}, microbatch {self._kept[0].microbatch}, recompute"
+        all_reduce(fits, dist.ReduceOp.MIN, group, about="agree on the plan", note=note)
         kept, found = list(self._kept), fits.nonzero().flatten().tolist()
         self._kept.clear()
         if not found:
