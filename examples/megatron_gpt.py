@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import ep_dispatcher.integrations.megatron as ep_megatron
@@ -186,7 +187,7 @@ def compare(losses: dict[str, list[float]]) -> dict[str, float]:
 
 
 def run(args) -> bool:
-    say = print if dist.get_rank() == 0 else lambda text: None
+    say = partial(print, flush=True) if dist.get_rank() == 0 else lambda text: None
     chosen = {
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
         "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
@@ -235,6 +236,7 @@ def run(args) -> bool:
         }
         (args.out / "report.json").write_text(json.dumps(report))
         say(f"figures: {args.out / 'report.json'}")
+    dist.barrier()  # torchrun stops all ranks as soon as one has failed: first everything is said
     return agree
 
 
