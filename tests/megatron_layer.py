@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -96,9 +97,10 @@ def use_layout(layout: Layout) -> None:
 def _end_groups() -> None:
     """Megatron only forgets its groups. Each has threads, and one of them looks for messages 100 times a second."""
     dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    gc.collect()  # they end with the last layer that knows them
 
 
 def make_config(dispatcher: str = OURS, **settings):
