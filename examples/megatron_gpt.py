@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import ep_dispatcher
 
 REPORT_EVERY_S = 5.0
-FIRST_STEPS, FIRST_LIMIT = 5, 1e-4  # before training has had time to make rounding grow
+FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # before training has had time to make rounding grow
 LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # of the steps; the means of the last ones may differ by so much
 
 
