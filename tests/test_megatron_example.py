@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, torchrun
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "megatron_gpt.py"
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --moe-ffn-hidden-size 32 --num-experts 4 --seq-length 32 "
@@ -27,16 +26,10 @@ runpy.run_path({example!r}, run_name="__main__")
 """
 
 
-def run_example(script: Path, *args: str, env: dict | None = None) -> subprocess.CompletedProcess:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    return subprocess.run([*torchrun, str(script), *args], env=env, capture_output=True, text=True, timeout=300)
-
-
 def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
-    done = run_example(EXAMPLE, *TINY, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "MoEEPTokenDispatcher" in done.stdout and "\nAGREE" in done.stdout
+    code, output, errors = torchrun(2, str(EXAMPLE), *TINY, "--out", str(tmp_path), timeout_s=300)
+    assert code == 0, output + errors
+    assert "MoEEPTokenDispatcher" in output and "\nAGREE" in output
     report = json.loads((tmp_path / "report.json").read_text())
     ours, theirs = report["training_bits_per_byte"].values()
     assert list(report["training_bits_per_byte"])[0] == "ep_dispatcher"
@@ -47,8 +40,8 @@ def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
 def test_a_wrong_dispatcher_is_found(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_COMBINE.format(folder=str(EXAMPLE.parent), example=str(EXAMPLE)))
-    done = run_example(script, *TINY, "--out", str(tmp_path))
-    assert done.returncode != 0 and "\nDIFFERENT" in done.stdout, done.stdout + done.stderr
+    code, output, errors = torchrun(2, str(script), *TINY, "--out", str(tmp_path), timeout_s=300)
+    assert code != 0 and "\nDIFFERENT" in output, output + errors
 
 
 def test_without_torchrun_it_says_how_to_start_it():

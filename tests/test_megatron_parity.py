@@ -3,18 +3,13 @@
 import contextlib
 import importlib.util
 import io
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_module, torchrun
 
 from ep_dispatcher.testing import RankPool
 
-ROOT = Path(__file__).parent.parent
 MODULE = "ep_dispatcher.integrations.megatron.parity"
 EXPERTS = ["gradient of experts.*.linear_fc1.weight", "gradient of experts.*.linear_fc2.weight"]
 SAME = "the same within rounding"
@@ -261,27 +256,14 @@ def test_help(parity):
 # ---- as it is started -----------------------------------------------------------------------------------------------
 
 
-def start(*command: str) -> tuple[int, str, str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    pipe = subprocess.PIPE
-    run = [sys.executable, "-m", *command]
-    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as process:
-        try:
-            output, errors = process.communicate(timeout=180)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-    return process.returncode, output, errors
-
-
 def test_with_torchrun():
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, output, errors = start(*torchrun, "-m", MODULE, *SMALL, "--timed-steps", "3", "--steps", "1")
+    flags = (*SMALL, "--timed-steps", "3", "--steps", "1")
+    code, output, errors = torchrun(2, "-m", MODULE, *flags)
     assert (code, verdict(output)) == (0, SAME), errors
     assert "median of 3: alltoall " in output and "includes experts" in output
 
 
 def test_alone_and_refused():
-    code, output, errors = start(MODULE, "--hidden-size", "6")
+    code, output, errors = run_module(MODULE, "--hidden-size", "6")
     assert code == 2 and output.startswith("refused: --hidden-size") and output.count("\n") == 1
     assert "Traceback" not in errors

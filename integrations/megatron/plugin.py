@@ -98,11 +98,17 @@ def unregister() -> None:
     _active = None
 
 
-def _check_version(version: str) -> None:
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number; none, which is older than all, where there are none to read."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or tuple(map(int, numbers.groups())) < OLDEST:
+    return tuple(map(int, numbers.groups())) if numbers else ()
+
+
+def _check_version(version: str) -> None:
+    numbers = _numbers(version)
+    if numbers < OLDEST:
         raise UnknownMegatronError(f"megatron-core: given {version}, allowed: {OLDEST[0]}.{OLDEST[1]} or newer")
-    if tuple(map(int, numbers.groups())) > NEWEST_RUN:
+    if numbers > NEWEST_RUN:
         warnings.warn(
             f"megatron-core {version} is newer than {NEWEST_RUN[0]}.{NEWEST_RUN[1]}, the newest that ep_dispatcher was "
             "run with; its layout is as expected. `python -m ep_dispatcher.integrations.megatron.parity` compares.",
@@ -225,7 +231,7 @@ def _check_config(old):
 def _before(*version: int) -> bool:
     import megatron.core
 
-    return tuple(map(int, re.match(r"(\d+)\.(\d+)", megatron.core.__version__).groups())) < version
+    return _numbers(megatron.core.__version__) < version
 
 
 def _pass_number_on(old):
