@@ -1,5 +1,6 @@
 # One command per chore; each first sets up what it needs.
 #   make demo     train a small MoE language model over several ranks (ARGS="..." is passed on)
+#   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
 #   make test     run every test
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)
 #   make doctor   say what was found on this machine, what will be used, and how to get the rest (works before setup)
@@ -29,12 +30,16 @@ ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the s
 $(shell rm -rf $(STAMPS))
 endif
 
-.PHONY: demo test bench doctor format check-format setup clean distclean
+.PHONY: demo demo-megatron test bench doctor format check-format setup clean distclean
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(SAY) 'examples/train_moe_lm.py'
 	$(PY) examples/train_moe_lm.py $(ARGS)
+
+demo-megatron: setup
+	$(SAY) 'examples/megatron_gpt.py'
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 4 examples/megatron_gpt.py $(ARGS)
 
 test: setup
 	$(SAY) 'tests'

@@ -6,7 +6,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
+from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
 
@@ -58,8 +59,12 @@ class Buffer:
     num_sms              the most multiprocessors that the CUDA engine uses at a time, 24 by default; the CPU engine
                          takes no notice
 
+    ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
+
     Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks.
     """
+
+    note: str = ""
 
     def __init__(
         self,
@@ -133,6 +138,10 @@ class Buffer:
     @property
     def num_local_experts(self) -> int:
         return self._config.num_local_experts
+
+    @property
+    def is_destroyed(self) -> bool:
+        return self._engine is None
 
     def dispatch(
         self,
@@ -323,12 +332,22 @@ class Buffer:
         rows, scales, topk_idx, topk_weights, plan = tensors
         topk_idx = None if topk_idx is None else topk_idx.long()
         engine = self._live_engine()
-        received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
+        with self._noted():
+            received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
         return *received, None
 
     def _run_combine(self, y, plan, topk_weights, num_tokens):
         weights = None if topk_weights is None else topk_weights.detach().contiguous()
-        return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+        with self._noted():
+            return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+
+    @contextmanager
+    def _noted(self):
+        try:
+            yield
+        except PeerTimeoutError as error:
+            error.note = self.note
+            raise
 
 
 def _gather(group: ProcessGroup, produce: Callable[[], Any]) -> list:

@@ -82,6 +82,13 @@ SWITCHES = (
         "how long a waiting rank of the cpu engine spins before it sleeps",
         _int_from(0),
     ),
+    Switch(
+        "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
+        None,
+        "an integer of at least 1",
+        "size of the Megatron integration's buffers; unset: from Megatron's arguments and the first forward pass",
+        _int_from(1),
+    ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
 _OF_THE_BUILD = ("EP_DISPATCHER_CUDA",)  # setup.py reads it
@@ -106,6 +113,10 @@ def timeout_s() -> float:
 
 def spin_us() -> int:
     return read("EP_DISPATCHER_SPIN_US")
+
+
+def max_tokens_per_rank() -> int | None:
+    return read("EP_DISPATCHER_MAX_TOKENS_PER_RANK")
 
 
 def unknown() -> list[str]:

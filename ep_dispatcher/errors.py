@@ -10,8 +10,10 @@ class PeerTimeoutError(RuntimeError):
 
     operation: "dispatch" or "combine"; epoch: number of the operation on the buffer; phase: what was waited for;
     rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves.
-    Ranks are those of the buffer's group.
+    Ranks are those of the buffer's group. note: what the caller was about (``Buffer.note``), first in the text.
     """
+
+    note = ""
 
     def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], waited_s: float):
         self.operation, self.epoch, self.phase = operation, epoch, phase
@@ -23,12 +25,9 @@ class PeerTimeoutError(RuntimeError):
             "one on a smaller group."
         )
 
+    def __str__(self) -> str:
+        return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
+
     def __reduce__(self):  # by default an exception is copied from its message alone
-        return PeerTimeoutError, (
-            self.operation,
-            self.epoch,
-            self.phase,
-            self.rank,
-            self.late_ranks,
-            self.waited_s,
-        )
+        args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s)
+        return PeerTimeoutError, args, {"note": self.note}

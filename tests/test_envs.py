@@ -9,6 +9,7 @@ READERS = {
     "EP_DISPATCHER_RANKS_PER_NODE": envs.ranks_per_node,
     "EP_DISPATCHER_TIMEOUT_S": envs.timeout_s,
     "EP_DISPATCHER_SPIN_US": envs.spin_us,
+    "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
 }
 
 
@@ -19,7 +20,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50]
+    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None]
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
 
@@ -51,6 +52,7 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
         ("EP_DISPATCHER_TIMEOUT_S", "nan"),
         ("EP_DISPATCHER_SPIN_US", "-1"),
         ("EP_DISPATCHER_SPIN_US", "1.5"),
+        ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(monkeypatch, name, text):

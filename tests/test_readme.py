@@ -1,13 +1,9 @@
 """The README says what is true: its example is the file it names, and prints what it shows."""
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from commands import ROOT, torchrun
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -22,16 +18,8 @@ def test_the_example_is_the_file_and_prints_what_is_shown():
     path = ROOT / "examples" / "quickstart.py"
     assert path.read_text().endswith(example)
     (shown,) = [block for block in blocks("") if block.startswith("rank 0:")]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True) as torchrun:
-        try:
-            output, errors = torchrun.communicate(timeout=180)
-        finally:
-            if torchrun.poll() is None:
-                os.killpg(torchrun.pid, signal.SIGKILL)  # its ranks too
-    assert torchrun.returncode == 0, errors
+    code, output, errors = torchrun(4, str(path))
+    assert code == 0, errors
     assert sorted(output.splitlines()) == shown.splitlines()
 
 

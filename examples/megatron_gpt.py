@@ -1,0 +1,272 @@
+"""Train a small GPT of Megatron-core itself with ep_dispatcher and with Megatron's own dispatcher, side by side.
+
+    torchrun --nproc-per-node 4 examples/megatron_gpt.py
+
+Both models begin with the same weights and see the same text; they differ in two values of their TransformerConfig.
+The first takes the dispatcher of Megatron's flags (--moe-token-dispatcher-type, --moe-flex-dispatcher-backend; ours by
+default), the second ``allgather`` (on CPUs) or ``alltoall`` (on GPUs). The dense part is data parallel, the experts are
+spread over all ranks. Layers are Megatron's local ones: no Transformer Engine needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import ep_dispatcher.integrations.megatron as ep_megatron
+import torch
+import torch.distributed as dist
+from moe_lm.step import learning_rate, make_optimizer, update
+from moe_lm.text import RandomWindows, held_out_batches, load_text, to_tensor, unigram_bits
+from torch import Tensor, nn
+
+import ep_dispatcher
+
+REPORT_EVERY_S = 5.0
+FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # before training has had time to make rounding grow
+LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # of the steps; the means of the last ones may differ by so much
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = dict(type=int, help="default: %(default)s")
+    parser.add_argument("--moe-token-dispatcher-type", default="flex", help="default: %(default)s")
+    parser.add_argument("--moe-flex-dispatcher-backend", default="ep_dispatcher", help="default: %(default)s")
+    parser.add_argument("--num-layers", default=2, **default)
+    parser.add_argument("--hidden-size", default=128, **default)
+    parser.add_argument("--num-attention-heads", default=4, **default)
+    parser.add_argument("--moe-ffn-hidden-size", default=256, **default)
+    parser.add_argument("--num-experts", default=16, **default)
+    parser.add_argument("--moe-router-topk", default=2, **default)
+    parser.add_argument("--seq-length", default=128, **default)
+    parser.add_argument("--micro-batch-size", default=4, **default)
+    parser.add_argument("--train-iters", default=300, **default)
+    parser.add_argument("--lr", type=float, default=5e-3, help="default: %(default)s")
+    parser.add_argument("--bf16", action="store_true", help="parameters in bfloat16 (default: float32)")
+    parser.add_argument("--seed", default=0, **default)
+    parser.add_argument("--out", type=Path, default=Path("runs/megatron_gpt"), help="folder of the JSON; %(default)s")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(f"start it with torchrun --nproc-per-node 4 {sys.argv[0]}")
+    if args.num_experts % int(os.environ["WORLD_SIZE"]):
+        parser.error(f"--num-experts: given {args.num_experts}, allowed: multiples of {os.environ['WORLD_SIZE']} ranks")
+    return args
+
+
+def make_model(args, dispatcher: dict[str, str]) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        ffn_hidden_size=args.moe_ffn_hidden_size,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        num_moe_experts=args.num_experts,
+        moe_router_topk=args.moe_router_topk,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.03,
+        moe_router_dtype="fp32",
+        expert_model_parallel_size=dist.get_world_size(),
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_cpu_initialization=True,
+        **dispatcher,
+    )
+    torch.manual_seed(args.seed)  # the same on every rank, and for both models
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False),
+        vocab_size=256,
+        max_sequence_length=args.seq_length,
+        position_embedding_type="rope",
+    )
+    torch.manual_seed(1000 * args.seed + dist.get_rank() + 1)  # but every rank has experts of its own
+    for parameter in expert_parameters(model):
+        config.init_method(parameter.data)
+    return model.to(device())
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that Megatron does not share between data-parallel ranks."""
+    return [p for p in model.parameters() if not getattr(p, "allreduce", True)]
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in nats per byte; inputs and targets int64 [batch, sequence]."""
+    batch, length = inputs.shape
+    positions = torch.arange(length, device=inputs.device).expand(batch, length)
+    later = torch.ones(1, 1, length, length, dtype=torch.bool, device=inputs.device).triu(1)  # True: not to be seen
+    return model(inputs, positions, later, labels=targets).float().mean()
+
+
+def reduce_gradients(model: nn.Module, loss: Tensor) -> tuple[float, float]:
+    """Gradients of the mean loss of all ranks, in place; returns that loss and the gradients' norm before clipping.
+
+    An expert's gradient already holds every rank's tokens, and is only divided.
+    """
+    num_ranks, experts = dist.get_world_size(), expert_parameters(model)
+    mine = {id(p) for p in experts}
+    dense = [p for p in model.parameters() if id(p) not in mine]
+    torch._foreach_div_([p.grad for p in [*dense, *experts]], num_ranks)
+    expert_square = sum(p.grad.float().square().sum() for p in experts)
+    bucket = torch.cat([p.grad.float().flatten() for p in dense] + [torch.stack([loss / num_ranks, expert_square])])
+    dist.all_reduce(bucket)
+    *reduced, figures = bucket.split([p.numel() for p in dense] + [2])
+    for parameter, flat in zip(dense, reduced):
+        parameter.grad.copy_(flat.view_as(parameter))
+    loss, expert_square = figures.tolist()
+    return loss, math.sqrt(expert_square + sum(flat.square().sum().item() for flat in reduced))
+
+
+@torch.no_grad()
+def held_out_bits(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
+    total = torch.zeros(2, dtype=torch.float64, device=device())
+    for inputs, targets in batches:
+        loss = loss_of(model, inputs.to(device()), targets.to(device()))
+        total += torch.tensor([loss.item() * targets.numel(), targets.numel()], device=device())
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item() / math.log(2)
+
+
+def train(args, models: dict[str, nn.Module], text: Tensor, say) -> dict[str, list[float]]:
+    """Both models on the same windows, a step of each in turn; returns their losses in bits per byte."""
+    windows = RandomWindows(text, args.micro_batch_size, args.seq_length, args.seed, dist.get_rank())
+    optimizers = {name: make_optimizer(model, weight_decay=0.1) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in models}
+    seconds = dict.fromkeys(models, 0.0)
+    say("\n step" + "".join(f"{name:>16}" for name in models) + "      difference   tokens/s        left")
+    started = next_report = time.monotonic()
+    for step in range(1, args.train_iters + 1):
+        inputs, targets = (t.to(device()) for t in windows.next())
+        for name, model in models.items():
+            begin = time.monotonic()
+            loss = loss_of(model, inputs, targets)
+            loss.backward()
+            mean, norm = reduce_gradients(model, loss.detach())
+            update(model, optimizers[name], learning_rate(args.lr, step / args.train_iters), norm, max_norm=1.0)
+            losses[name].append(mean / math.log(2))
+            seconds[name] += time.monotonic() - begin
+        now = time.monotonic()
+        if now >= next_report or step == args.train_iters:
+            ours, theirs = (values[-1] for values in losses.values())
+            speed = step * inputs.numel() * dist.get_world_size() / seconds[next(iter(models))]
+            left = (now - started) * (args.train_iters - step) / step
+            say(f"{step:5}{ours:16.5f}{theirs:16.5f}{ours - theirs:16.1e}{speed:11,.0f}{left:10.0f} s")
+            next_report = now + REPORT_EVERY_S
+    return losses
+
+
+def compare(losses: dict[str, list[float]]) -> dict[str, float]:
+    """The two differences that have a limit: of every one of the first steps, and between the means of the last."""
+    ours, theirs = losses.values()
+    last = max(1, int(LAST_SHARE * len(ours)))
+    means = [sum(values[-last:]) / last for values in (ours, theirs)]
+    return {
+        "first_steps_relative": max(abs(a - b) / b for a, b in zip(ours[:FIRST_STEPS], theirs)),
+        "last_steps_relative": abs(means[0] - means[1]) / means[1],
+        "largest_bits_per_byte": max(abs(a - b) for a, b in zip(ours, theirs)),
+    }
+
+
+def run(args) -> bool:
+    say = partial(print, flush=True) if dist.get_rank() == 0 else lambda text: None
+    chosen = {
+        "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
+    }
+    reference = "alltoall" if torch.cuda.is_available() else "allgather"
+    name = args.moe_flex_dispatcher_backend if args.moe_token_dispatcher_type == "flex" else f"{reference} (chosen)"
+    models = {
+        name: make_model(args, chosen),
+        reference: make_model(args, {"moe_token_dispatcher_type": reference}),
+    }
+    versions = {"megatron-core": megatron_version(), "torch": torch.__version__}
+    versions["ep_dispatcher"] = ep_dispatcher.__version__
+    where = f"{dist.get_world_size()} ranks on {device().type}"
+    say(f"{where}; {', '.join(f'{what} {version}' for what, version in versions.items())}")
+    for key, model in models.items():
+        layers = [module for module in model.modules() if hasattr(module, "token_dispatcher")]
+        say(f"{key + ':':16}{', '.join(sorted({type(layer.token_dispatcher).__name__ for layer in layers}))}")
+    train_bytes, held_out_bytes = load_text()
+    unigram = unigram_bits(train_bytes, held_out_bytes)
+    say(f"unigram entropy {unigram:.3f} bits per byte of the held-out text")
+    losses = train(args, models, to_tensor(train_bytes), say)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = held_out_batches(to_tensor(held_out_bytes), args.micro_batch_size, args.seq_length, rank, ranks)
+    held_out = {key: held_out_bits(model.eval(), batches) for key, model in models.items()}
+    differences = compare(losses)
+    rounding = 100 if args.bf16 else 1  # bfloat16 rounds at 2^-9 instead of 2^-24; sums over a batch hide most of it
+    agree = differences["first_steps_relative"] <= FIRST_LIMIT * rounding
+    agree = agree and differences["last_steps_relative"] <= LAST_LIMIT
+    say("\nheld out, bits per byte: " + ", ".join(f"{key} {bits:.4f}" for key, bits in held_out.items()))
+    say(
+        f"largest relative difference of the first {FIRST_STEPS} losses {differences['first_steps_relative']:.1e} "
+        f"(limit {FIRST_LIMIT * rounding:.0e}),\nof the mean of the last {LAST_SHARE:.0%} of the steps "
+        f"{differences['last_steps_relative']:.1e} (limit {LAST_LIMIT:.0e}), of any loss "
+        f"{differences['largest_bits_per_byte']:.1e} bits per byte\n{'AGREE' if agree else 'DIFFERENT'}"
+    )
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        report = {
+            "config": {key: str(value) for key, value in vars(args).items()},
+            "versions": versions,
+            "machine": {"platform": platform.platform(), "device": device().type, "ranks": ranks},
+            "unigram_bits_per_byte": unigram,
+            "held_out_bits_per_byte": held_out,
+            "differences": differences,
+            "training_bits_per_byte": losses,
+        }
+        (args.out / "report.json").write_text(json.dumps(report))
+        say(f"figures: {args.out / 'report.json'}")
+    dist.barrier()  # torchrun stops all ranks as soon as one has failed: first everything is said
+    return agree
+
+
+def megatron_version() -> str:
+    import megatron.core
+
+    return megatron.core.__version__
+
+
+def main() -> int:
+    args = parse_arguments()
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")  # what Megatron lacks and what it calls
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=device())
+    else:
+        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+
+        dist.init_process_group("gloo")
+        let_megatron_run_on_cpu()
+    ep_megatron.register()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    try:
+        return 0 if run(args) else 1
+    finally:
+        ep_megatron.destroy_buffers()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What connects ep_dispatcher with training frameworks. Each folder knows its framework; nothing else does."""

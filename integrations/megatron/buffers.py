@@ -1,0 +1,107 @@
+"""The buffers of a training job: one for all layers that have the same group and the same kind of rows."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from ep_dispatcher.integrations.megatron.agree import all_reduce
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks, envs
+
+
+@dataclass
+class _Shared:
+    max_tokens: int = 0
+    buffers: list[ep.Buffer] = field(default_factory=list)  # the last is in use; plans of the others may be in flight
+
+
+_shared: dict[tuple, _Shared] = {}
+
+
+def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
+    """The buffer for these tokens [num_tokens, hidden], made at their first use; then collective.
+
+    Its size is EP_DISPATCHER_MAX_TOKENS_PER_RANK where that is set. Else it is what Megatron's arguments say
+    (sequence length x micro batch size), or the most that a rank brings to the first forward pass if that is more or
+    there are no arguments. It grows when all ranks bring more at once, and with ``variable_seq_lengths`` whenever one
+    does. Raises ValueError on a rank that alone brings more, PeerTimeoutError (with the note) when one does not come.
+    """
+    num_tokens, hidden = hidden_states.shape
+    num_topk = topk_idx.shape[1]
+    num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
+    shared = _shared.setdefault((group, hidden, hidden_states.dtype, num_experts, num_topk), _Shared())
+    limit, needed = envs.max_tokens_per_rank(), num_tokens
+    if limit is not None:
+        if num_tokens > limit:
+            checks.fail("hidden_states", f"{num_tokens} tokens", f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={limit}")
+        needed = limit
+    elif not shared.buffers or config.variable_seq_lengths:
+        most = torch.tensor(num_tokens, device=hidden_states.device)
+        all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
+    elif num_tokens > shared.max_tokens:
+        needed = _agree_to_grow(group, shared, num_tokens)
+    if needed > shared.max_tokens:
+        shared.max_tokens = max(needed, 2 * shared.max_tokens)  # doubling bounds what the old ones take
+        shared.buffers.append(
+            ep.Buffer(
+                group,
+                hidden=hidden,
+                num_experts=num_experts,
+                num_topk=num_topk,
+                max_tokens_per_rank=shared.max_tokens,
+                dtype=hidden_states.dtype,
+                num_sms=getattr(config, "moe_flex_dispatcher_num_sms", None),
+            )
+        )
+    return shared.buffers[-1]
+
+
+def destroy_buffers() -> None:
+    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed."""
+    for shared in _shared.values():
+        for buffer in shared.buffers:
+            buffer.destroy()
+    _shared.clear()
+
+
+atexit.register(destroy_buffers)
+
+
+def _tokens_by_arguments() -> int:
+    """Tokens of one rank in one microbatch by the arguments of megatron.training; 1 where it is not in use."""
+    module = sys.modules.get("megatron.training.global_vars")
+    args = getattr(module, "_GLOBAL_ARGS", None)
+    if args is None:
+        return 1  # a buffer holds one at least, also when nobody brings any
+    ways = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return -(-args.seq_length // ways) * args.micro_batch_size
+
+
+def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int:
+    """The most that any rank brings, where every rank brings more than the buffer holds; else ValueError."""
+    rank, limit_s = group.rank(), envs.timeout_s()
+    name = f"ep_dispatcher/grow/{shared.buffers[-1].id}"
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store.set(str(rank), str(num_tokens))
+    ranks = [str(r) for r in range(group.size())]
+    try:
+        store.wait(ranks, timedelta(seconds=limit_s))
+    except RuntimeError:
+        missing = ", ".join(r for r in ranks if not store.check([r]))
+        store.delete_key(str(rank))
+        checks.fail(
+            "hidden_states",
+            f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {shared.max_tokens} on rank {missing}",
+            f"up to the {shared.max_tokens} that the buffers hold; where ranks bring different numbers of tokens, set "
+            "EP_DISPATCHER_MAX_TOKENS_PER_RANK or variable_seq_lengths",
+        )
+    return max(int(store.get(r)) for r in ranks)

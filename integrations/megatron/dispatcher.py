@@ -1,0 +1,172 @@
+"""MoEEPTokenDispatcher: Megatron's six dispatcher steps on ep.dispatch and ep.combine."""
+
+from __future__ import annotations
+
+import torch
+from ep_dispatcher.integrations.megatron import buffers, limits
+from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks
+
+
+class MoEEPTokenDispatcher(MoETokenDispatcher):
+    """Brings tokens to their experts and back through ep_dispatcher; rows arrive grouped by expert.
+
+        tokens, probs = dispatch_preprocess(hidden_states, routing_map, probs)
+        tokens, probs = token_dispatch(tokens, probs)                        # the one communication on the way out
+        tokens, tokens_per_expert, permuted_probs = dispatch_postprocess(tokens, probs)
+        tokens = combine_preprocess(experts(tokens, tokens_per_expert, permuted_probs))
+        hidden_states = combine_postprocess(token_combine(tokens))           # the one communication on the way back
+
+    Gradients flow through the arguments of the steps alone: a schedule may detach any of them and run a step's
+    backward whenever it likes. A plan belongs to one forward pass; its backward finds it in the graph.
+
+    num_local_experts     experts of this rank
+    local_expert_indices  their global numbers
+    config                TransformerConfig; a setting that cannot be supported raises ValueError with the flag's name
+    pg_collection         ProcessGroupCollection with ep, expt_tp and tp_ep
+    """
+
+    def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
+        super().__init__(config=config, pg_collection=pg_collection)
+        limits.check(config, num_local_experts, expert_tp=self.tp_size, num_ranks=self.tp_ep_group.size())
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self.layer_number: int | None = None  # set when the layer gets its own
+        self.expert_alignment = limits.expert_alignment(config)
+        # What a partial CUDA graph that ends after dispatch_preprocess has to bring out beside the step's outputs.
+        self.cudagraph_attrs = ["topk_idx"]
+        self.topk_idx: Tensor | None = None  # of the forward pass under way, as are the next three
+        self.hidden_shape: torch.Size | None = None
+        self.buffer: ep.Buffer | None = None
+        self.handle: ep.Handle | None = None
+        self._plans = RecomputePlans.make(config)
+        self._num_forwards = 0
+        self._where = ""
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """The routing as top-k columns.
+
+        hidden_states [..., hidden]; routing_map bool [num_tokens, num_experts]; probs float [num_tokens, num_experts]
+        -> (hidden_states [num_tokens, hidden], probs float32 [num_tokens, top-k x expert tensor parallel size])
+
+        Raises ValueError when a shape or dtype is not as above, or a token has more than top-k experts.
+        """
+        self.hidden_shape = hidden_states.shape
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        allowed = (hidden_states.shape[0], self.config.num_moe_experts)
+        checks.tensor("routing_map", routing_map, (torch.bool,), allowed, hidden_states.device.type)
+        checks.tensor("probs", probs, limits.PROBS_DTYPES, allowed, hidden_states.device.type)
+        if self.config.moe_pad_expert_input_to_capacity:
+            # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
+            routing_map = routing_map & (probs != 0)
+        if not routing_map.is_cuda or not (self._num_forwards or torch.cuda.is_current_stream_capturing()):
+            most = int(routing_map.sum(1).max()) if routing_map.numel() else 0  # on a GPU the host waits for it: once
+            if most > self.config.moe_router_topk:
+                checks.fail(
+                    "routing_map", f"a token with {most} experts", f"--moe-router-topk {self.config.moe_router_topk}"
+                )
+        self.topk_idx, weights = self._to_topk(routing_map, probs)
+        return hidden_states, weights
+
+    def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts in ascending order, -1 for none, and their probabilities.
+
+        With expert tensor parallelism an expert's ranks each hold a slice of it and each get its tokens. The group's
+        ranks count the slices fastest, so slice t of expert e is expert ``(e // L * T + t) * L + e % L`` of the group,
+        with L experts per rank and T slices.
+        """
+        num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
+        numbers = torch.arange(num_experts, device=routing_map.device)
+        idx = torch.where(routing_map, numbers, num_experts).topk(topk, dim=1, largest=False, sorted=True).values
+        none = idx == num_experts
+        weights = probs.gather(1, idx.masked_fill(none, 0)).masked_fill(none, 0).float()
+        per_rank, slices = self.num_local_experts, self.tp_size
+        if slices > 1:
+            first = idx // per_rank * (slices * per_rank) + idx % per_rank
+            idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
+            none, weights = none.repeat(1, slices), weights.repeat(1, slices)
+        return idx.masked_fill(none, -1), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [num_tokens, hidden] and probs, as preprocessed -> rows [rows, hidden] by expert, probs [rows]."""
+        layer = f"layer {self.layer_number}"
+        recomputed = self._plans.take(self.topk_idx, self.tp_ep_group, layer)
+        if recomputed is None:
+            self._num_forwards += 1
+            microbatch, handle = self._num_forwards, None
+            self._where = f"{layer}, microbatch {microbatch}"
+            self.buffer = buffers.shared_buffer(
+                self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
+            )
+        else:
+            microbatch, self.buffer, handle = recomputed.microbatch, recomputed.buffer, recomputed.handle
+            self._where = f"{layer}, microbatch {microbatch}"
+        self._shared_experts_wait()
+        self.buffer.note = self._where
+        if handle is None:
+            out = ep.dispatch(
+                self.buffer,
+                hidden_states,
+                self.topk_idx,
+                probs,
+                expert_alignment=self.expert_alignment,
+                max_recv_rows=limits.max_rows(self.config, hidden_states.shape[0], self.tp_size, self.expert_alignment),
+            )
+            self._plans.keep(self.topk_idx, microbatch, self.buffer, out.handle)
+        else:
+            out = ep.dispatch(self.buffer, hidden_states, topk_weights=probs, handle=handle)
+        self.handle = out.handle
+        self._note_backward(out.x)
+        if self.shared_experts is not None:
+            waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
+            self.shared_experts.pre_forward_comm(hidden_states, **waited)
+            self.shared_experts.linear_fc1_forward_and_act(out.x)
+        return out.x, out.topk_weights
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
+
+        tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs.
+        """
+        return hidden_states, self.handle.rows_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Copies nothing: rows [rows, hidden] leave from where the experts put them."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
+        self._shared_experts_wait()
+        handle, self.handle = self.handle, None
+        self.buffer.note = self._where
+        combined = ep.combine(self.buffer, hidden_states, handle)
+        self._note_backward(combined)
+        return combined
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> the shape that came in, with the overlapped shared experts' output added."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+            hidden_states = hidden_states + self.shared_experts.get_output()
+        return hidden_states.view(self.hidden_shape)
+
+    @property
+    def _shared_experts_wait_apart(self) -> bool:
+        """Whether overlapped shared experts leave it to the dispatcher when they wait: Megatron 0.18 and newer."""
+        return hasattr(self.shared_experts, "wait_current_stream")
+
+    def _shared_experts_wait(self) -> None:
+        """Before a communication, so that they run beside it."""
+        if self._shared_experts_wait_apart:
+            self.shared_experts.wait_current_stream()
+
+    def _note_backward(self, output: Tensor) -> None:
+        """When this output's backward runs, the buffer shall know which layer and microbatch it is."""
+        if output.grad_fn is not None:
+            buffer, note = self.buffer, f"{self._where}, backward"
+            output.grad_fn.register_prehook(lambda grads: setattr(buffer, "note", note))

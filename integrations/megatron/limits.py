@@ -1,0 +1,65 @@
+"""What a Megatron configuration asks of the dispatcher, and what it cannot have: refused when the layer is built."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+
+from ep_dispatcher import checks
+
+PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> None:
+    """ValueError with the flag's name for a setting that Megatron accepts and this dispatcher does not."""
+    flag, modules = _graph_modules(config)
+    if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
+        checks.fail("--cuda-graph-impl", "full_iteration", "local, transformer_engine: dispatch is not captured yet")
+    if "full_iteration" in modules:
+        checks.fail(flag, "full_iteration", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
+    if config.cuda_graph_impl != "none":
+        if not modules:
+            checks.fail(flag, "none, which is the whole layer", "attn, moe_router, moe_preprocess")
+        if "moe" in modules:
+            checks.fail(flag, "moe", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
+    columns = config.moe_router_topk * expert_tp
+    if columns > checks.MAX_TOPK:
+        times = f" x --expert-tensor-parallel-size {expert_tp}" if expert_tp > 1 else ""
+        checks.fail("--moe-router-topk", f"{config.moe_router_topk}{times}", f"at most {checks.MAX_TOPK} in all")
+    if num_local_experts * num_ranks != config.num_moe_experts * expert_tp:
+        allowed = f"the same number on each of {num_ranks // expert_tp} ranks"
+        checks.fail("--num-experts", f"{config.num_moe_experts}, {num_local_experts} of them here", allowed)
+    latent = getattr(config, "moe_latent_size", None)
+    flag, size = ("--moe-latent-size", latent) if latent else ("--hidden-size", config.hidden_size)
+    dtype = config.params_dtype
+    if dtype not in checks.DTYPES:
+        checks.fail("--params-dtype", dtype, "float32, bfloat16 or float16")
+    if size * dtype.itemsize % checks.ROW_GRANULARITY:
+        step = checks.ROW_GRANULARITY // dtype.itemsize
+        checks.fail(
+            flag, size, f"a multiple of {step} in {dtype}: rows are multiples of {checks.ROW_GRANULARITY} bytes"
+        )
+
+
+def _graph_modules(config) -> tuple[str, list[str]]:
+    """The flag that names what CUDA graphs capture, and its values; 0.18 renamed it."""
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        value = getattr(config, name, None)
+        if value is not None:
+            return "--" + name.replace("_", "-"), [getattr(one, "name", str(one)) for one in value]
+    return "--cuda-graph-impl", []
+
+
+def expert_alignment(config) -> int:
+    """Rows of a group are a multiple of this: what the quantised grouped GEMMs need, else 1."""
+    if config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False):
+        return max(1, moe_utils.get_align_size_for_quantization(config))
+    return 1
+
+
+def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | None:
+    """Rows of a rank under --moe-expert-rank-capacity-factor: tokens x top-k x expert TP x factor; None without it."""
+    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+    if factor is None:
+        return None
+    return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment

@@ -1,0 +1,421 @@
+"""Compares this dispatcher with Megatron's own: one MoE layer of your configuration, outputs and every gradient.
+
+torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
+    --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --expert-model-parallel-size 4 --bf16 ...
+
+Takes the flags of a Megatron training job; what does not concern an MoE layer is named and not used. Runs on GPUs
+(NCCL), or where there are none on the CPU (gloo). Both layers get the same weights and the same tokens.
+
+The rule: a tensor is the same when its largest difference is at most `limit` of its largest absolute value.
+  float32             1e-5
+  bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
+  FP8, FP4            1/8: rows in another order may share other scales
+Below float32 Megatron's layer also runs in float32, on the same weights and routing logits. Then this dispatcher may
+besides not be further from that run than Megatron's own: its root mean square distance, over all ranks and steps, is
+at most 1.25 times Megatron's, plus a quarter of a rounding of the tensor's root mean square.
+
+Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
+exits with 1 for all but 0.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import statistics
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ep_dispatcher.integrations.megatron import parity_arguments as arguments
+from ep_dispatcher.integrations.megatron import parity_report as report
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, Refused
+from ep_dispatcher.integrations.megatron.parity_report import Difference
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import engines
+
+OURS, FLOAT32 = "ep_dispatcher", "float32"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code. Collective; makes the default process group, and takes it away again, where there is none."""
+    argv = sys.argv[1:] if argv is None else argv
+    with _process_group(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about what is not installed or deprecated, once per rank
+        first = dist.get_rank() == 0
+        say: Callable[..., None] = _say if first else _say_nothing
+        try:
+            import megatron.core  # noqa: F401
+
+            with _quiet_unless(first):
+                given = arguments.parse(argv, __doc__)
+            code = _compare(given, _machine(), say)
+        except ImportError as error:
+            if error.name is None or not error.name.startswith("megatron"):
+                raise
+            say(f"refused: Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'")
+            code = 2
+        except Refused as refusal:
+            say(f"refused: {refusal}")
+            code = 2
+        dist.barrier()  # torchrun stops the others as soon as one has exited with an error: all was said before
+    return code
+
+
+def _say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str = "") -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _quiet_unless(first: bool) -> Iterator[None]:
+    """--help prints and exits: on one rank is enough."""
+    with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """The ranks, as torchrun or the caller has made them; one rank without either."""
+    made = not dist.is_initialized()
+    gpu = torch.cuda.is_available()
+    if gpu:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if made:
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if gpu else "gloo", **alone)
+    try:
+        yield
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def _machine() -> Machine:
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+
+        let_megatron_run_on_cpu()
+    return Machine(dist.get_world_size(), cpu=not gpu, transformer_engine=gpu and _has_transformer_engine())
+
+
+def _has_transformer_engine() -> bool:
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.HAVE_TE
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
+    plan = arguments.plan(given, machine)
+    if not machine.cpu and "cuda" not in engines.ENGINES:
+        raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
+    with _megatron(plan, given.seed):
+        layers = _make_layers(plan, given.seed)
+        ours = layers[OURS]
+        say(report.opening(given, plan, machine, ours.config, _versions(layers, plan)))
+        tensors: dict[str, Difference] = {}
+        for step in range(given.steps):
+            _run_step(layers, _tokens(given, plan, step), given.seed + step, tensors)
+        rows = _over_ranks(tensors)
+        times = _times(layers, given, plan)
+        say()
+        say(_what_ran(layers, plan))
+        say()
+        say(report.table(rows, ours.config, low=FLOAT32 in layers))
+        say()
+        say(report.rule(ours.config, given.steps))
+        if times:
+            say(report.times_text(times, given, plan))
+        different = [report.title(name) for name, row in rows.items() if not row.ok(ours.config)]
+        say()
+        if different:
+            say(report.wrap("DIFFERENT: ", ", ".join(different)))
+        else:
+            say("the same within rounding")
+    return 1 if different else 0
+
+
+def _versions(layers: dict[str, Any], plan: Plan) -> str:
+    import megatron.core
+
+    kind = "Transformer Engine's layers" if plan.transformer_engine else "local layers, no Transformer Engine"
+    numbers = f"Megatron-core {megatron.core.__version__}, PyTorch {torch.__version__}, ep_dispatcher {ep.__version__}"
+    return f"{numbers}; {kind}"
+
+
+def _what_ran(layers: dict[str, Any], plan: Plan) -> str:
+    """The classes, from the layers themselves, once they have run."""
+    lines = []
+    for name in (plan.reference, OURS):
+        dispatcher, experts = layers[name].token_dispatcher, type(layers[name].experts).__name__
+        engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
+        lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {experts}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _megatron(plan: Plan, seed: int) -> Iterator[None]:
+    """Our registration and Megatron's groups, for as long as the comparison runs."""
+    from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
+    from megatron.core import parallel_state, tensor_parallel
+
+    registered = plugin._active is not None
+    register()
+    settings = plan.settings
+    sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
+    given = {f"{name}_size": settings[f"{name}_size"] for name in sizes if f"{name}_size" in settings}
+    parallel_state.initialize_model_parallel(**given)
+    if not settings["use_cpu_initialization"]:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    try:
+        yield
+    finally:
+        destroy_buffers()
+        parallel_state.destroy_model_parallel()
+        if not registered:
+            unregister()
+
+
+def _make_layers(plan: Plan, seed: int) -> dict[str, Any]:
+    """One layer per dispatcher, and Megatron's in float32 below that. Refused when one of them refuses."""
+    settings = dict(plan.settings)
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    settings["params_dtype"] = dtype
+    theirs, notes = arguments.reference_settings(settings, plan.reference)
+    plan.changes.extend(notes)
+    theirs["moe_token_dispatcher_type"] = plan.reference
+    ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
+    wanted = {OURS: ours, plan.reference: theirs}
+    if dtype != torch.float32:
+        low = ("bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "moe_router_padding_for_quantization")
+        wanted[FLOAT32] = {n: v for n, v in theirs.items() if n not in low} | {"params_dtype": torch.float32}
+    layers, refusal = {}, None
+    try:
+        for name, one in wanted.items():
+            layers[name] = _make_layer(one, plan)
+    except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
+        refusal = f"{_text_of(error)} (the layer with {name})"
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for text in filter(None, refusals):
+        raise Refused(text)
+    runs = type(layers[OURS].token_dispatcher).__name__
+    if runs != "MoEEPTokenDispatcher":
+        raise RuntimeError(f"ep_dispatcher was asked for, and {runs} was made")
+    _set_weights(layers[plan.reference], seed)
+    for name in wanted:
+        _copy_weights(layers[plan.reference], layers[name])
+    if FLOAT32 in layers:
+        _follow_routing(layers[plan.reference].router, layers[FLOAT32].router)
+    return layers
+
+
+def _text_of(error: Exception) -> str:
+    """Without what build_module() appends; the line itself where an assertion of Megatron's says nothing."""
+    text = re.sub(r" when instantiating \w+$", "", str(error))
+    return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
+
+
+def _make_layer(settings: dict[str, Any], plan: Plan):
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**settings)
+    spec = get_moe_module_spec(
+        use_te=plan.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)  # 0.18: a function
+    layer.set_layer_number(1)
+    return layer if config.use_cpu_initialization else layer.cuda()
+
+
+# ---- weights and tokens ---------------------------------------------------------------------------------------------
+
+# How Megatron's experts number their parameters: of SequentialMLP, and of Transformer Engine's grouped layers.
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
+
+def _expert_of(layer, name: str) -> int | None:
+    """The global number of the expert that a parameter belongs to; the first of the rank where one holds them all."""
+    if not name.startswith("experts."):
+        return None
+    number = _EXPERT.search(name)
+    return layer.local_expert_indices[int(number[0]) if number else 0]
+
+
+def _generator(*key: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+@torch.no_grad()
+def _set_weights(layer, seed: int) -> None:
+    """Normal, with the deviation of sums over a row that stay as large as they were; the same whatever the layout.
+
+    What belongs to an expert depends on its global number; what a tensor parallel group divides, on the rank in it.
+    """
+    from megatron.core import parallel_state
+
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        expert, part = _expert_of(layer, name), 0
+        if expert is not None:
+            part = parallel_state.get_expert_tensor_parallel_rank()
+        elif re.search(r"linear_fc1|linear_fc2\.weight", name):
+            part = parallel_state.get_tensor_model_parallel_rank()
+        generator = _generator(seed, _EXPERT.sub("*", name), expert, part)
+        if tensor.dim() > 1:
+            deviation = tensor.shape[-1] ** -0.5
+        else:
+            deviation = (
+                0.01 if name in ("router.expert_bias",) else 0.1 if isinstance(tensor, torch.nn.Parameter) else 0
+            )
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * deviation)
+
+
+@torch.no_grad()
+def _copy_weights(source, target) -> None:
+    values = dict(source.named_parameters()) | dict(source.named_buffers())
+    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        tensor.copy_(values[name])
+
+
+class _Instead(torch.autograd.Function):
+    """The value of one tensor, the gradient to another."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, value: Tensor) -> Tensor:
+        return value.to(own.dtype).clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def _follow_routing(leader, follower) -> None:
+    """The follower takes the leader's last routing logits: a rounded logit would change who gets a token."""
+    gating, own_gating, last = leader.gating, follower.gating, []
+
+    def lead(hidden_states):
+        logits = gating(hidden_states)
+        last[:] = [logits.detach()]
+        return logits
+
+    leader.gating, follower.gating = lead, lambda hidden_states: _Instead.apply(own_gating(hidden_states), last[0])
+
+
+def _tokens(given: Given, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
+    rank, tp = dist.get_rank(), plan.settings.get("tensor_model_parallel_size", 1)
+    length = plan.tokens
+    if given.uneven_tokens:  # a tensor parallel group shares its sequences
+        length = int(torch.randint(1, length + 1, (), generator=_generator(given.seed, step, "length", rank // tp)))
+    shape = (length, plan.batch, plan.settings["hidden_size"])
+    x, grad = (torch.randn(shape, generator=_generator(given.seed, step, what, rank)) for what in ("tokens", "grad"))
+    return x, grad
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and input gradient; the parameters' gradients are left in them."""
+    from megatron.core import tensor_parallel
+
+    x = x.detach().requires_grad_()
+    if layer.config.recompute_granularity == "full":
+        out = tensor_parallel.checkpoint(lambda hidden_states: layer(hidden_states)[0], False, x)
+    else:
+        out = layer(x)[0]
+    out.backward(grad)
+    return out.detach(), x.grad
+
+
+def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(layer.router.weight.device, layer.config.params_dtype) for tensor in tensors]
+
+
+def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int | None, Tensor | None]]:
+    """One step: name -> (global expert or None, tensor)."""
+    maps: list[Tensor] = []
+    hook = layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
+    layer.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)  # jitter, and routing that is forced at random
+    out, x_grad = _forward_backward(layer, x, grad)
+    hook.remove()
+    results = {"routing map": (None, maps[0]), "output": (None, out), "input gradient": (None, x_grad)}
+    for name, parameter in layer.named_parameters():
+        results[name] = (_expert_of(layer, name), parameter.grad)
+    return results
+
+
+def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, tensors: dict[str, Difference]) -> None:
+    """Run every layer on the tokens and put what differs into ``tensors``."""
+    ours_layer, reference_layer, *float32_layer = layers.values()
+    rounded = _on_device(ours_layer, *tokens)
+    theirs = _results(reference_layer, *rounded, seed)
+    ours = _results(ours_layer, *rounded, seed)
+    exact = _results(float32_layer[0], *_on_device(float32_layer[0], *rounded), seed) if float32_layer else {}
+    for name, (expert, tensor) in ours.items():
+        row = tensors.setdefault(_EXPERT.sub("*", name) if expert is not None else name, Difference(name))
+        where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
+        row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
+
+
+def _times(layers: dict[str, Any], given: Given, plan: Plan) -> dict[str, float]:
+    """Median seconds of a step, of the slowest rank each; the dispatchers take turns."""
+    seconds: dict[str, list[float]] = {plan.reference: [], OURS: []}
+    for step in range(given.timed_steps):
+        for name, of_layer in seconds.items():
+            x, grad = _on_device(layers[name], *_tokens(given, plan, given.steps + step))
+            dist.barrier()
+            _synchronize(x)
+            start = time.perf_counter()
+            _forward_backward(layers[name], x, grad)
+            _synchronize(x)
+            took = torch.tensor(time.perf_counter() - start, device=x.device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            of_layer.append(float(took))
+    return {name: statistics.median(of_layer) for name, of_layer in seconds.items() if of_layer}
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _over_ranks(tensors: dict[str, Difference]) -> dict[str, Difference]:
+    """The same on every rank: the rows of all of them together."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    rows: dict[str, Difference] = {}
+    for of_rank in everyone:
+        for name, row in of_rank.items():
+            if name in rows:
+                rows[name].merge(row)
+            else:
+                rows[name] = row
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What the parity tool measures of two runs of a layer, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, field, fields
+
+import torch
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, concerns_moe
+from torch import Tensor
+
+LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SLACK, SLACK_ROUNDINGS = 1.25, 0.25
+WIDTH = 100
+
+
+@dataclass
+class Difference:
+    """What was found of one row of the table: over steps, over the experts of a rank, then over ranks."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    largest: float = 0.0
+    difference: float = 0.0
+    where: str = ""  # of the largest difference
+    count: int = 0  # of elements, for the means
+    squares: float = 0.0  # sums: of Megatron's values, and of both distances from float32
+    our_squares: float = 0.0
+    their_squares: float = 0.0
+    experts: set[str] = field(default_factory=set)
+
+    def add(self, ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, where: str) -> None:
+        if ours is None and theirs is None:
+            return
+        self._grow((theirs if theirs is not None else ours).shape)
+        if "expert" in where:
+            self.experts.add(where.partition("expert ")[2])
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            self._note(math.inf, where)  # a gradient that one of them has not
+            return
+        ours, theirs = ours.double(), theirs.double()
+        self.largest = max(self.largest, _largest(theirs))
+        self._note(_largest(ours - theirs), where)
+        if exact is not None:
+            exact = exact.double()
+            self.count += exact.numel()
+            self.squares += float(theirs.square().sum())
+            self.our_squares += float((ours - exact).square().sum())
+            self.their_squares += float((theirs - exact).square().sum())
+
+    def merge(self, other: Difference) -> None:
+        self._grow(other.shape)
+        self.largest = max(self.largest, other.largest)
+        self._note(other.difference, other.where)
+        self.count += other.count
+        self.squares += other.squares
+        self.our_squares += other.our_squares
+        self.their_squares += other.their_squares
+        self.experts |= other.experts
+
+    def _grow(self, shape: tuple[int, ...]) -> None:
+        """Steps and ranks may differ in the number of tokens."""
+        self.shape = tuple(map(max, zip(self.shape, shape))) if self.shape else tuple(shape)
+
+    def _note(self, difference: float, where: str) -> None:
+        if difference > self.difference:
+            self.difference, self.where = difference, where
+
+    @property
+    def relative(self) -> float:
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.largest if 0 < self.largest < math.inf else math.inf
+
+    def limit(self, config) -> float:
+        return 0.0 if self.name == "routing map" else _limit(config)
+
+    def distance(self, squares: float) -> float:
+        """Root mean square, as a part of the tensor's own."""
+        if squares == 0:
+            return 0.0
+        return math.sqrt(squares / self.squares) if 0 < self.squares < math.inf else math.inf
+
+    def allowed_distance(self, config) -> float:
+        return SLACK * self.distance(self.their_squares) + SLACK_ROUNDINGS * ROUNDING[config.params_dtype]
+
+    def ok(self, config) -> bool:
+        near = not self.count or self.distance(self.our_squares) <= self.allowed_distance(config)
+        return self.relative <= self.limit(config) and near
+
+
+def _largest(tensor: Tensor) -> float:
+    """Infinite where a value is not finite."""
+    if not tensor.numel():
+        return 0.0
+    largest = float(tensor.abs().max())
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _limit(config) -> float:
+    if config.params_dtype == torch.float32:
+        return LIMIT_FLOAT32
+    if config.fp8 or getattr(config, "fp4", None):
+        return LIMIT_QUANTISED
+    return (config.moe_router_topk * config.expert_tensor_parallel_size + 2) * ROUNDING[config.params_dtype]
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def opening(given: Given, plan: Plan, machine: Machine, config, versions: str) -> str:
+    ranks = f"{machine.num_ranks} rank{'s' if machine.num_ranks > 1 else ''}"
+    place = "the CPU (gloo)" if machine.cpu else f"{torch.cuda.get_device_name()} (NCCL)"
+    tokens = f"{'up to ' if given.uneven_tokens else ''}{plan.tokens * plan.batch} tokens a rank"
+    parts = [
+        f"One MoE layer, Megatron's {plan.reference} and ep_dispatcher: {ranks} on {place}, {tokens}",
+        versions,
+        "",
+        wrap("Settings that differ from Megatron's defaults: ", ", ".join(_settings(config))),
+        wrap("Not given, so chosen here: ", ", ".join(f"{flag} {value}" for flag, value in plan.assumed.items())),
+        wrap("Not as given: ", "; ".join(plan.changes)),
+        wrap("Given, and of no effect here: ", ", ".join(given.unused)),
+    ]
+    return "\n".join(part for i, part in enumerate(parts) if part or i == 2)
+
+
+def _settings(config) -> list[str]:
+    """By the names of TransformerConfig's fields."""
+    shown = []
+    graphs, recompute = config.cuda_graph_impl != "none", config.recompute_granularity is not None
+    for one in fields(config):
+        if one.name.startswith("cuda_graph") and not graphs or one.name.startswith("recompute") and not recompute:
+            continue  # filled in, and of no effect
+        value = getattr(config, one.name)
+        chosen = one.name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+        if chosen or value == one.default or not (concerns_moe(one.name) or one.name in _ALSO_SHOWN):
+            continue
+        value = getattr(value, "__name__", value)
+        value = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
+        shown.append(f"{one.name} {value}")
+    return shown
+
+
+_ALSO_SHOWN = {"activation_func", "gated_linear_unit", "bias_activation_fusion", "num_moe_experts", "params_dtype"}
+
+
+def table(rows: dict[str, Difference], config, low: bool) -> str:
+    """One line a tensor; with ``low`` the distances from float32 as well."""
+    heads = ["tensor", "shape", "largest", "difference", "relative", "limit"]
+    heads += ["from f32", "Megatron's", "allowed"] if low else []
+    lines = [[*heads, ""]]
+    for name, row in rows.items():
+        times = f"{len(row.experts)} x " if row.experts else ""
+        line = [title(name), times + str(list(row.shape)), *(_number(x) for x in (row.largest, row.difference))]
+        line += [_number(row.relative), _number(row.limit(config))]
+        if low and row.count:
+            distances = (row.distance(row.our_squares), row.distance(row.their_squares), row.allowed_distance(config))
+            line += [_number(x) for x in distances]
+        elif low:
+            line += ["", "", ""]
+        lines.append([*line, _verdict(row, config)])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    left = (0, 1, len(widths) - 1)
+    shown = [
+        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        for line in lines
+    ]
+    return "\n".join(line.rstrip() for line in shown)
+
+
+def title(name: str) -> str:
+    if name in ("routing map", "output", "input gradient"):
+        return name
+    return "gradient of " + name.replace("local_experts.*", "*")
+
+
+def _verdict(row: Difference, config) -> str:
+    if not row.ok(config):
+        return f"DIFFERENT ({row.where})" if row.where else "DIFFERENT"
+    return "ok" if row.shape else "ok, neither has one"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def rule(config, steps: int) -> str:
+    dtype = str(config.params_dtype).removeprefix("torch.")
+    limit = f"{_limit(config):.1e}"
+    if config.params_dtype == torch.float32:
+        why = "float32, sums in another order"
+    elif _limit(config) == LIMIT_QUANTISED:
+        why = "FP8 or FP4, whose scales depend on the order of the rows"
+    else:
+        roundings = round(_limit(config) / ROUNDING[config.params_dtype])
+        why = f"{roundings} roundings of {dtype}: top-k x expert tensor parallel size + 2"
+    over = f"Over all ranks and {steps} step{'s' if steps > 1 else ''}"
+    text = f"{over}. ok: difference <= limit x largest; limit {limit} ({why})"
+    if config.params_dtype != torch.float32:
+        text += (
+            f". And: root mean square distance from a float32 run of Megatron's layer (from f32, as a part of the "
+            f"tensor's own) <= {SLACK} x Megatron's + {SLACK_ROUNDINGS} roundings"
+        )
+    return wrap("", text + ".", indent="")
+
+
+def times_text(times: dict[str, float], given: Given, plan: Plan) -> str:
+    shown = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
+    what = "forward + backward of one layer, includes experts"
+    return wrap(f"Time of a step, median of {given.timed_steps}: ", f"{shown} ({what}).", indent="")
+
+
+def wrap(head: str, text: str, indent: str = "  ") -> str:
+    if not text:
+        return ""
+    return textwrap.fill(head + text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,259 @@
+"""Makes ep_dispatcher a backend of Megatron's flex dispatcher. Everything that is patched is patched here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+NAME = "ep_dispatcher"
+OLDEST, NEWEST_RUN = (0, 16), (0, 19)
+STEPS = (
+    "dispatch_preprocess",
+    "token_dispatch",
+    "dispatch_postprocess",
+    "combine_preprocess",
+    "token_combine",
+    "combine_postprocess",
+)
+_UNKNOWN = "this Megatron is not laid out as ep_dispatcher needs it, and nothing was replaced"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What register() did: Megatron's version and, a line each, what it replaced."""
+
+    megatron_version: str
+    replaced: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"ep_dispatcher is a backend of Megatron-core {self.megatron_version}'s flex dispatcher. Replaced:"]
+        return "\n  ".join([*lines, *self.replaced])
+
+
+class UnknownMegatronError(RuntimeError):
+    """This Megatron is not laid out as register() needs it; nothing was replaced."""
+
+
+@dataclass(frozen=True)
+class _Patch:
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]  # what stood there -> what stands there now
+    text: str
+
+
+_active: Registration | None = None
+_undo: list[Callable[[], None]] = []
+
+
+def is_ours(config) -> bool:
+    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
+
+
+def register() -> Registration:
+    """Let ``moe_token_dispatcher_type="flex"`` with ``moe_flex_dispatcher_backend="ep_dispatcher"`` choose ours.
+
+    Call it on every rank before Megatron parses its arguments; a second call changes nothing. ``unregister()`` undoes
+    it. Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
+    warns when it is newer than the newest version that the tests ran with.
+    """
+    global _active
+    if _active is None:
+        import megatron.core
+
+        version = megatron.core.__version__
+        _check_version(version)
+        patches = _patches()
+        for patch in patches:
+            old = getattr(patch.owner, patch.name)
+            _undo.append(_undoing(patch.owner, patch.name, old))
+            setattr(patch.owner, patch.name, patch.make(old))
+        _active = Registration(version, tuple(patch.text for patch in patches))
+        logger.info("%s", _active)
+    return _active
+
+
+def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
+    if old is object.__new__:
+        old = _plain_new
+    elif isinstance(owner, type) and name not in vars(owner):  # inherited
+        return functools.partial(delattr, owner, name)
+    return functools.partial(setattr, owner, name, old)
+
+
+def unregister() -> None:
+    """Put everything back. Layers that were built keep their dispatcher, and the buffers live on."""
+    global _active
+    while _undo:
+        _undo.pop()()
+    _active = None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number; none, which is older than all, where there are none to read."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, numbers.groups())) if numbers else ()
+
+
+def _check_version(version: str) -> None:
+    numbers = _numbers(version)
+    if numbers < OLDEST:
+        raise UnknownMegatronError(f"megatron-core: given {version}, allowed: {OLDEST[0]}.{OLDEST[1]} or newer")
+    if numbers > NEWEST_RUN:
+        warnings.warn(
+            f"megatron-core {version} is newer than {NEWEST_RUN[0]}.{NEWEST_RUN[1]}, the newest that ep_dispatcher was "
+            "run with; its layout is as expected. `python -m ep_dispatcher.integrations.megatron.parity` compares.",
+            stacklevel=3,
+        )
+
+
+def _patches() -> list[_Patch]:
+    """What has to be replaced in this Megatron, after a look at everything that it rests on."""
+    try:
+        from megatron.core.models.gpt import fine_grained_callables
+        from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+    except ImportError as error:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
+
+    unexpected: list[str] = []
+
+    def expect(true: Any, text: str) -> None:
+        if not true:
+            unexpected.append(text)
+
+    flex = getattr(token_dispatcher, "MoEFlexTokenDispatcher", None)
+    expect(flex is not None, "token_dispatcher.MoEFlexTokenDispatcher is missing")
+    expect(getattr(moe_layer, "MoEFlexTokenDispatcher", None) is flex, "moe_layer does not use MoEFlexTokenDispatcher")
+    wanted = ["self", "num_local_experts", "local_expert_indices", "config", "pg_collection"]
+    given = list(inspect.signature(flex.__init__).parameters) if flex else []
+    expect(given == wanted, f"MoEFlexTokenDispatcher takes {given}, not {wanted}")
+    base = getattr(token_dispatcher, "MoETokenDispatcher", None)
+    for step in STEPS:
+        expect(hasattr(base, step), f"MoETokenDispatcher has no step {step}")
+    backend = TransformerConfig.__dataclass_fields__.get("moe_flex_dispatcher_backend")
+    expect(backend is not None, "TransformerConfig has no moe_flex_dispatcher_backend")
+    expect(backend and get_origin(backend.type) is Literal, "moe_flex_dispatcher_backend is no Literal")
+    # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
+    scheduler = fine_grained_callables
+    if not hasattr(scheduler, "should_free_input"):
+        with contextlib.suppress(ImportError):
+            from megatron.core.models.common import utils as scheduler
+    free = getattr(scheduler, "should_free_input", None)
+    given = list(inspect.signature(free).parameters)[:3] if free else []
+    expect(given == ["name", "is_moe", "config"], f"should_free_input takes {given}, not ['name', 'is_moe', 'config']")
+    expect(hasattr(moe_layer.MoELayer, "set_layer_number"), "MoELayer has no set_layer_number")
+    skips = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
+    if skips:
+        expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
+    if unexpected:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
+
+    shown = scheduler.__name__.removeprefix("megatron.core.")
+    patches = [
+        _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
+        _Patch(
+            backend, "type", _allow_name, "the type of moe_flex_dispatcher_backend: --help and parsers allow our name"
+        ),
+        _Patch(
+            TransformerConfig,
+            "__post_init__",
+            _check_config,
+            "TransformerConfig.__post_init__: our name with another dispatcher type is an error; the features of other "
+            "backends that ours has too are allowed",
+        ),
+        _Patch(moe_layer.MoELayer, "set_layer_number", _pass_number_on, "MoELayer.set_layer_number: ours gets it too"),
+        _Patch(scheduler, "should_free_input", _keep_inputs, f"{shown}.should_free_input: ours counts as hybridep"),
+    ]
+    if skips:
+        text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
+        patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
+    return patches
+
+
+def _plain_new(cls, *args, **kwargs):
+    """In the place of ``object.__new__``, which refuses arguments once a class has had a ``__new__`` of its own."""
+    return object.__new__(cls)
+
+
+def _choose_class(old):
+    def make(cls, *args, **kwargs):
+        config = kwargs.get("config", args[2] if len(args) > 2 else None)  # none: a copy is made of another backend's
+        if config is None or not is_ours(config):
+            return object.__new__(cls)
+        from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+
+        return MoEEPTokenDispatcher(*args, **kwargs)
+
+    return make
+
+
+def _allow_name(old):
+    return Literal[(*get_args(old), NAME)]
+
+
+def _check_config(old):
+    @functools.wraps(old)
+    def check(config):
+        if config.moe_flex_dispatcher_backend != NAME or config.num_moe_experts is None:
+            return old(config)
+        if config.moe_token_dispatcher_type != "flex":
+            raise ValueError(
+                f"--moe-token-dispatcher-type: given {config.moe_token_dispatcher_type}, allowed with "
+                f"--moe-flex-dispatcher-backend {NAME}: flex"
+            )
+        if getattr(config, "moe_enable_deepep", False):
+            raise ValueError(
+                f"--moe-enable-deepep: given with --moe-flex-dispatcher-backend {NAME}, allowed: one of them"
+            )
+        # Megatron knows by name who can do what. During its checks ours goes by the name of one that can the same.
+        if config.moe_shared_expert_overlap and _before(0, 18):
+            config.moe_token_dispatcher_type = "alltoall"
+        if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
+            config.moe_flex_dispatcher_backend = "hybridep"
+        try:
+            old(config)
+        finally:
+            config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", NAME
+
+    return check
+
+
+def _before(*version: int) -> bool:
+    import megatron.core
+
+    return _numbers(megatron.core.__version__) < version
+
+
+def _pass_number_on(old):
+    @functools.wraps(old)
+    def set_layer_number(layer, layer_number):
+        old(layer, layer_number)
+        if is_ours(layer.config):
+            layer.token_dispatcher.layer_number = layer_number
+
+    return set_layer_number
+
+
+def _keep_inputs(old):
+    @functools.wraps(old)
+    def should_free_input(name, is_moe, config, *rest):
+        if is_moe and is_ours(config):
+            config = copy.copy(config)
+            config.moe_flex_dispatcher_backend = "hybridep"
+        return old(name, is_moe, config, *rest)
+
+    return should_free_input
+
+
+def _skip_padding(old):
+    return functools.wraps(old)(lambda config: is_ours(config) or old(config))

@@ -1,0 +1,73 @@
+"""Plans that an activation recompute finds again.
+
+A checkpointed layer runs forward twice: without gradients, then, when backward comes to it, again with them. The
+second run has the same routing, and reuses the plan of the first. Which of the microbatches in flight that was is
+decided by the routing itself, on all ranks together; a routing that fits none of them is planned anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from ep_dispatcher.integrations.megatron.agree import all_reduce
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import ep_dispatcher as ep
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    topk_idx: Tensor
+    microbatch: int
+    buffer: ep.Buffer
+    handle: ep.Handle
+
+
+class RecomputePlans:
+    """The plans of forward passes without gradients, oldest first; at most ``most`` of them.
+
+    More can be kept than come back (evaluation runs without gradients too): what is older than a plan that came back,
+    or than a routing that fits none, is forgotten.
+    """
+
+    def __init__(self, most: int):
+        self._kept: deque[Kept] = deque(maxlen=most)
+
+    @classmethod
+    def make(cls, config) -> RecomputePlans:
+        """As many as a pipeline schedule keeps in flight of one layer; none without a recompute of MoE layers."""
+        granularity = config.recompute_granularity
+        recomputes = granularity == "full" or (granularity == "selective" and "moe" in (config.recompute_modules or ()))
+        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or 0
+        return cls(2 * max(config.pipeline_model_parallel_size, group) + 2 if recomputes else 0)
+
+    def keep(self, topk_idx: Tensor, microbatch: int, buffer: ep.Buffer, handle: ep.Handle) -> None:
+        if not torch.is_grad_enabled():
+            self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
+
+    def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
+        """The oldest plan whose routing is this one on every rank of the group, or None. Collective.
+
+        Raises PeerTimeoutError when a rank does not come.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        while self._kept and self._kept[0].buffer.is_destroyed:  # an error may leave unlike numbers on the ranks
+            self._kept.popleft()
+        if not self._kept:  # the same on every rank: all run the same passes
+            return None
+        no = topk_idx.new_zeros((), dtype=torch.bool)
+        fits = [(k.topk_idx == topk_idx).all() if k.topk_idx.shape == topk_idx.shape else no for k in self._kept]
+        fits = torch.stack(fits).int()
+        note = f"{layer}, microbatch {self._kept[0].microbatch}, recompute"
+        all_reduce(fits, dist.ReduceOp.MIN, group, about="agree on the plan", note=note)
+        kept, found = list(self._kept), fits.nonzero().flatten().tolist()
+        self._kept.clear()
+        if not found:
+            return None
+        self._kept.extend(kept[found[0] + 1 :])
+        return kept[found[0]]

@@ -1,0 +1,302 @@
+"""Megatron-core's MoE layer on every rank of a pool, with its own token dispatchers and with ours.
+
+    megatron_pool(4).run(fn)      # fn(rank): use_layout(Layout(ep=4)); layer = make_layer(make_config(...)); ...
+
+What Megatron needs in order to run on a CPU, and its process groups, exist in the ranks alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_dispatcher.testing import RankPool
+
+HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 32, 48, 8, 12, 2
+OURS = "ep_dispatcher"
+CLASSES = {
+    OURS: "MoEEPTokenDispatcher",
+    "allgather": "MoEAllGatherTokenDispatcher",
+    "alltoall": "MoEAlltoAllTokenDispatcher",
+}
+NO_MEGATRON = "megatron-core is not installed: pip install 'ep_dispatcher[megatron]'"
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def megatron_pool(num_ranks: int) -> RankPool:
+    """A pool of ranks in which Megatron runs on the CPU, which makes them no place for other tests.
+
+    Started at the first use, replaced after a failure closed it, and shared by all files: importing Megatron in every
+    rank takes longer than most tests.
+    """
+    if num_ranks not in _pools or _pools[num_ranks].closed:
+        _pools[num_ranks] = RankPool(num_ranks, timeout_s=120)
+    return _pools[num_ranks]
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+# ---- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of Megatron's groups. Ranks that are left over are replicas (data parallel)."""
+
+    ep: int = 2
+    tp: int = 1
+    etp: int = 1
+
+    def __str__(self) -> str:
+        return f"ep{self.ep}" + f"-tp{self.tp}" * (self.tp > 1) + f"-etp{self.etp}" * (self.etp > 1)
+
+
+_layout: Layout | None = None
+
+
+def use_layout(layout: Layout) -> None:
+    """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
+    global _layout
+    from ep_dispatcher.integrations.megatron import destroy_buffers, register
+    from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+
+    let_megatron_run_on_cpu()
+    register()
+    from megatron.core import parallel_state
+
+    destroy_buffers()
+    if layout != _layout:
+        if _layout is not None:
+            parallel_state.destroy_model_parallel()
+            _end_groups()
+        parallel_state.initialize_model_parallel(
+            create_gloo_process_groups=False,  # they all are: these would be a second set of the same
+            tensor_model_parallel_size=layout.tp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
+        _layout = layout
+
+
+def _end_groups() -> None:
+    """Megatron only forgets its groups. Each has threads, and one of them looks for messages 100 times a second."""
+    dist.barrier()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    gc.collect()  # they end with the last layer that knows them
+
+
+def make_config(dispatcher: str = OURS, **settings):
+    """A TransformerConfig of the layout in use; ``settings`` are fields of it."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if dispatcher == OURS:
+        chosen = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=OURS)
+    else:
+        chosen = dict(moe_token_dispatcher_type=dispatcher)
+    defaults = dict(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=FFN,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        tensor_model_parallel_size=_layout.tp,
+        expert_model_parallel_size=_layout.ep,
+        expert_tensor_parallel_size=_layout.etp,
+        sequence_parallel=_layout.tp > 1,
+    )
+    return TransformerConfig(**(defaults | chosen | settings))
+
+
+def make_layer(config, layer_number: int = 1):
+    """A MoELayer of SequentialMLP experts, with the same weights whatever dispatches."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)  # 0.18: a partial
+    layer.set_layer_number(layer_number)
+    route = layer.router.forward
+
+    def route_any_number(x: Tensor, *args, **kwargs):
+        if x.numel():
+            return route(x, *args, **kwargs)
+        # Megatron's router cannot view a tensor without elements. With a gradient: alltoall's backward is collective.
+        probs = torch.nn.functional.linear(x.flatten(0, -2), layer.router.weight)
+        probs = probs.to({"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype))
+        return probs, probs.bool()
+
+    layer.router.forward = route_any_number
+    set_weights(layer, layer)
+    return layer
+
+
+def set_weights(module, moe_layer) -> None:
+    """Random weights by name, for an expert by its global number and the slice of it that this rank has."""
+    first, expert_tp_rank = moe_layer.local_expert_indices[0], dist.get_rank(moe_layer.experts.tp_group)
+    for name, parameter in module.named_parameters():
+        head, found, tail = name.partition("local_experts.")
+        if found:
+            number, _, tail = tail.partition(".")
+            name = f"{head}{first + int(number)}.{expert_tp_rank}.{tail}"
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that every rank has the same for the same seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens_of(rank: int, step: int = 0, length: int = SEQUENCE, dtype=torch.float32, hidden=HIDDEN) -> Tensor:
+    """A microbatch [length, BATCH, hidden] of this rank."""
+    return random(length, BATCH, hidden, seed=1000 * step + rank + 1, dtype=dtype)
+
+
+@contextlib.contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+        yield
+
+
+class PlainLinear(torch.nn.Module):
+    """Stands for Transformer Engine's TELinear, which latent MoE is made of, where that is not installed."""
+
+    def __init__(self, in_features: int, out_features: int, *, config, **_):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+@contextlib.contextmanager
+def plain_latent_projections() -> Iterator[None]:
+    from megatron.core.transformer.moe import moe_layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not moe_layer.HAVE_TE:
+            patch.setattr(moe_layer, "HAVE_TE", True)
+            patch.setattr(moe_layer, "TELinear", PlainLinear, raising=False)
+        yield
+
+
+# ---- one layer, two steps -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a layer is built of and what it is given."""
+
+    layout: Layout = Layout(ep=4)
+    settings: dict = field(default_factory=dict)
+    references: tuple[str, ...] = ("allgather", "alltoall")
+    lengths: tuple[int, ...] | None = None  # of the sequence, by rank; None: SEQUENCE on all of them
+    environment: dict[str, str] = field(default_factory=dict)
+    later: dict = field(default_factory=dict)  # put on the config when its checks, which want a GPU for them, are over
+    checkpointed: bool = False  # the whole layer, as recompute_granularity "full" does
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of two steps: outputs and input gradients of both, parameter gradients of their sum."""
+
+    outputs: list[Tensor]
+    input_grads: list[Tensor]
+    grads: dict[str, Tensor | None]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        steps = {f"output {i}": t for i, t in enumerate(self.outputs)}
+        steps |= {f"input gradient {i}": t for i, t in enumerate(self.input_grads)}
+        return steps | {f"gradient of {name}": t for name, t in self.grads.items()}
+
+
+def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
+    use_layout(case.layout)
+    with environment(**case.environment), plain_latent_projections():
+        config = make_config(dispatcher, **(case.settings | settings))
+        for name, value in case.later.items():
+            assert hasattr(config, name), name
+            setattr(config, name, value)
+        layer = make_layer(config)
+        assert type(layer.token_dispatcher).__name__ == CLASSES[dispatcher]
+        length = SEQUENCE if case.lengths is None else case.lengths[rank]
+        outputs, input_grads = [], []
+        for step in range(2):  # what a step leaves behind must not count in the next
+            x = tokens_of(rank, step, length, torch.bfloat16 if config.bf16 else torch.float32)
+            x = x.to(config.params_dtype).requires_grad_()
+            if case.checkpointed:
+                from megatron.core.tensor_parallel import checkpoint
+
+                output = checkpoint(lambda x: layer(x)[0], False, x)
+            else:
+                output = layer(x)[0]
+            assert output.shape == x.shape and output.dtype == x.dtype
+            (output.float() * random(*x.shape, seed=rank + 77)).sum().backward()
+            outputs.append(output.detach())
+            input_grads.append(x.grad)
+    return Result(outputs, input_grads, {name: p.grad for name, p in sorted(layer.named_parameters())})
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+# Between two float32 runs, relative to the largest absolute value of the tensor: sums of a few dozen products in
+# another order. The largest seen is 4 units of the last place, so that a wrong term of any size stands out.
+ROUNDING = 16 * torch.finfo(torch.float32).eps
+
+
+def difference(got: Tensor | None, wanted: Tensor | None) -> float:
+    """The largest difference, relative to the largest absolute value of ``wanted``."""
+    if got is None or wanted is None:
+        return 0.0 if got is wanted else float("inf")
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if not got.numel() or torch.equal(got, wanted):
+        return 0.0
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def assert_agree(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None], what: str = "") -> None:
+    assert got.keys() == wanted.keys()
+    apart = {name: difference(got[name], wanted[name]) for name in wanted}
+    wrong = [f"{name} by {by:.1e}" for name, by in apart.items() if not by <= ROUNDING]
+    assert not wrong, f"{what}: relative to the largest value differ {', '.join(wrong)}"
+
+
+def grads_of(layer) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in sorted(layer.named_parameters())}
+
+
+def error_of(run: Callable[[], object], kind: type[BaseException] = ValueError) -> str:
+    """The text of the error that a call raises; in ranks, where pytest.raises would do as well but says less."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} on process {os.getpid()}")

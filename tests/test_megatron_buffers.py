@@ -1,0 +1,244 @@
+"""The buffers of a Megatron job: shared between layers, sized, grown; and the budget of rows of an expert rank."""
+
+import sys
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_layer import (
+    EXPERTS,
+    HIDDEN,
+    NO_MEGATRON,
+    Layout,
+    assert_agree,
+    environment,
+    error_of,
+    grads_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    random,
+    tokens_of,
+    use_layout,
+)
+
+import ep_dispatcher as ep
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+LIMIT_S, SLACK_S = 1.5, 5.0
+MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+
+
+def run(test, *args, ranks: int = 2) -> None:
+    megatron_pool(ranks).run(test, *args)
+
+
+def living() -> list[ep.Buffer]:
+    from ep_dispatcher.integrations.megatron import buffers
+
+    return [buffer for shared in buffers._shared.values() for buffer in shared.buffers]
+
+
+def sizes() -> list[int]:
+    """Tokens per rank of all buffers, in the order in which they were made."""
+    return [buffer._config.max_tokens_per_rank for buffer in living()]
+
+
+def forward(layer, rank: int, length: int, step: int = 0):
+    return layer(tokens_of(rank, step, length).requires_grad_())[0]
+
+
+# ---- sharing and sizing ---------------------------------------------------------------------------------------------
+
+
+def share(rank: int) -> None:
+    use_layout(Layout(ep=2))
+    layers = [make_layer(make_config(), number) for number in (1, 2, 3)]
+    for layer in layers:
+        forward(layer, rank, 12).sum().backward()
+    assert sizes() == [24], "one buffer for three layers"
+    assert len({id(layer.token_dispatcher.buffer) for layer in layers}) == 1
+    for settings in (dict(moe_router_topk=3), dict(num_moe_experts=4), dict(hidden_size=64)):
+        layer = make_layer(make_config(**settings))
+        layer(random(12, 2, layer.config.hidden_size, seed=rank))
+    layer = make_layer(make_config(bf16=True, params_dtype=torch.bfloat16))
+    layer(random(12, 2, HIDDEN, seed=rank, dtype=torch.bfloat16))
+    assert len(sizes()) == 5, "another for other rows, experts or top-k"
+    from ep_dispatcher.integrations.megatron import destroy_buffers
+
+    destroyed = living()
+    destroy_buffers()
+    assert not living() and all(buffer._engine is None for buffer in destroyed)
+    forward(layers[0], rank, 12).sum().backward()  # and a layer goes on with a new one
+    assert sizes() == [24]
+
+
+def test_layers_share_a_buffer():
+    run(share)
+
+
+def first_size(rank: int) -> None:
+    lengths = [(12, 3), (3, 12)]  # of a sequence of microbatches of 2: the most of all ranks counts
+    for pair in lengths:
+        use_layout(Layout(ep=2))
+        forward(make_layer(make_config()), rank, pair[rank])
+        assert sizes() == [24]
+    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"):
+        use_layout(Layout(ep=2))
+        layer = make_layer(make_config())
+        forward(layer, rank, 12)
+        forward(layer, rank, (20, 3)[rank])
+        assert sizes() == [40]
+        text = error_of(lambda: forward(layer, rank, 21))
+        assert "hidden_states: given 42 tokens" in text and "EP_DISPATCHER_MAX_TOKENS_PER_RANK=40" in text
+        forward(layer, rank, 12)  # nothing was sent, and nobody waits
+    arguments = dict(seq_length=33, micro_batch_size=2, context_parallel_size=2, tensor_model_parallel_size=4)
+    for sequence_parallel, length, size in [(False, 12, 34), (True, 3, 10), (True, 12, 24)]:
+        use_layout(Layout(ep=2))
+        module = types.ModuleType("megatron.training.global_vars")
+        module._GLOBAL_ARGS = types.SimpleNamespace(**arguments, sequence_parallel=sequence_parallel)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, module.__name__, module)
+            layer = make_layer(make_config())
+            forward(layer, rank, length)
+            assert sizes() == [size], "what the arguments say, or what is brought if that is more"
+            module._GLOBAL_ARGS = None  # before they are parsed
+            use_layout(Layout(ep=2))
+            forward(layer, rank, length)
+            assert sizes() == [2 * length]
+
+
+def test_the_first_size():
+    run(first_size)
+
+
+# ---- growing --------------------------------------------------------------------------------------------------------
+
+
+def grow(rank: int, settings: dict, lengths: list, expected: list[int]) -> None:
+    """All microbatches forward, then all backward: plans of old buffers are in flight while new ones are made."""
+    use_layout(Layout(ep=2))
+    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="300"):  # one buffer large enough for all
+        layer = make_layer(make_config())
+        wanted = [backward(layer, *one(layer, rank, step, pair)) for step, pair in enumerate(lengths)]
+        assert sizes() == [300]
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config(**settings))
+    flying = []
+    for (step, pair), size in zip(enumerate(lengths), expected):
+        flying.append(one(layer, rank, step, pair))
+        assert sizes()[-1] == size, f"{sizes()} after microbatch {step}"
+    for number, (x, output) in enumerate(flying):
+        assert_agree(backward(layer, x, output), wanted[number], f"microbatch {number}")
+
+
+def one(layer, rank: int, step: int, lengths: tuple[int, int]):
+    x = tokens_of(rank, step, lengths[rank]).requires_grad_()
+    return x, layer(x)[0]
+
+
+def backward(layer, x, output) -> dict:
+    layer.zero_grad()
+    (output * random(*output.shape, seed=3)).sum().backward()
+    return {"output": output.detach(), "input gradient": x.grad} | grads_of(layer)
+
+
+@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
+def test_buffers_grow_when_all_ranks_bring_more(settings):
+    lengths = [(12, 12), (20, 20), (13, 24), (30, 26), (5, 12), (99, 110)]
+    run(grow, settings, lengths, [24, 48, 48, 96, 96, 220])  # doubled, or more where that is not enough
+
+
+@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
+def test_with_variable_lengths_one_rank_may_bring_more(settings):
+    lengths = [(12, 4), (3, 20), (25, 0), (2, 90)]
+    run(grow, dict(variable_seq_lengths=True) | settings, lengths, [24, 48, 96, 192])
+
+
+def bring_more_alone(rank: int, greedy: int) -> None:
+    with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
+        use_layout(Layout(ep=2))
+        layer = make_layer(make_config())
+        forward(layer, rank, 12)
+        started = time.monotonic()
+        if rank == greedy:
+            text = error_of(lambda: forward(layer, rank, 20))
+            words = [
+                f"40 tokens on rank {greedy}",
+                f"in {LIMIT_S:g} s at most 24 on rank {1 - greedy}",
+                "hidden_states",
+            ]
+            for word in (*words, "EP_DISPATCHER_MAX_TOKENS_PER_RANK", "variable_seq_lengths"):
+                assert word in text, text
+        else:
+            text = error_of(lambda: forward(layer, rank, 12), ep.PeerTimeoutError)
+            assert text.startswith("layer 1, microbatch 2: dispatch") and f"for rank {greedy}" in text
+        assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
+        dist.barrier()  # the ranks gave up at different times
+        use_layout(Layout(ep=2))  # with new buffers all goes on
+        forward(layer, rank, 20)
+        assert sizes() == [40]
+
+
+@pytest.mark.parametrize("greedy", [0, 1])
+def test_one_rank_alone_that_brings_more_is_an_error(greedy):
+    run(bring_more_alone, greedy)
+
+
+# ---- the budget of an expert rank -----------------------------------------------------------------------------------
+
+
+def all_steps(layer, x, routing_map, probs):
+    """The steps of the dispatcher with an expert that multiplies by the probability: (rows, counts, probs, output)."""
+    dispatcher = layer.token_dispatcher
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
+    rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
+    expert_output = dispatcher.combine_preprocess(rows * permuted_probs.unsqueeze(-1))
+    return rows, counts, permuted_probs, dispatcher.combine_postprocess(dispatcher.token_combine(expert_output))
+
+
+def budget(rank: int, layout: Layout) -> None:
+    use_layout(layout)
+    config = make_config()
+    layer = make_layer(config)
+    x, probs = tokens_of(rank), torch.rand(24, EXPERTS, generator=torch.Generator().manual_seed(rank)) + 0.1
+    routing_map = torch.zeros(24, EXPERTS, dtype=torch.bool).scatter(1, probs.topk(2).indices, True)
+    results = []
+    for factor, alignment in [(None, 1), (3.0, 1), (2.51, 16)]:
+        config.moe_expert_rank_capacity_factor = factor
+        layer.token_dispatcher.expert_alignment = alignment
+        tokens, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+        rows, counts, permuted_probs, output = all_steps(layer, tokens, routing_map, weights)
+        (output * random(*x.shape, seed=5)).sum().backward()
+        # A token's experts' probabilities add up over the slices of expert tensor parallelism.
+        expected = x * layout.etp * (probs * routing_map).sum(1).view(12, 2, 1)
+        torch.testing.assert_close(output, expected)
+        results.append(dict(output=output.detach(), tokens=tokens.grad, probs=weights.grad))
+        used, size = int(counts.sum()), rows.shape[0]
+        if factor is None:
+            assert size == used
+        else:
+            wanted = int(24 * 2 * layout.etp * factor)
+            wanted = -(-wanted // alignment) * alignment
+            assert size == permuted_probs.shape[0] == wanted and used <= wanted
+            assert not rows[used:].any() and not permuted_probs[used:].any()
+    for result in results[1:]:
+        assert_agree(result, results[0])
+
+    # All ranks hear what was needed; what arrived before is unharmed, and the next step is right again.
+    config.moe_expert_rank_capacity_factor, layer.token_dispatcher.expert_alignment = 0.25, 1
+    text = error_of(lambda: all_steps(layer, x, routing_map, probs))
+    allowed = int(24 * 2 * layout.etp * 0.25)
+    assert "max_recv_rows" in text and str(allowed) in text
+    config.moe_expert_rank_capacity_factor = None
+    rows, *_, output = all_steps(layer, x, routing_map, probs)
+    assert str(rows.shape[0]) in text, "it says how many rows this rank needs"
+    assert torch.equal(output, results[0]["output"])
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(ep=1, etp=2)], ids=str)
+def test_rows_of_an_expert_rank_are_its_budget(layout):
+    run(budget, layout)

@@ -1,0 +1,154 @@
+"""Wrong arguments of the dispatcher's steps, and ranks that come late."""
+
+import pickle
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_layer import (
+    EXPERTS,
+    HIDDEN,
+    NO_MEGATRON,
+    Layout,
+    environment,
+    error_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    tokens_of,
+    use_layout,
+)
+
+import ep_dispatcher as ep
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+LIMIT_S, SLACK_S = 1.5, 5.0
+
+
+def wrong_arguments(rank: int) -> None:
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config())
+    preprocess = layer.token_dispatcher.dispatch_preprocess
+    x, probs = tokens_of(rank), torch.rand(24, EXPERTS)
+    routing_map = torch.zeros(24, EXPERTS, dtype=torch.bool)
+    routing_map[:, :2] = True
+    wrong = [
+        ("routing_map", (routing_map[:23], probs), "[23, 8] of torch.bool", "[24, 8] of torch.bool"),
+        ("routing_map", (routing_map[:, :7], probs), "[24, 7]", "[24, 8]"),
+        ("routing_map", (routing_map.long(), probs), "torch.int64", "torch.bool"),
+        ("routing_map", (routing_map.view(12, 2, 8), probs), "[12, 2, 8]", "[24, 8]"),
+        ("routing_map", (None, probs), "NoneType", "[24, 8]"),
+        ("probs", (routing_map, probs[:, :2]), "[24, 2]", "[24, 8]"),
+        ("probs", (routing_map, probs[0]), "[8]", "[24, 8]"),
+        ("probs", (routing_map, routing_map), "torch.bool", "torch.float32 or torch.float64"),
+    ]
+    for argument, arguments, given, allowed in wrong:
+        text = error_of(lambda arguments=arguments: preprocess(x, *arguments))
+        assert text.startswith(f"{argument}: given "), text
+        before, after = text.split("allowed:")
+        assert given in before and allowed in after, text
+    routing_map[5, :3] = True
+    text = error_of(lambda: preprocess(x, routing_map, probs))
+    assert text == "routing_map: given a token with 3 experts, allowed: --moe-router-topk 2"
+    # With capacities that are filled up the map may mark more: those without a probability do not count.
+    layer.config.moe_pad_expert_input_to_capacity = True
+    preprocess(x, routing_map, torch.where(routing_map & (torch.arange(EXPERTS) < 2), probs + 0.1, 0))
+    assert "3 experts" in error_of(lambda: preprocess(x, routing_map, probs + 0.1))
+    layer.config.moe_pad_expert_input_to_capacity = False
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        routing_map[5, 2] = False
+        tokens, weights = preprocess(x, routing_map, probs.to(dtype))
+        assert tokens.shape == (24, HIDDEN) and weights.shape == (24, 2) and weights.dtype == torch.float32
+        torch.testing.assert_close(weights, probs[:, :2].to(dtype).float())
+    layer(x)  # nothing was sent
+
+
+def test_wrong_arguments_are_value_errors():
+    megatron_pool(2).run(wrong_arguments)
+
+
+# ---- a rank that is late --------------------------------------------------------------------------------------------
+
+
+def oversleep(rank: int, victim: int, when: str, settings: dict) -> None:
+    with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
+        use_layout(Layout(ep=2))
+        layer = make_layer(make_config(**settings), layer_number=3)
+        first = layer(tokens_of(rank).requires_grad_())[0]
+        act = (lambda: layer(tokens_of(rank))) if when == "forward" else (lambda: first.sum().backward())
+        store = dist.distributed_c10d._get_default_store()
+        name = f"megatron/{layer.token_dispatcher.buffer.id}"
+        if rank == victim:
+            store.wait([name], timedelta(seconds=LIMIT_S + 4 * SLACK_S))
+            error_of(act, ep.PeerTimeoutError)
+        else:
+            started = time.monotonic()
+            try:
+                act()
+                raise AssertionError("nobody noticed")
+            except ep.PeerTimeoutError as caught:
+                error = caught
+            assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
+            where, epoch = WHERE[when]
+            assert str(error).startswith(f"{where}: dispatch, epoch {epoch}, phase"), str(error)
+            assert error.note == where and error.late_ranks == (victim,) and error.rank == rank
+            copied = pickle.loads(pickle.dumps(error))
+            assert str(copied) == str(error) and vars(copied) == vars(error)
+            store.set(name, "")
+        dist.barrier()  # the ranks gave up at different times
+        use_layout(Layout(ep=2))  # with new buffers all goes on
+        layer(tokens_of(rank).requires_grad_())[0].sum().backward()
+
+
+WHERE = {  # the backward of a combine is a dispatch; a recompute begins with an agreement, before any operation
+    "forward": ("layer 3, microbatch 2", 3),
+    "backward": ("layer 3, microbatch 1, backward", 3),
+    "recompute": ("layer 3, microbatch 1, recompute", 0),
+}
+
+
+@pytest.mark.parametrize("when,victim", [("forward", 0), ("backward", 1), ("recompute", 0)])
+def test_a_late_rank_is_named_with_layer_and_microbatch(when, victim):
+    settings = dict(recompute_granularity="selective", recompute_modules=["moe"]) if when == "recompute" else {}
+    megatron_pool(2).run(oversleep, victim, when, settings)
+
+
+def notes_of_one_step(rank: int, settings: dict) -> None:
+    """Whatever runs, the buffer knows for which layer and microbatch: also two layers in one backward."""
+    use_layout(Layout(ep=2))
+    layers = [make_layer(make_config(**settings), number) for number in (3, 7)]
+    notes = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_run_dispatch", "_run_combine"):
+            operation = getattr(ep.Buffer, name)
+
+            def noting(buffer, *args, operation=operation, **kwargs):
+                notes.append(buffer.note)
+                return operation(buffer, *args, **kwargs)
+
+            patch.setattr(ep.Buffer, name, noting)
+        outputs = []
+        for step in range(2):
+            x = tokens_of(rank, step).requires_grad_()
+            for layer in layers:
+                x = layer(x)[0]
+            outputs.append(x)
+        for output in outputs:
+            output.sum().backward()
+    numbers = [(layer, microbatch) for microbatch in (1, 2) for layer in (3, 7)]
+    expected = [f"layer {layer}, microbatch {microbatch}" for layer, microbatch in numbers for _ in range(2)]
+    for microbatch in (1, 2):
+        for layer in (7, 3):
+            where = f"layer {layer}, microbatch {microbatch}"
+            expected += ([where] * 2 if settings else []) + [f"{where}, backward"] * 2
+    assert notes == expected, notes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(recompute_granularity="selective", recompute_modules=["moe"])], ids=["plain", "recompute"]
+)
+def test_every_operation_knows_its_layer_and_microbatch(settings):
+    megatron_pool(2).run(notes_of_one_step, settings)

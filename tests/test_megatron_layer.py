@@ -1,0 +1,281 @@
+"""The same MoELayer of Megatron-core with our dispatcher and with its own: outputs and every gradient agree."""
+
+import itertools
+from collections import defaultdict
+
+import pytest
+import torch
+from megatron_layer import (
+    EXPERTS,
+    NO_MEGATRON,
+    OURS,
+    Case,
+    Layout,
+    assert_agree,
+    grads_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    random,
+    run_layer,
+    tokens_of,
+    use_layout,
+)
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+CAPACITY = dict(moe_expert_capacity_factor=0.6)
+PAD = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
+SHARED = dict(moe_shared_expert_intermediate_size=40)
+OVERLAP = SHARED | dict(moe_shared_expert_overlap=True)
+GATE = OVERLAP | dict(moe_shared_expert_gate=True)
+RECOMPUTE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
+TWO_NODES = dict(EP_DISPATCHER_RANKS_PER_NODE="2")
+QUANTISED = dict(fp8="e4m3", moe_router_padding_for_quantization=True)
+
+EP4, EP2, ALONE = Layout(ep=4), Layout(ep=2), Layout(ep=1)
+TP2_EP4, TP2_EP2 = Layout(ep=4, tp=2), Layout(ep=2, tp=2)
+ETP2, TP2_ETP2, ETP4 = Layout(ep=2, etp=2), Layout(ep=2, tp=2, etp=2), Layout(ep=1, etp=4)
+
+# alltoall gathers chunks of different sizes over the expert tensor parallel group, which gloo cannot: there the other
+# reference, or capacities, are needed. allgather wants the same number of tokens on every rank, and refuses some flags.
+ALLTOALL, ALLGATHER = ("alltoall",), ("allgather",)
+
+CASES = {
+    "plain": Case(),
+    "top-1": Case(settings=dict(moe_router_topk=1, moe_router_pre_softmax=True)),
+    "top-8, every expert": Case(settings=dict(moe_router_topk=8)),
+    "router fp32": Case(settings=dict(moe_router_dtype="fp32")),
+    "router fp64": Case(settings=dict(moe_router_dtype="fp64")),
+    "capacity": Case(settings=CAPACITY),
+    "capacity by position": Case(settings=CAPACITY | dict(moe_token_drop_policy="position")),
+    "capacity padded": Case(settings=PAD),
+    "capacity padded, few tokens": Case(settings=PAD | dict(moe_expert_capacity_factor=0.5)),
+    "capacity, top-4, uneven": Case(
+        settings=CAPACITY | dict(moe_router_topk=4), references=ALLTOALL, lengths=(12, 3, 17, 8)
+    ),
+    "shared expert": Case(settings=SHARED),
+    "shared expert overlapped": Case(settings=OVERLAP, references=ALLTOALL),
+    "shared expert overlapped, gate, capacity": Case(settings=GATE | CAPACITY, references=ALLTOALL),
+    "recompute moe": Case(settings=RECOMPUTE),
+    "recompute moe, capacity padded": Case(settings=RECOMPUTE | PAD),
+    "recompute moe, shared expert overlapped, uneven": Case(
+        settings=RECOMPUTE | GATE, references=ALLTOALL, lengths=(5, 12, 1, 9)
+    ),
+    "recompute moe, no tokens": Case(settings=RECOMPUTE, references=ALLTOALL, lengths=(12, 0, 3, 0)),
+    "recompute full": Case(settings=FULL, checkpointed=True),
+    "recompute shared_experts": Case(
+        settings=SHARED | dict(recompute_granularity="selective", recompute_modules=["shared_experts"])
+    ),
+    "uneven tokens": Case(references=ALLTOALL, lengths=(12, 3, 17, 8)),
+    "no tokens": Case(references=ALLTOALL, lengths=(0, 5, 0, 9)),
+    "latent": Case(settings=dict(moe_latent_size=16)),
+    "latent, shared expert, recompute": Case(settings=dict(moe_latent_size=16) | SHARED | RECOMPUTE),
+    "expert bias": Case(settings=SIGMOID),
+    "group-limited": Case(settings=dict(moe_router_num_groups=4, moe_router_group_topk=2)),
+    "auxiliary losses": Case(settings=dict(moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001)),
+    "probs on input": Case(
+        settings=dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True)
+    ),
+    "linear bias, capacity padded": Case(settings=PAD | dict(add_bias_linear=True), references=ALLTOALL),
+    "padding flag": Case(references=ALLTOALL, later=QUANTISED),
+    "padding flag, mxfp8, uneven": Case(
+        references=ALLTOALL, later=QUANTISED | dict(fp8_recipe="mxfp8"), lengths=(12, 3, 0, 8)
+    ),
+    "quantised without the flag, capacity": Case(settings=CAPACITY, references=ALLTOALL, later=dict(fp8="e4m3")),
+    "two nodes": Case(environment=TWO_NODES),
+    "two nodes, recompute, capacity, shared expert": Case(
+        settings=RECOMPUTE | CAPACITY | OVERLAP, references=ALLTOALL, environment=TWO_NODES, lengths=(12, 0, 17, 8)
+    ),
+    "four nodes": Case(environment=dict(EP_DISPATCHER_RANKS_PER_NODE="1")),
+    "two groups": Case(layout=EP2),
+    "two groups, recompute, uneven": Case(layout=EP2, settings=RECOMPUTE, references=ALLTOALL, lengths=(12, 3, 0, 8)),
+    "one rank a group": Case(layout=ALONE),
+    "sequence parallel": Case(layout=TP2_EP4),
+    "sequence parallel, gate, recompute": Case(layout=TP2_EP4, settings=GATE | RECOMPUTE, references=ALLTOALL),
+    "sequence parallel, capacity padded": Case(layout=TP2_EP4, settings=PAD),
+    "sequence parallel, two groups": Case(layout=TP2_EP2, settings=SHARED | CAPACITY),
+    "expert tensor parallel": Case(layout=ETP2, references=ALLGATHER),
+    "expert tensor parallel, capacity": Case(layout=ETP2, settings=CAPACITY, references=ALLGATHER),
+    "expert tensor parallel, capacity padded": Case(layout=ETP2, settings=PAD),
+    "expert tensor parallel, two nodes": Case(layout=ETP2, references=ALLGATHER, environment=TWO_NODES),
+    "expert tensor parallel, tp": Case(layout=TP2_ETP2, settings=dict(moe_router_topk=3), references=ALLGATHER),
+    "expert tensor parallel, tp, recompute": Case(layout=TP2_ETP2, settings=SHARED | RECOMPUTE, references=ALLGATHER),
+    "expert tensor parallel alone": Case(layout=ETP4, references=ALLGATHER),
+}
+
+
+def compare(rank: int, case: Case) -> None:
+    ours = run_layer(rank, case, OURS).tensors()
+    for reference in case.references:
+        assert_agree(ours, run_layer(rank, case, reference).tensors(), f"{OURS} and {reference}")
+
+
+# One layout after the other: forming groups takes longer than most cases.
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
+def test_layer_agrees_with_megatrons_own_dispatchers(name):
+    megatron_pool(4).run(compare, CASES[name])
+
+
+# ---- combinations of features that the cases above have one by one --------------------------------------------------
+
+UNEVEN = {EP4: (12, 0, 17, 8), EP2: (12, 0, 17, 8), TP2_EP4: (12, 12, 5, 5)}  # the same within a tensor parallel group
+
+
+def grid() -> list[Case]:
+    """Every 37th possible combination: each pair of values of two features that can go together is among them."""
+    cases = []
+    for layout, topk, capacity, shared, recompute, uneven, dtype, nodes in itertools.product(
+        (EP4, EP2, TP2_EP4, ETP2, TP2_ETP2),
+        (1, 2, 5),
+        ({}, CAPACITY, PAD),
+        ({}, SHARED, GATE),
+        ({}, RECOMPUTE),
+        (False, True),
+        (None, "fp32", "fp64"),
+        ({}, TWO_NODES),
+    ):
+        padded, etp = capacity is PAD, layout.etp > 1
+        if uneven and (padded or etp or (layout.tp > 1 and shared)):
+            continue  # Megatron's own dispatchers need equal numbers of tokens there
+        if etp and shared is GATE and not padded:
+            continue  # no reference: overlap is for alltoall alone
+        settings = dict(moe_router_topk=topk, moe_router_pre_softmax=topk == 1, moe_router_dtype=dtype)
+        references = ALLGATHER if etp and not padded else ALLTOALL
+        lengths = UNEVEN[layout] if uneven else None
+        cases.append(Case(layout, settings | capacity | shared | recompute, references, lengths, nodes))
+    return cases[::37]
+
+
+@pytest.mark.parametrize("case", grid(), ids=lambda case: f"{case.layout}")
+def test_combinations_agree(case):
+    megatron_pool(4).run(compare, case)
+
+
+# ---- bfloat16 -------------------------------------------------------------------------------------------------------
+
+
+def squared_error(result, exact) -> dict[str, float]:
+    """Summed over all tensors of a kind, relative to the squares of the exact ones."""
+    errors, squares = defaultdict(float), defaultdict(float)
+    for name, wanted in exact.tensors().items():
+        kind = next((k for k in ("output", "input", "router", "local_experts", "shared") if k in name), name)
+        got = result.tensors()[name]
+        if wanted is not None:
+            errors[kind] += float((got.double() - wanted.double()).square().sum())
+            squares[kind] += float(wanted.double().square().sum())
+    return {kind: errors[kind] / squares[kind] for kind in errors}
+
+
+def run_bfloat16(rank: int, case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    bfloat16 = dict(bf16=True, params_dtype=torch.bfloat16)
+    # What differs then is arithmetic alone: float32 weights and tokens that are bfloat16 numbers, the same routing.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_layer.random", lambda *shape, **options: random(*shape, **options).bfloat16().float())
+        exact = run_layer(rank, case, "alltoall")
+        runs = [run_layer(rank, case, dispatcher, **bfloat16) for dispatcher in (OURS, "alltoall")]
+    return tuple(squared_error(run, exact) for run in runs)
+
+
+@pytest.mark.parametrize("settings", [{}, GATE, RECOMPUTE | CAPACITY], ids=["plain", "gate", "recompute-capacity"])
+def test_bfloat16_is_no_further_from_float32_than_megatrons_own(settings):
+    case = Case(settings=settings | dict(moe_router_dtype="fp32", moe_router_topk=4))
+    for ours, theirs in megatron_pool(4).run(run_bfloat16, case):
+        assert {"output", "input", "router", "local_experts"} <= ours.keys()
+        for kind in ours:
+            # Two roundings of the same numbers by different orders: alike on average. 1e-7 is a hundredth of one unit.
+            assert ours[kind] <= 1.1 * theirs[kind] + 1e-7, f"{kind}: ours {ours[kind]:.1e}, theirs {theirs[kind]:.1e}"
+            assert ours[kind] < 1e-3
+
+
+# ---- recompute of the activation ------------------------------------------------------------------------------------
+
+
+class RecomputedActivation(torch.nn.Module):
+    """What TEGroupedMLP, which needs Transformer Engine, does with recompute_modules=["moe_act"]."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.local_experts = experts.local_experts
+
+    def forward(self, rows, tokens_per_expert, probs):
+        from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+        split = tokens_per_expert.tolist()
+        assert rows.shape[0] == sum(split) and probs.shape == rows.shape[:1]
+        wide = [e.linear_fc1(r)[0] for e, r in zip(self.local_experts, rows.split(split))]
+        checkpoint = CheckpointWithoutOutput(fp8=None)
+
+        def activate(wide, probs):
+            gate, up = wide.chunk(2, -1)
+            return torch.nn.functional.silu(gate) * up * probs.unsqueeze(-1)
+
+        inner = checkpoint.checkpoint(activate, torch.cat(wide), probs)
+        output = torch.cat([e.linear_fc2(r)[0] for e, r in zip(self.local_experts, inner.split(split))])
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, None
+
+
+def recompute_activation(rank: int, lengths: tuple[int, ...]) -> None:
+    use_layout(EP4)
+    results = []
+    for recompute in (False, True):
+        layer = make_layer(make_config())
+        if recompute:
+            layer.experts = RecomputedActivation(layer.experts)
+        x = tokens_of(rank, length=lengths[rank]).requires_grad_()
+        output = layer(x)[0]
+        (output * random(*x.shape, seed=7)).sum().backward()
+        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layer))
+    assert_agree(results[1], results[0])
+
+
+@pytest.mark.parametrize("lengths", [(12, 12, 12, 12), (12, 0, 5, 1)])
+def test_recompute_of_the_activation(lengths):
+    megatron_pool(4).run(recompute_activation, lengths)
+
+
+# ---- what the experts get -------------------------------------------------------------------------------------------
+
+
+def look_at_the_rows(rank: int, recipe: str, multiple: int) -> None:
+    use_layout(EP4)
+    config = make_config()
+    config.fp8, config.fp8_recipe = "e4m3", recipe
+    dispatcher = make_layer(config).token_dispatcher
+    assert dispatcher.expert_alignment == multiple
+    x = tokens_of(rank)
+    routing_map = torch.zeros(x[..., 0].numel(), EXPERTS, dtype=torch.bool)
+    routing_map[:, [0, 5]] = True  # rank 0 and rank 2, two experts without tokens among theirs
+    probs = torch.rand(routing_map.shape, requires_grad=True)
+    tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    sent = dispatcher.token_dispatch(tokens, weights)
+    rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
+    assert rows is sent[0] and permuted_probs is sent[1], "postprocess copies nothing"
+    assert dispatcher.combine_preprocess(rows) is rows
+    assert counts.dtype == torch.int64 and counts.tolist() == {0: [96, 0], 2: [0, 96]}.get(rank, [0, 0])
+    assert rows.shape[0] == permuted_probs.shape[0] == int(counts.sum())
+    assert permuted_probs.requires_grad and permuted_probs.dtype == torch.float32
+    dispatcher.token_combine(rows)
+    # 97 rows: one token more on the last rank
+    length = 25 if rank == 3 else 24
+    x, routing_map, probs = x.flatten(0, 1), routing_map[:1].expand(length, -1), torch.rand(length, EXPERTS) + 0.5
+    x = torch.cat([x, x[:1] + 1])[:length]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "32")
+        tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+    filled = -(-97 // multiple) * multiple
+    assert counts.tolist() == {0: [filled, 0], 2: [0, filled]}.get(rank, [0, 0])
+    if rank in (0, 2):
+        assert (rows[:97] != 0).any(1).all() and not rows[97:].any()
+        assert (permuted_probs[:97] > 0).all() and not permuted_probs[97:].any()
+    assert torch.equal(output, 2 * x)
+
+
+@pytest.mark.parametrize("recipe,multiple", [("delayed", 16), ("mxfp8", 32)])
+def test_rows_are_padded_for_quantised_experts(recipe, multiple):
+    megatron_pool(4).run(look_at_the_rows, recipe, multiple)

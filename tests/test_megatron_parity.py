@@ -1,0 +1,269 @@
+"""The parity tool: its verdict and exit codes, what it shows, and that it finds a dispatcher that is wrong."""
+
+import contextlib
+import importlib.util
+import io
+
+import pytest
+import torch
+from commands import run_module, torchrun
+
+from ep_dispatcher.testing import RankPool
+
+MODULE = "ep_dispatcher.integrations.megatron.parity"
+EXPERTS = ["gradient of experts.*.linear_fc1.weight", "gradient of experts.*.linear_fc2.weight"]
+SAME = "the same within rounding"
+# Small, gated, without the time of compiling or measuring anything.
+SMALL = ["--swiglu", "--disable-bias-linear", "--hidden-size", "32", "--seq-length", "16", "--timed-steps", "0"]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: pip install 'ep_dispatcher[megatron]'",
+)
+
+
+def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
+    from ep_dispatcher.integrations.megatron import parity
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), BUGS[bug]() if bug else contextlib.nullcontext():
+        try:
+            code = parity.main(argv)
+        except SystemExit as exit:  # --help
+            code = exit.code
+    return code, output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4, timeout_s=120) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def parity(pool):
+    """parity("--bf16", ...) -> (exit code of every rank, what rank 0 printed); the other ranks print nothing."""
+
+    def run(*flags: str, bug: str | None = None) -> tuple[int, str]:
+        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug)
+        assert others == [(code, "")] * 3
+        return code, output
+
+    return run
+
+
+def rows(output: str) -> dict[str, str]:
+    """The table: tensor -> the rest of its line."""
+    lines = output.partition("\ntensor ")[2].partition("\n\n")[0].splitlines()[1:]
+    return {name: rest.strip() for name, _, rest in (line.partition("  ") for line in lines)}
+
+
+def verdict(output: str) -> str:
+    return output.rstrip().rpartition("\n\n")[2]
+
+
+# ---- the same -------------------------------------------------------------------------------------------------------
+
+
+def test_plain(parity):
+    code, output = parity()
+    assert (code, verdict(output)) == (0, SAME)
+    table = rows(output)
+    assert list(table) == ["routing map", "output", "input gradient", "gradient of router.weight", *EXPERTS]
+    assert all(row.endswith("  ok") for row in table.values())
+    assert table["output"].startswith("[16, 2, 32] ")
+    assert "8 x [128, 32]" in table[EXPERTS[0]]
+    assert "alltoall      ran MoEAlltoAllTokenDispatcher with SequentialMLP" in output
+    assert "ep_dispatcher ran MoEEPTokenDispatcher (engine cpu) with SequentialMLP" in output
+    assert "--num-experts 8" in output.partition("Not given, so chosen here: ")[2]
+
+
+def test_shared_experts_capacity_and_sequence_parallel(parity):
+    code, output = parity(
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"),
+        *("--moe-shared-expert-intermediate-size", "48", "--moe-shared-expert-overlap"),
+        *("--moe-expert-capacity-factor", "1.0"),
+    )
+    assert (code, verdict(output)) == (0, SAME)
+    assert "gradient of shared_experts.linear_fc2.weight" in rows(output)
+    for setting in ("sequence_parallel True", "moe_shared_expert_overlap True", "moe_expert_capacity_factor 1.0"):
+        assert setting in " ".join(output.split())
+
+
+def test_expert_tensor_parallel_takes_allgather_on_a_cpu(parity):
+    code, output = parity("--expert-tensor-parallel-size", "2", "--recompute-granularity", "full")
+    assert (code, verdict(output)) == (0, SAME)
+    assert "allgather     ran MoEAllGatherTokenDispatcher" in output
+    assert "the reference is allgather: gloo cannot" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_is_compared_with_float32_too(parity, dtype):
+    code, output = parity(f"--{dtype}", "--moe-router-topk", "4", "--moe-aux-loss-coeff", "0.01")
+    assert (code, verdict(output)) == (0, SAME)
+    limit = {"bf16": 6 * 2.0**-8, "fp16": 6 * 2.0**-11}[dtype]
+    row = rows(output)["output"].split()
+    ours, theirs, allowed = (float(x) for x in row[-4:-1])
+    assert row[-5] == f"{limit:.1e}"
+    assert 0 < ours <= allowed and 0 < theirs < allowed
+    assert "1.25 x Megatron's + 0.25 roundings" in " ".join(output.split())
+
+
+def test_uneven_tokens(parity):
+    code, output = parity("--uneven-tokens", "--steps", "3")
+    assert (code, verdict(output)) == (0, SAME)
+    assert "up to 32 tokens a rank" in output and "Over all ranks and 3 steps." in output
+
+
+# ---- different ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replaced(name, make):
+    from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+
+    old = getattr(MoEEPTokenDispatcher, name)
+    setattr(MoEEPTokenDispatcher, name, make(old))
+    try:
+        yield
+    finally:
+        setattr(MoEEPTokenDispatcher, name, old)
+
+
+def one_token_lost():
+    """Combine forgets the first token of the last rank."""
+
+    def make(combine):
+        def wrong(self, hidden_states):
+            out = combine(self, hidden_states)
+            last = torch.distributed.get_rank() == 3
+            return torch.cat([out[:1] * 0, out[1:]]) if last else out
+
+        return wrong
+
+    return replaced("token_combine", make)
+
+
+def router_not_trained():
+    """Right in every forward pass; the router gets no gradient through the experts' outputs."""
+
+    def make(postprocess):
+        def wrong(self, hidden_states, probs):
+            rows, tokens_per_expert, permuted_probs = postprocess(self, hidden_states, probs)
+            return rows, tokens_per_expert, permuted_probs.detach() + 0 * permuted_probs
+
+        return wrong
+
+    return replaced("dispatch_postprocess", make)
+
+
+def gradient_one_percent_off():
+    """Less than a rounding of bfloat16."""
+
+    def make(dispatch):
+        def wrong(self, hidden_states, probs):
+            return dispatch(self, hidden_states * 1.01 - 0.01 * hidden_states.detach(), probs)
+
+        return wrong
+
+    return replaced("token_dispatch", make)
+
+
+BUGS = {bug.__name__: bug for bug in (one_token_lost, router_not_trained, gradient_one_percent_off)}
+
+
+def test_a_lost_token_is_found(parity):
+    code, output = parity(bug="one_token_lost")
+    assert code == 1
+    found = " ".join(verdict(output).split())
+    assert found == "DIFFERENT: output, input gradient, gradient of router.weight, " + ", ".join(EXPERTS)
+    assert rows(output)["output"].endswith("DIFFERENT (rank 3)")
+    assert "expert" in rows(output)[EXPERTS[0]].rpartition("DIFFERENT")[2]
+
+
+def test_a_missing_gradient_is_found(parity):
+    code, output = parity(bug="router_not_trained")
+    assert (code, verdict(output)) == (1, "DIFFERENT: input gradient, gradient of router.weight")
+
+
+def test_a_systematic_error_below_rounding_is_found(parity):
+    code, output = parity("--bf16", bug="gradient_one_percent_off")
+    assert (code, verdict(output)) == (1, "DIFFERENT: input gradient")
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        (["--hidden-size", "6"], "--hidden-size: given 6, allowed: a multiple of 4 in torch.float32"),
+        (["--num-experts", "64", "--moe-router-topk", "40"], "--moe-router-topk: given 40, allowed: at most 32 in all"),
+        (["--num-experts", "6", "--expert-model-parallel-size", "4"], "--num-experts: given 6, allowed: a multiple"),
+        (["--tensor-model-parallel-size", "2"], "--sequence-parallel: not given"),
+        (["--uneven-tokens", "--reference", "allgather"], "--uneven-tokens: given with allgather as the reference"),
+        (
+            ["--moe-router-topkk", "2"],
+            "--moe-router-topkk: this Megatron has no such flag; did you mean --moe-router-t",
+        ),
+        (["--moe-router-dtype", "fp8"], "argument --moe-router-dtype: invalid choice: 'fp8'"),
+        (["--fp8-format", "hybrid"], "--fp8-format: given hybrid, allowed: nothing without Transformer Engine"),
+        (["--moe-pad-expert-input-to-capacity"], "moe_expert_capacity_factor must be set"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_refused(parity, flags, text):
+    code, output = parity(*flags)
+    assert code == 2
+    assert output.startswith(f"refused: {text}") and output.count("\n") == 1
+
+
+def test_flags_of_a_training_job_are_accepted_and_named(parity):
+    code, output = parity(
+        *(
+            "pretrain_gpt.py",
+            "--train-iters",
+            "500",
+            "--lr=1e-4",
+            "--data-path",
+            "0.3",
+            "a",
+            "0.7",
+            "b",
+            "--no-load-rng",
+        ),
+        *("--num-layers", "24", "--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--hiden-size", "8"),
+        *("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "moe_act"),
+    )
+    assert (code, verdict(output)) == (0, SAME)
+    shown = " ".join(output.split())
+    names = (
+        "pretrain_gpt.py, --train-iters, --lr, --data-path, --no-load-rng, --num-layers, --moe-token-dispatcher-type"
+    )
+    assert f"Given, and of no effect here: {names}, --hiden-size (did you mean --hidden-size?) " in shown
+    for change in ("--moe-grouped-gemm", "--recompute-modules moe_act", "--recompute-modules core_attn"):
+        assert f"{change} left out" in shown
+    assert "recompute_modules moe," in shown
+
+
+def test_help(parity):
+    code, output = parity("--help")
+    assert code == 0
+    for flag in ("--reference", "--moe-router-topk", "--fp8-format", "--disable-bias-linear", "--num-experts"):
+        assert f"\n  {flag}" in output
+
+
+# ---- as it is started -----------------------------------------------------------------------------------------------
+
+
+def test_with_torchrun():
+    flags = (*SMALL, "--timed-steps", "3", "--steps", "1")
+    code, output, errors = torchrun(2, "-m", MODULE, *flags)
+    assert (code, verdict(output)) == (0, SAME), errors
+    assert "median of 3: alltoall " in output and "includes experts" in output
+
+
+def test_alone_and_refused():
+    code, output, errors = run_module(MODULE, "--hidden-size", "6")
+    assert code == 2 and output.startswith("refused: --hidden-size") and output.count("\n") == 1
+    assert "Traceback" not in errors

@@ -1,0 +1,195 @@
+"""Schedules that cut a layer into nodes and run microbatches through them in turn (1F1B overlap)."""
+
+import types
+
+import pytest
+import torch
+from megatron_layer import (
+    BATCH,
+    HIDDEN,
+    NO_MEGATRON,
+    OURS,
+    SEQUENCE,
+    Layout,
+    assert_agree,
+    difference,
+    grads_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    random,
+    set_weights,
+    tokens_of,
+    use_layout,
+)
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+WHOLE = dict(bias_dropout_fusion=False, masked_softmax_fusion=False, hidden_dropout=0.0, attention_dropout=0.0)
+MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+SETTINGS = [
+    {},
+    dict(moe_shared_expert_intermediate_size=40),
+    dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True, moe_router_dtype="fp32"),
+]
+
+
+def make_transformer_layer(dispatcher: str, settings: dict):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = make_config(dispatcher, **WHOLE, **settings)
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = build_module(spec, config=config, layer_number=1)
+    set_weights(layer, layer.mlp)
+    return layer
+
+
+def nodes_of(layer) -> list:
+    """A layer's nodes for one microbatch: attention and router, dispatch, experts, combine."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    unused = "rotary_pos_emb rotary_pos_cos rotary_pos_sin packed_seq_params sequence_len_offset context padding_mask"
+    chunk = types.SimpleNamespace(
+        attention_mask=MASK,
+        model=types.SimpleNamespace(decoder=types.SimpleNamespace(final_layernorm=None)),
+        **dict.fromkeys(unused.split()),
+    )
+    stream = torch.cuda.current_stream
+    plan = TransformerLayerSchedulePlan(layer, torch.cuda.Event(), chunk, stream(), stream(), {})
+    first = getattr(plan, "attn", None) or plan.pre_dispatch_computation  # 0.19 renamed it
+    return [first, plan.moe_dispatch, plan.mlp, plan.moe_combine]
+
+
+class Flight:
+    """A microbatch on its way through the nodes of a layer, one node a step."""
+
+    def __init__(self, layer, x):
+        self.nodes, self.x, self.value, self.grad = nodes_of(layer), x.clone().requires_grad_(), None, None
+
+    def forward(self, number: int) -> None:
+        self.value = self.nodes[number].forward(self.x if number == 0 else self.value)
+        if number == 3:
+            self.output, self.value = self.value.detach().clone(), None
+
+    def backward(self, number: int) -> None:
+        self.grad = self.nodes[number].backward(loss_grad(self.x) if number == 3 else self.grad)
+
+
+def loss_grad(x):
+    return random(*x.shape, seed=7)
+
+
+def plain(layer, xs) -> dict:
+    """The whole layer on one microbatch after the other."""
+    layer.zero_grad()
+    results = {}
+    for number, x in enumerate(xs):
+        x = x.clone().requires_grad_()
+        output, _ = layer(x, attention_mask=MASK)
+        (output * loss_grad(x)).sum().backward()
+        results |= {f"output {number}": output.detach(), f"input gradient {number}": x.grad}
+    return results | grads_of(layer)
+
+
+# A forward step F or a backward step B of microbatch 0, 1 or 2, with the node's number. As in Megatron's
+# TransformerLayerSchedulePlan.run, which runs the backward of one microbatch beside the forward of another.
+ONE_AFTER_THE_OTHER = "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0 1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0"
+ALL_FORWARD_FIRST = "0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 2F0 2F1 2F2 2F3 0B3 0B2 0B1 0B0 1B3 1B2 1B1 1B0 2B3 2B2 2B1 2B0"
+OVERLAPPED = "0F0 0F1 0F2 0F3 1F0 0B3 1F1 0B2 1F2 0B1 1F3 0B0 2F0 1B3 2F1 1B2 2F2 1B1 2F3 1B0 2B3 2B2 2B1 2B0"
+
+
+def run_nodes(rank: int, dispatcher: str, settings: dict, order: str) -> None:
+    use_layout(Layout(ep=2))
+    layer = make_transformer_layer(dispatcher, settings)
+    steps = order.split()
+    xs = [tokens_of(rank, step, SEQUENCE) for step in range(1 + max(int(step[0]) for step in steps))]
+    wanted = plain(layer, xs)
+    if dispatcher == OURS:  # first of all the whole layer is right
+        for name, tensor in plain(make_transformer_layer("alltoall", settings), xs).items():
+            assert difference(wanted[name], tensor) < 1e-5, name
+        assert layer.mlp.token_dispatcher.layer_number == 1
+    layer.zero_grad()
+    flights = [Flight(layer, x) for x in xs]
+    for flight, direction, node in steps:
+        run = flights[int(flight)].forward if direction == "F" else flights[int(flight)].backward
+        run(int(node))
+    got = {f"output {n}": f.output for n, f in enumerate(flights)}
+    got |= {f"input gradient {n}": f.grad for n, f in enumerate(flights)}
+    assert xs[0].shape == (SEQUENCE, BATCH, HIDDEN)
+    assert_agree(got | grads_of(layer), wanted)
+
+
+@pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, ALL_FORWARD_FIRST, OVERLAPPED], ids=["turns", "all", "overlap"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "shared", "padded"])
+def test_nodes_of_the_overlap_schedule_agree_with_the_whole_layer(settings, order):
+    megatron_pool(2).run(run_nodes, OURS, settings, order)
+
+
+def test_megatrons_own_dispatcher_passes_this_test():
+    """So that a failure above is ours, and not of what stands for streams and events on a CPU."""
+    megatron_pool(2).run(run_nodes, "alltoall", {}, ONE_AFTER_THE_OTHER)
+
+
+def free_inputs(rank: int) -> None:
+    """What the schedule frees: nothing that ours, the router or the shared experts still need."""
+    use_layout(Layout(ep=2))
+    from megatron.core.models.gpt import fine_grained_callables as owner
+
+    if not hasattr(owner, "should_free_input"):  # 0.19
+        from megatron.core.models.common import utils as owner
+    freed = {}
+    for dispatcher in (OURS, "alltoall"):
+        rest = [4] if owner.should_free_input.__wrapped__.__code__.co_argcount == 4 else []
+        config = make_config(dispatcher)
+        freed[dispatcher] = [
+            name
+            for name in ("moe_dispatch", "mlp", "moe_combine")
+            if owner.should_free_input(name, True, config, *rest)
+        ]
+        assert config.moe_flex_dispatcher_backend == (
+            OURS if dispatcher == OURS else config.moe_flex_dispatcher_backend
+        )
+    assert freed[OURS] == ["moe_combine"]
+    assert freed["alltoall"] == [
+        name
+        for name in ("moe_dispatch", "mlp", "moe_combine")
+        if owner.should_free_input.__wrapped__(name, True, make_config("alltoall"), *rest)
+    ]
+
+
+def test_inputs_that_are_needed_are_not_freed():
+    megatron_pool(2).run(free_inputs)
+
+
+# ---- partial CUDA graphs --------------------------------------------------------------------------------------------
+
+
+def resume(rank: int) -> None:
+    """A graph that ends after preprocess: its outputs and the attributes named come back, and the rest runs on."""
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config(**SETTINGS[1]))
+    dispatcher = layer.token_dispatcher
+    results = []
+    for replayed in (False, True):
+        layer.zero_grad()
+        x = tokens_of(rank).requires_grad_()
+        probs, routing_map = layer.router(x)
+        tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        if replayed:
+            captured = {name: getattr(dispatcher, name).detach().clone() for name in dispatcher.cudagraph_attrs}
+            other = tokens_of(rank, 9)
+            dispatcher.dispatch_preprocess(other, *reversed(layer.router(other)))  # in between, as another microbatch
+            for name, value in captured.items():
+                setattr(dispatcher, name, value)
+        rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
+        output = dispatcher.combine_preprocess(layer.experts(rows, counts, permuted_probs)[0])
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
+        (output * loss_grad(x)).sum().backward()
+        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layer))
+    assert dispatcher.cudagraph_attrs and results[0]["router.weight"].any()
+    assert_agree(results[1], results[0])
+
+
+def test_a_partial_graph_that_ends_after_preprocess():
+    megatron_pool(2).run(resume)
