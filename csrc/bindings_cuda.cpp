@@ -58,6 +58,7 @@ PYBIND11_MODULE(_C_cuda, m) {
   dispatch.def(py::init<>())
       .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
       .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
+      .def_readwrite("quantizes", &DispatchArgs::quantizes)
       .def_readwrite("num_tokens", &DispatchArgs::num_tokens)
       .def_readwrite("layout", &DispatchArgs::layout)
       .def_readwrite("expert_alignment", &DispatchArgs::expert_alignment)
@@ -97,10 +98,11 @@ PYBIND11_MODULE(_C_cuda, m) {
                        double timeout_s, int num_sms) {
         return Engine(sizes, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
       }))
-      .def("prepare", [](const Engine& e, const DispatchArgs& args, Address plan,
-                         Address stream) { e.prepare(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
-      .def("pull", [](const Engine& e, const DispatchArgs& args, Address plan,
-                      Address stream) { e.pull(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      // `stages`: plan (without a plan made before) and stage. `pulls`: bring the rows. Both at once, or one by one.
+      .def("dispatch",
+           [](const Engine& e, const DispatchArgs& args, Address plan, bool stages, bool pulls, Address stream) {
+             e.dispatch(args, pointer<int32_t>(plan), stages, pulls, pointer<CUstream_st>(stream));
+           })
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())

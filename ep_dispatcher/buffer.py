@@ -326,14 +326,14 @@ class Buffer:
 
     def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize):
         """The engine's tensors, and None in the place of the anchor that a dispatch with gradients returns."""
-        if quantize:
-            rows, scales = float8.quantize(rows)
         tensors = (t if t is None else t.detach().contiguous() for t in (rows, scales, topk_idx, topk_weights, plan))
         rows, scales, topk_idx, topk_weights, plan = tensors
         topk_idx = None if topk_idx is None else topk_idx.long()
         engine = self._live_engine()
         with self._noted():
-            received = engine.dispatch(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows)
+            received = engine.dispatch(
+                rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
+            )
         return *received, None
 
     def _run_combine(self, y, plan, topk_weights, num_tokens):

@@ -51,8 +51,8 @@ struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
-  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`
-  uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items` and `staging`
+  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`, scales and weights in its `tails`
+  uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items`, `staging` and `tails`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
   int32_t* heads;        // [num_ranks, head_ints] (head.cuh)

@@ -1,7 +1,7 @@
 // The CUDA engine of one rank: what Python calls. Every function only launches kernels on the stream that it is given;
 // none waits for the device.
 //
-//   dispatch  prepare, [Python waits for the counts and makes the outputs], pull
+//   dispatch  plan and stage, [Python waits for the counts and makes the outputs], pull: in one launch or in two
 //   combine   combine
 #pragma once
 #include <cuda_runtime.h>
@@ -16,8 +16,9 @@ namespace ep::cuda {
 struct DispatchArgs {
   const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: the plan was made before
   const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
-  const char* rows = nullptr;           // [num_tokens, row_bytes]
-  const float* scales = nullptr;        // [num_tokens, scale_bytes] or null
+  const char* rows = nullptr;     // [num_tokens, row_bytes]; before they are quantised [num_tokens, 2 * row_bytes]
+  const float* scales = nullptr;  // [num_tokens, scale_bytes] or null
+  bool quantizes = false;         // bfloat16 rows to float8 with scales, while they are staged
   uint32_t row_bytes = 0, scale_bytes = 0;
   int32_t num_tokens = 0;
 
@@ -55,8 +56,7 @@ class Engine {
   Engine(const Sizes& sizes, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
          int num_sms);
 
-  void prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;  // plans, stages
-  void pull(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const;
+  void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }

@@ -75,8 +75,8 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders ordinary accesses before bulk copies that come after.
-__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders ordinary accesses to global memory before bulk copies that come after.
+__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Ordered accesses that peers see.
 
@@ -86,8 +86,11 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   return value;
 }
 
-__device__ __forceinline__ void store_release(uint64_t* p, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+// What this thread did and has seen comes before what it does afterwards, for peers too; with store_relaxed, a release.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint64_t nanoseconds() {

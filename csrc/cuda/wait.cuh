@@ -11,8 +11,8 @@ __device__ __forceinline__ bool has_failed(const Context& context) {
 }
 
 // This rank gives up: the first to say so writes the report, and no peer need wait for this rank.
-__device__ inline void give_up(const Context& context, Operation operation, Phase phase, uint64_t epoch, uint32_t late,
-                               uint64_t waited_ns) {
+__device__ __noinline__ inline void give_up(const Context& context, Operation operation, Phase phase, uint64_t epoch,
+                                            uint32_t late, uint64_t waited_ns) {
   if (atomicExch(&context.state->failed, 1u) != 0) return;
   Report* report = context.report;
   report->operation = static_cast<int32_t>(operation);
@@ -22,13 +22,13 @@ __device__ inline void give_up(const Context& context, Operation operation, Phas
   __threadfence_system();
   *static_cast<volatile uint32_t*>(&report->late) = late;
   for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
-    ptx::store_release(context.region[rank].gave_up + context.sizes.rank, 1);
+    ptx::store_relaxed(context.region[rank].gave_up + context.sizes.rank, 1);
 }
 
 // Called by a whole warp: until the flag of every lane that has one is at least `expected` (of that lane). False when
 // this rank has given up, now or before.
-__device__ inline bool wait_until(const Context& context, Operation operation, Phase phase, uint64_t epoch,
-                                  const uint64_t* flag, uint64_t expected, int rank) {
+__device__ __noinline__ inline bool wait_until(const Context& context, Operation operation, Phase phase, uint64_t epoch,
+                                               const uint64_t* flag, uint64_t expected, int rank) {
   bool waits = flag != nullptr && ptx::load_acquire(flag) < expected;
   if (!__any_sync(~0u, waits)) {
     __syncwarp();  // orders what one lane has seen before what the others do
@@ -64,18 +64,46 @@ __device__ inline bool wait_for_ranks(const Context& context, Operation operatio
   return wait_until(context, operation, phase, epoch, flag, expected, lane);
 }
 
-// Called by all threads of `num_blocks` blocks: true in the last of them, whose threads come after all that the threads
-// of all these blocks did before. The counter is 0 again afterwards.
-__device__ inline bool last_block(uint32_t* counter, uint32_t num_blocks) {
+// Some warps of a block that work together; number 0 is the whole block.
+template <int kNumber, int kFirstThread, int kNumThreads>
+struct Team {
+  static constexpr int kThreads = kNumThreads, kWarps = kNumThreads / 32;
+
+  static __device__ bool has_thread() { return static_cast<unsigned>(thread()) < kThreads; }
+  static __device__ int thread() { return threadIdx.x - kFirstThread; }
+  static __device__ void sync() { ptx::named_barrier(kNumber, kThreads); }
+};
+
+// Called by all threads of a team: wait_for_ranks, by one warp for all of them. What is seen may be read by bulk
+// copies.
+template <class Team>
+__device__ bool team_waits(const Context& context, Operation operation, Phase phase, uint64_t epoch,
+                           const uint64_t* flags, uint64_t expected) {
+  __shared__ bool arrived;
+  if (Team::thread() < 32) {
+    const bool ok = wait_for_ranks(context, operation, phase, epoch, flags, expected);
+    if (Team::thread() == 0) arrived = ok;
+  }
+  Team::sync();
+  const bool ok = arrived;
+  ptx::fence_before_bulk();
+  Team::sync();  // the next wait writes it
+  return ok;
+}
+
+// Called by all threads of a team of `num_blocks` blocks: true in the last of them, whose threads come after all that
+// the threads of all these teams did before. The counter is 0 again afterwards.
+template <class Team>
+__device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
+  Team::sync();
+  if (Team::thread() == 0) {
+    ptx::fence_system();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
     if (last) *counter = 0;
-    __threadfence_system();
+    ptx::fence_system();
   }
-  __syncthreads();
+  Team::sync();
   return last;
 }
 
@@ -84,13 +112,13 @@ __device__ inline bool last_block(uint32_t* counter, uint32_t num_blocks) {
 __device__ inline void finish_chunk(const Context& context, uint64_t* Region::* flags, int chunk, uint32_t num_arrivals,
                                     uint64_t epoch) {
   uint32_t* done = context.arrays.chunk_done + chunk;
-  __threadfence_system();
+  ptx::fence_system();
   if (atomicAdd(done, 1u) != num_arrivals - 1) return;
   *done = 0;
-  __threadfence_system();
+  ptx::fence_system();
   const size_t flag = static_cast<size_t>(context.sizes.rank) * context.max_chunks + chunk;
   for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
-    ptx::store_release(context.region[rank].*flags + flag, epoch);
+    ptx::store_relaxed(context.region[rank].*flags + flag, epoch);
 }
 
 // Called by a whole warp, in which lane r knows of rank r: until the chunk of the lane's rank has come. `arrived` is
@@ -106,11 +134,12 @@ __device__ inline bool wait_for_chunks(const Context& context, Operation operati
   return true;
 }
 
-// Called by several threads of a block after a barrier: raises this rank's flag at every rank.
-__device__ inline void raise_at_all(const Context& context, uint64_t* Region::* flags, uint64_t epoch) {
-  if (static_cast<int>(threadIdx.x) >= context.sizes.num_ranks) return;
-  __threadfence_system();
-  ptx::store_release(context.region[threadIdx.x].*flags + context.sizes.rank, epoch);
+// Called by the threads of a team after its barrier: raises this rank's flag at every rank.
+template <class Team>
+__device__ void raise_at_all(const Context& context, uint64_t* Region::* flags, uint64_t epoch) {
+  if (Team::thread() >= context.sizes.num_ranks) return;
+  ptx::fence_system();
+  ptx::store_relaxed(context.region[Team::thread()].*flags + context.sizes.rank, epoch);
 }
 
 }  // namespace ep::cuda

@@ -71,6 +71,7 @@ class Engine(Protocol):
         layout: str,
         expert_alignment: int,
         num_rows: int,  # of the output; -1: as many as are received
+        quantize: bool,  # bfloat16 rows travel as ep_dispatcher.quantize makes them
     ) -> Received: ...
 
     def combine(

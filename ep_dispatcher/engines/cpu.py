@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep_dispatcher import _C_cpu, checks, envs
+from ep_dispatcher import _C_cpu, checks, envs, float8
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.engines.rail import Rail, RailLate
@@ -72,7 +72,11 @@ class CpuEngine:
         config.gather(attach)
         self._c.close_fd()  # all peers have attached
 
-    def dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows) -> Received:
+    def dispatch(
+        self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
+    ) -> Received:
+        if quantize:
+            rows, scales = float8.quantize(rows)
         if topk_idx is not None:
             self._check_routing(topk_idx)
         c, rail = self._c, self._rail

@@ -15,6 +15,7 @@ from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.topology import host_id
 
 _DTYPES = {
@@ -111,15 +112,18 @@ class CudaEngine:
         hosts = config.gather(allocate)
         config.gather(attach)
 
-    def dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows) -> Received:
+    def dispatch(
+        self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
+    ) -> Received:
         new, counted = plan is None, plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
             rows, args = _aligned(rows), _C_cuda.DispatchArgs()
-            args.rows, args.row_bytes = _address(rows), rows.shape[1] * rows.itemsize
-            if scales is not None:
-                args.scales, args.scale_bytes = _address(scales), scales.shape[1] * scales.itemsize
+            dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
+            num_scales = num_scales if scales is None else scales.shape[1]
+            args.rows, args.row_bytes, args.quantizes = _address(rows), rows.shape[1] * dtype.itemsize, quantize
+            args.scales, args.scale_bytes = _address(scales), num_scales * 4
             args.topk_idx, args.topk_weights = _address(topk_idx), _address(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], _LAYOUTS[layout]
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
@@ -132,17 +136,17 @@ class CudaEngine:
             if new:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
-            self._c.prepare(args, plan.data_ptr(), stream)
-            self._launched = True
             if counted:
+                self._c.dispatch(args, plan.data_ptr(), True, False, stream)
+                self._launched = True
                 num_rows = self._c.wait_for_counts(self._ticket)
                 if num_rows < 0:
                     self._raise_failure("counts")
             by_rank = layout == "rank"
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
             received = Received(
-                rows=rows.new_empty(num_rows, rows.shape[1]),
-                scales=rows.new_empty((0,) if scales is None else (num_rows, scales.shape[1]), dtype=torch.float32),
+                rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
+                scales=rows.new_empty((num_rows, num_scales) if num_scales else 0, dtype=torch.float32),
                 topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
                 topk_idx=rows.new_empty((num_rows, self._config.num_topk) if by_rank else 0, dtype=torch.int64),
                 tokens_per_expert=tokens_per_expert,
@@ -150,10 +154,10 @@ class CudaEngine:
                 plan=new_plan,
             )
             args.num_rows, args.out_rows = num_rows, _address(received.rows)
-            args.out_scales = _address(None if scales is None else received.scales)
+            args.out_scales = _address(received.scales if num_scales else None)
             args.out_weights = _address(None if topk_weights is None else received.topk_weights)
             args.out_topk_idx = _address(received.topk_idx if by_rank else None)
-            self._c.pull(args, plan.data_ptr(), stream)
+            self._c.dispatch(args, plan.data_ptr(), not counted, True, stream)
             self._hand_over(*received)
         if counted:
             self._raise_mistake()

@@ -1,26 +1,13 @@
-// What comes before rows can be pulled: from a routing to a plan (every rank counts, tells all ranks its counts, and
-// lists who gets which row), and the staging of this rank's rows, while the counts travel.
+// From a routing to a plan: every rank counts, tells all ranks its counts, and lists who gets which row. All of it is
+// done by one team of the first `plan_blocks` blocks.
+#pragma once
 #include <type_traits>
 
-#include "cuda/engine.h"
+#include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
-#include "cuda/launch.h"
-#include "cuda/stage.cuh"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
-namespace {
-
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr Operation kDispatch = Operation::kDispatch;
-
-struct AllArgs {
-  DispatchArgs dispatch;
-  Plan plan;
-  int plan_warps;                   // of a block
-  uint32_t row_stride, tail_bytes;  // of the staging
-};
 
 // What the ranks tell each other of a routing: int32 [head_ints].
 struct Head {
@@ -32,7 +19,8 @@ struct Head {
   __device__ int32_t& tokens(int expert) const { return data[kHeadFixedInts + expert]; }
 };
 
-__device__ void report_mistake(const Context& context, Mistake mistake, int a, int b, int c, int64_t value) {
+__device__ __noinline__ inline void report_mistake(const Context& context, Mistake mistake, int a, int b, int c,
+                                                   int64_t value) {
   Report* report = context.report;
   if (*static_cast<volatile int32_t*>(&report->mistake) != 0) return;
   report->detail[0] = a;
@@ -90,7 +78,7 @@ struct Scan {
   int choices_per_token, begin, end;
   uint32_t inverse;  // of the local experts, for a division by them
 
-  __device__ Scan(const Context& context, const AllArgs& args, const Scratch& scratch, int warp)
+  __device__ Scan(const Context& context, const DispatchCall& args, const Scratch& scratch, int warp)
       : context(context), topk_idx(args.dispatch.topk_idx) {
     const int experts = context.sizes.num_experts, num_tokens = args.dispatch.num_tokens;
     expert_place = scratch.expert_place + warp * experts;
@@ -99,7 +87,7 @@ struct Scan {
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
     numbers = scratch.numbers + warp * kMaxRanks * 32;
-    const int batches = (num_tokens + 31) / 32, per_block = (batches + gridDim.x - 1) / gridDim.x;
+    const int batches = (num_tokens + 31) / 32, per_block = (batches + args.plan_blocks - 1) / args.plan_blocks;
     const int first = blockIdx.x * per_block, last = first + per_block;
     const int per_warp = (per_block + args.plan_warps - 1) / args.plan_warps;
     begin = min(num_tokens, min(first + warp * per_warp, last) * 32);
@@ -113,14 +101,14 @@ struct Scan {
 
   __device__ int16_t* own() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
-  // Brings a batch to shared memory and marks its experts; returns a bit mask of the ranks of this lane's token.
-  // Entries that are no experts, or that the token has already, are reported and count as -1.
-  __device__ uint32_t load(int first, bool report) const {
+  // Brings a batch to shared memory and marks its experts; returns how many of them this lane's token has on each rank,
+  // a byte per rank. Entries that are no experts, or that the token has already, are reported and count as -1.
+  __device__ uint64_t load(int first, bool report) const {
     const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
     int token = lane / num_topk, k = lane % num_topk;
     const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = lane; i < num * num_topk; i += 32) {
       const int64_t given = __ldg(from + i);
       const bool bad = given < -1 || given >= context.sizes.num_experts;
@@ -130,8 +118,9 @@ struct Scan {
       if (k >= num_topk) k -= num_topk, ++token;
     }
     __syncwarp();
-    uint32_t ranks = 0;
+    uint64_t copies = 0;
     if (lane < num)
+#pragma unroll 1
       for (k = 0; k < num_topk; ++k) {
         const int expert = own()[k];
         if (expert < 0) continue;
@@ -139,18 +128,21 @@ struct Scan {
           if (report) report_mistake(context, Mistake::kBadEntry, first + lane, k, true, expert);
           own()[k] = -1;
         } else {
-          ranks |= 1u << rank_of(expert);
+          copies += uint64_t{1} << 8 * rank_of(expert);
         }
       }
     __syncwarp();
-    return ranks;
+    return copies;
   }
+
+  static __device__ int copies_at(uint64_t copies, int rank) { return static_cast<int>(copies >> 8 * rank & 0xff); }
 
   // Moves the places of the batch's experts behind the batch, and takes the marks away.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     __syncwarp();
     if (first + lane < end)
+#pragma unroll 1
       for (int k = 0; k < context.sizes.num_topk; ++k) {
         const int expert = own()[k];
         if (expert < 0) continue;
@@ -163,7 +155,7 @@ struct Scan {
   }
 };
 
-__device__ void count_tokens(const Context& context, const AllArgs& args, const Scratch& scratch) {
+__device__ void count_tokens(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < args.plan_warps) {
     const Scan scan(context, args, scratch, warp);
@@ -172,22 +164,24 @@ __device__ void count_tokens(const Context& context, const AllArgs& args, const 
     __syncwarp();
     int items = 0;  // of the lane's rank
     for (int first = scan.begin; first < scan.end; first += 32) {
-      const uint32_t ranks = scan.load(first, true);
+      const uint64_t copies = scan.load(first, true);
       scan.finish(first);
+#pragma unroll 1
       for (int rank = 0; rank < context.sizes.num_ranks; ++rank) {
-        const uint32_t lanes = __ballot_sync(~0u, ranks >> rank & 1);
+        const uint32_t lanes = __ballot_sync(~0u, Scan::copies_at(copies, rank) > 0);
         if (lane == rank) items += __popc(lanes);
       }
     }
     if (lane < kMaxRanks) scan.rank_place[lane] = items;
   }
-  __syncthreads();
+  Movers::sync();
 }
 
 // Turns counts of several parts, [num_parts, stride], into sums of the parts before; total(i) is told the sum of all.
 template <class Total>
 __device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
-  for (int i = threadIdx.x; i < num; i += blockDim.x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num; i += Movers::kThreads) {
     int sum = 0;
 #pragma unroll 8
     for (int p = 0; p < num_parts; ++p) {
@@ -200,7 +194,7 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
 }
 
 // The block's counts, to all blocks.
-__device__ void share_counts(const Context& context, const AllArgs& args, const Scratch& scratch) {
+__device__ void share_counts(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   int32_t* tokens = context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;
   int32_t* items = context.arrays.block_items + blockIdx.x * kMaxRanks;
   sum_before(scratch.expert_place, context.sizes.num_experts, context.sizes.num_experts, args.plan_warps,
@@ -210,13 +204,13 @@ __device__ void share_counts(const Context& context, const AllArgs& args, const 
 }
 
 // Tells all ranks what this rank sends to whom; by the last block that has counted.
-__device__ void send_heads(const Context& context, const AllArgs& args, uint64_t epoch) {
+__device__ void send_heads(const Context& context, const DispatchCall& args, uint64_t epoch) {
   const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
   const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
-  sum_before(context.arrays.block_tokens, experts, experts, gridDim.x, [&](int expert, int sum) {
+  sum_before(context.arrays.block_tokens, experts, experts, args.plan_blocks, [&](int expert, int sum) {
     for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).tokens(expert) = sum;
   });
-  sum_before(context.arrays.block_items, kMaxRanks, num_ranks, gridDim.x, [&](int to, int sum) {
+  sum_before(context.arrays.block_items, kMaxRanks, num_ranks, args.plan_blocks, [&](int to, int sum) {
     for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).items(to) = sum;
   });
   if (static_cast<int>(threadIdx.x) < num_ranks) {
@@ -228,17 +222,19 @@ __device__ void send_heads(const Context& context, const AllArgs& args, uint64_t
     head.field(Head::kRowBytes) = static_cast<int32_t>(args.dispatch.row_bytes);
     head.field(Head::kScaleBytes) = static_cast<int32_t>(args.dispatch.scale_bytes);
   }
-  __syncthreads();
-  raise_at_all(context, &Region::headed, epoch);
+  Movers::sync();
+  raise_at_all<Movers>(context, &Region::headed, epoch);
 }
 
 // Of every expert: where its group begins on its rank, and the first row in it that is this rank's. Sums per rank.
-__device__ void place_groups(const Context& context, const AllArgs& args, const Scratch& scratch) {
+__device__ void place_groups(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int experts = context.sizes.num_experts, local = context.sizes.num_local_experts();
   const int num_ranks = context.sizes.num_ranks, rank = context.sizes.rank;
   const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
+#pragma unroll 1
+  for (int e = threadIdx.x; e < experts; e += Movers::kThreads) {
     int total = 0, before = 0;
+#pragma unroll 4
     for (int source = 0; source < num_ranks; ++source) {
       const int tokens = __ldcg(&head_of(source).tokens(e));
       total += tokens;
@@ -247,16 +243,17 @@ __device__ void place_groups(const Context& context, const AllArgs& args, const 
     scratch.expert_total[e] = total;
     scratch.expert_before[e] = before;
   }
-  __syncthreads();
+  Movers::sync();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;  // warp r places the groups of rank r
   if (warp < num_ranks) {
     const bool own = warp == rank && blockIdx.x == 0, expert_layout = args.dispatch.layout == Layout::kExpert;
-    const int64_t alignment = args.dispatch.expert_alignment;
+    const uint32_t alignment = args.dispatch.expert_alignment;
     int64_t begin = 0;
+#pragma unroll 1
     for (int first = 0; first < local; first += 32) {
       const int e = first + lane, expert = warp * local + e;
-      const int64_t tokens = e < local ? scratch.expert_total[expert] : 0;
-      const int64_t padded = (tokens + alignment - 1) / alignment * alignment;
+      const uint32_t tokens = e < local ? scratch.expert_total[expert] : 0;
+      const int64_t padded = int64_t{(tokens + alignment - 1) / alignment} * alignment;
       int64_t sum = padded;
       for (int offset = 1; offset < 32; offset *= 2) {
         const int64_t other = __shfl_up_sync(~0u, sum, offset);
@@ -279,12 +276,12 @@ __device__ void place_groups(const Context& context, const AllArgs& args, const 
     if (lane == 0) scratch.needed[warp] = expert_layout ? begin : items;
     if (own && lane == 0) args.plan.expert_begin[local] = static_cast<int>(begin);
   }
-  __syncthreads();
+  Movers::sync();
 }
 
 // Called by a whole warp: whether the ranks agree and all rows fit; the same on every rank. If not, the host is told
 // why.
-__device__ bool check_heads(const Context& context, const AllArgs& args, const Scratch& scratch) {
+__device__ bool check_heads(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int num_ranks = context.sizes.num_ranks, rank = min(static_cast<int>(threadIdx.x), num_ranks - 1);
   const Head head{context.own().heads + rank * context.head_ints};  // of the lane's rank
   int fields[Head::kNumChecked];
@@ -318,7 +315,7 @@ __device__ bool check_heads(const Context& context, const AllArgs& args, const S
 }
 
 // The head of the plan.
-__device__ void write_head(const Context& context, const AllArgs& args, const Scratch& scratch, bool usable) {
+__device__ void write_head(const Context& context, const DispatchCall& args, const Scratch& scratch, bool usable) {
   PlanHead& head = *args.plan.head;
   int from[kMaxRanks], items = 0;
 #pragma unroll
@@ -336,6 +333,7 @@ __device__ void write_head(const Context& context, const AllArgs& args, const Sc
   head.num_rows = usable ? static_cast<int32_t>(scratch.needed[context.sizes.rank]) : 0;
   head.usable = usable;
   head.num_items = items;
+  if (args.dispatch.num_rows >= 0) return;  // nobody waits for the counts
   context.report->num_rows = head.num_rows;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&context.report->counted) = args.dispatch.ticket;
@@ -358,7 +356,7 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
 }
 
 // Where every token of this rank goes.
-__device__ void list_items(const Context& context, const AllArgs& args, const Scratch& scratch) {
+__device__ void list_items(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= args.plan_warps) return;
   const Scan scan(context, args, scratch, warp);
@@ -379,22 +377,24 @@ __device__ void list_items(const Context& context, const AllArgs& args, const Sc
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
-    const uint32_t ranks = scan.load(first, false);
+    const uint64_t copies = scan.load(first, false);
+#pragma unroll 1
     for (int rank = 0; rank < context.sizes.num_ranks; ++rank) {
-      const uint32_t lanes = __ballot_sync(~0u, ranks >> rank & 1);
+      const int num_copies = Scan::copies_at(copies, rank);
+      const uint32_t lanes = __ballot_sync(~0u, num_copies > 0);
       const int number = __shfl_sync(~0u, items, rank) + __popc(lanes & ((1u << lane) - 1));
       if (lane == rank) items += __popc(lanes);
       if (token >= scan.end) continue;
-      const bool goes = ranks >> rank & 1;
       scan.numbers[rank * 32 + lane] = number;
-      args.plan.sent_item[static_cast<size_t>(token) * context.sent_ints + rank] = goes ? number : -1;
-      if (!goes) continue;
+      args.plan.sent_item[static_cast<size_t>(token) * context.sent_ints + rank] = num_copies > 0 ? number : -1;
+      if (num_copies == 0) continue;
       const Item item = item_of(rank, number);
       item.token() = token;
-      item.num_copies() = count_between(scan.own(), num_vectors, rank * local, (rank + 1) * local);
+      item.num_copies() = num_copies;
     }
     uint32_t used = 0;
     if (token < scan.end)
+#pragma unroll 1
       for (int k = 0; k < context.sizes.num_topk; ++k) {
         const int expert = scan.own()[k];
         if (expert < 0) continue;
@@ -411,21 +411,19 @@ __device__ void list_items(const Context& context, const AllArgs& args, const Sc
   }
 }
 
-__device__ void count(const Context& context, const AllArgs& args, const Scratch& scratch, uint64_t epoch) {
+__device__ void count(const Context& context, const DispatchCall& args, const Scratch& scratch, uint64_t epoch) {
   count_tokens(context, args, scratch);
   share_counts(context, args, scratch);
-  if (last_block(&context.state->count_done, gridDim.x)) send_heads(context, args, epoch);
+  if (last_block<Movers>(&context.state->count_done, args.plan_blocks)) send_heads(context, args, epoch);
 }
 
-// Once the counts of all ranks are there. False when this rank has given up.
-__device__ bool make_plan(const Context& context, const AllArgs& args, const Scratch& scratch, uint64_t epoch) {
-  __shared__ bool arrived, usable;
-  if (threadIdx.x < 32) {
-    const bool ok = wait_for_ranks(context, kDispatch, Phase::kCounts, epoch, context.own().headed, epoch);
-    if (threadIdx.x == 0) arrived = ok;
-  }
-  __syncthreads();
-  if (!arrived) return false;
+// The whole of it, by the movers. False when this rank has given up.
+__device__ bool make_plan(const Context& context, const DispatchCall& args, char* shared, uint64_t epoch) {
+  __shared__ bool usable;
+  Scratch scratch;
+  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
+  count(context, args, scratch, epoch);
+  if (!team_waits<Movers>(context, kDispatch, Phase::kCounts, epoch, context.own().headed, epoch)) return false;
   place_groups(context, args, scratch);
   if (threadIdx.x < 32) {
     const bool ok = check_heads(context, args, scratch);
@@ -434,65 +432,18 @@ __device__ bool make_plan(const Context& context, const AllArgs& args, const Scr
       if (blockIdx.x == 0) write_head(context, args, scratch, ok);
     }
   }
-  __syncthreads();
+  Movers::sync();
   if (usable) {
     list_items(context, args, scratch);
   } else if (blockIdx.x == 0) {  // then no token has an item
     const Plan& plan = args.plan;
-    for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += kThreads) plan.sent_item[i] = -1;
-    for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += kThreads) plan.sent_k[t] = 0;
+    for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += Movers::kThreads)
+      plan.sent_item[i] = -1;
+    for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += Movers::kThreads) plan.sent_k[t] = 0;
   }
-  if (last_block(&context.state->list_done, gridDim.x)) raise_at_all(context, &Region::listed, epoch);
+  if (last_block<Movers>(&context.state->list_done, args.plan_blocks))
+    raise_at_all<Movers>(context, &Region::listed, epoch);
   return true;
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    prepare_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ bool free_to_write;
-  const uint64_t epoch = context.state->epoch + 1;
-  if (blockIdx.x == 0)  // what stays if this rank gives up before it knows better: nothing that leads out of bounds
-    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads)
-      args.dispatch.out_tokens_per_expert[e] = args.dispatch.out_rows_per_expert[e] = 0;
-  if (__syncthreads_or(has_failed(context))) return;  // all threads or none
-  Scratch scratch;
-  carve_scratch(shared, context.sizes, args.plan_warps, &scratch);
-  if (threadIdx.x < 32) {
-    const bool ok = wait_for_ranks(context, kDispatch, Phase::kFreeStaging, epoch, context.own().consumed,
-                                   context.state->staged_epoch);
-    if (threadIdx.x == 0) free_to_write = ok;
-  }
-  __syncthreads();
-  if (!free_to_write) return;
-  const DispatchArgs& dispatch = args.dispatch;
-  const bool plans = dispatch.topk_idx != nullptr;
-  const bool plans_first = dispatch.num_rows < 0;  // because the host waits for the counts
-  if (plans)
-    count(context, args, scratch, epoch);
-  else if (blockIdx.x == 0)
-    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kThreads) {
-      dispatch.out_tokens_per_expert[e] = args.plan.expert_rows[e];
-      dispatch.out_rows_per_expert[e] = args.plan.expert_begin[e + 1] - args.plan.expert_begin[e];
-    }
-  for (int turn = 0; turn < 2; ++turn) {
-    if (plans_first == (turn == 0)) {
-      if (plans && !make_plan(context, args, scratch, epoch)) return;
-    } else {
-      stage(context, dispatch, args.row_stride, args.tail_bytes);
-      if (last_block(&context.state->stage_done, gridDim.x)) raise_at_all(context, &Region::staged, epoch);
-    }
-  }
-}
-
-}  // namespace
-
-void Engine::prepare(const DispatchArgs& args, int32_t* plan, cudaStream_t stream) const {
-  const Sizes& sizes = context_.sizes;
-  const auto stride = static_cast<uint32_t>(row_stride(args.row_bytes));
-  AllArgs all{args, read_plan(sizes, plan), kWarps, stride, tail_bytes(sizes, args)};
-  while (carve_scratch(nullptr, sizes, all.plan_warps, nullptr) > kMaxShared - 1024) --all.plan_warps;
-  const size_t shared = args.topk_idx ? carve_scratch(nullptr, sizes, all.plan_warps, nullptr) : 0;
-  launch(prepare_kernel, num_sms_, kThreads, shared, stream, context_, all);
 }
 
 }  // namespace ep::cuda
