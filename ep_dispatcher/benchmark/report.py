@@ -6,6 +6,7 @@ The same files give the same text, to the last character.
 from __future__ import annotations
 
 import json
+import os
 from itertools import groupby
 from pathlib import Path
 
@@ -14,10 +15,7 @@ from ep_dispatcher.benchmark.parts import ALL_TO_ALL, DEEP_EP, ENGINE, GRAPH, ME
 
 BEGIN = "<!-- begin: python -m ep_dispatcher.bench --report -->"
 END = "<!-- end -->"
-NOTHING = (
-    "No figures of GPUs are here yet. `python -m ep_dispatcher.bench --engine cuda --suite benchmarks/results` "
-    "measures them."
-)
+NOTHING = "No figures of GPUs are here yet."
 STANDARD = ("tokens", "hidden", "experts", "topk", "routing", "dtype", "layout", "sms")
 
 
@@ -85,7 +83,7 @@ def _group(group: list[dict], folder: Path, root: Path) -> list[str]:
     blocks += [_operations(run) for run in group if is_standard(run)]
     blocks += ["Cases, in microseconds:", _cases(group)]
     image = chart_path(group, folder)
-    blocks.append(f"![times]({image.resolve().relative_to(root.resolve()).as_posix()})")
+    blocks.append(f"![times]({os.path.relpath(image, root)})")
     missing = dict.fromkeys(note for run in group for note in run["notes"])
     if missing:
         blocks.append("\n".join(["Not measured:", "", *(f"- {note}" for note in missing)]))
