@@ -102,7 +102,8 @@ def _machine(group: list[dict]) -> str:
     return (
         f"{', '.join(versions + other)}; build {values('git_commit', about)}; {' to '.join(days[:1] + days[1:][-1:])}. "
         f"Through the public calls, timed by events on the device; microseconds of the slowest rank, median of "
-        f"{values('iters', [run['case'] for run in group])}. GB/s counts all rows that a rank receives, its own too."
+        f"{values('iters', [run['case'] for run in group])}. GB/s counts all rows that a rank receives, its own too. "
+        "The engine is given max_recv_rows, the most that a rank needs; in Megatron the host waits for the counts."
     )
 
 

@@ -32,11 +32,11 @@ from ep_dispatcher.benchmark.parts import ENGINE, GRAPH
 from ep_dispatcher.testing import RankError, RankPool
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-TIMEOUT_S = 120.0  # of one part of a case; the first one starts NCCL and imports Megatron
+TIMEOUT_S = 90.0  # of one part of a case; the first one starts NCCL and imports Megatron
 
 
 def run(cases: Iterable[Case], machine: dict, folder: Path, threads: int = 1) -> int:
-    """Measure, print, and write a JSON per case into ``folder``; 1 when something failed or results differ, else 0."""
+    """Measure, print, and write a JSON per case into ``folder``; 1 when a part failed or results differ, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
     pool, bad, begin = None, False, time.monotonic()
     try:
