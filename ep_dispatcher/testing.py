@@ -91,7 +91,9 @@ def _die_with_parent(lifeline: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(rank, num_ranks, port, threads, timeout_s, connection: Connection, lifeline: Connection) -> None:
+def _rank_main(
+    rank, num_ranks, port, threads, timeout_s, backend, connection: Connection, lifeline: Connection
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pool
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     stacks = os.memfd_create("stacks")
@@ -102,7 +104,9 @@ def _rank_main(rank, num_ranks, port, threads, timeout_s, connection: Connection
     def join_group(rank: int) -> int:
         limit = timedelta(seconds=timeout_s)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        if "nccl" in backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
         return stacks
 
     def answer(fn: Callable, args: tuple) -> None:
@@ -128,16 +132,17 @@ def _rank_main(rank, num_ranks, port, threads, timeout_s, connection: Connection
 
 
 class RankPool:
-    """``num_ranks`` processes on this host that form the default ``torch.distributed`` group (gloo).
+    """``num_ranks`` processes on this host that form the default ``torch.distributed`` group.
 
         with RankPool(2) as pool:
             assert pool.run(fn, 3) == [fn(0, 3), fn(1, 3)]
 
     Every rank uses ``threads_per_rank`` threads in PyTorch. ``timeout_s`` (seconds) limits a run, the start and every
-    collective of the group. The ranks live until ``close()`` and die with this process, however that ends.
+    collective of the group. With NCCL in the ``backend`` each rank's GPU is its current device. The ranks live until
+    ``close()`` and die with this process, however that ends.
     """
 
-    def __init__(self, num_ranks: int, *, threads_per_rank: int = 1, timeout_s: float = 120.0):
+    def __init__(self, num_ranks: int, *, threads_per_rank: int = 1, timeout_s: float = 120.0, backend: str = "gloo"):
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
@@ -151,7 +156,7 @@ class RankPool:
                 watched, lifeline = context.Pipe(duplex=False)
                 self._connections.append(ours)
                 self._lifelines.append(lifeline)
-                settings = (rank, num_ranks, self._store.port, threads_per_rank, timeout_s)
+                settings = (rank, num_ranks, self._store.port, threads_per_rank, timeout_s, backend)
                 process = context.Process(target=_rank_main, args=(*settings, theirs, watched), daemon=True)
                 process.start()
                 self._processes.append(process)
@@ -320,3 +325,30 @@ def make_routing(
         topk_idx = torch.full_like(topk_idx, -1)
     topk_weights = 1 - torch.rand(num_tokens, num_topk, generator=generator) if weights else None
     return topk_idx, topk_weights
+
+
+def make_hot_routing(
+    num_tokens: int, num_experts: int, num_topk: int, num_ranks: int, *, seed: int, times: int = 4
+) -> tuple[Tensor, Tensor]:
+    """As ``make_routing`` "uniform", but rank 0 gets ``times`` times the mean, or all there is with fewer ranks.
+
+    The tokens take turns, so that its share is exact to one row; its experts are equally likely, and so are the others.
+    Raises ValueError where its experts are too few for that.
+    """
+    num_local = num_experts // num_ranks
+    share = min(1.0, times / num_ranks)
+    wanted = (torch.arange(num_tokens + 1, dtype=torch.float64) * num_topk * share).floor().long().diff()
+    others = num_topk - wanted
+    if num_tokens and (int(wanted.max()) > num_local or int(others.max()) > num_experts - num_local):
+        allowed = f"no more than its {num_local} experts"
+        raise ValueError(f"num_topk: given {num_topk}, of which {share:.0%} to one rank, allowed: {allowed}")
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.rand(num_tokens, num_experts, generator=generator)
+    hot, cold = (part.argsort(1, descending=True) for part in (score[:, :num_local], score[:, num_local:]))
+    column = torch.arange(num_topk)
+    padded = torch.nn.functional.pad
+    from_hot = padded(hot, (0, max(0, num_topk - hot.shape[1])))[:, :num_topk]
+    position = (column - wanted[:, None]).clamp(0, max(0, cold.shape[1] - 1))
+    from_cold = num_local + cold.gather(1, position) if cold.shape[1] else torch.zeros_like(position)
+    topk_idx = torch.where(column < wanted[:, None], from_hot, from_cold)
+    return topk_idx, 1 - torch.rand(num_tokens, num_topk, generator=generator)

@@ -1,4 +1,4 @@
-"""What the benchmark writes: a table, a JSON and a chart.
+"""What a benchmark of CPU ranks writes: a table, a JSON and a chart.
 
 The JSON: ``machine`` describes where it ran, ``settings`` how, and ``topologies`` has one entry per number of nodes:
 
@@ -19,15 +19,12 @@ backward of either counts as the other), per rank, on the average of all ranks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import re
-import subprocess
 from pathlib import Path
 
 import torch
+
+from ep_dispatcher.benchmark.machine import to_json
 
 PASSES = {"dispatch": 1, "combine": 1, "dispatch+combine": 2, "cached dispatch": 1, "forward+backward": 4}
 COLOURS = {"engine": "#1f77b4", "baseline": "#d95f02", "baseline, fast sum": "#f2b27a", "least": "#7f7f7f"}
@@ -50,7 +47,7 @@ TARGET_SETTINGS = {
 
 def report(args: argparse.Namespace, machine: dict, results: list[dict]) -> int:
     """Print, write JSON and chart into ``args.out``; 1 when a baseline's result is not the engine's, else 0."""
-    settings = {key: value for key, value in vars(args).items() if key not in ("chart", "out")}
+    settings = {key: value for key, value in vars(args).items() if key not in ("chart", "out", "build", "report")}
     run = {
         "machine": machine,
         "settings": settings,
@@ -73,44 +70,6 @@ def file_stem(settings: dict) -> str:
     return (
         "{engine}-{ranks}ranks-{tokens}tokens-{hidden}hidden-{experts}experts-top{topk}-{dtype}-{routing}-{layout}"
     ).format(**settings)
-
-
-def to_json(run: dict) -> str:
-    """Indented, but a list of numbers on one line."""
-    text = json.dumps(run, indent=1)
-    return re.sub(r"\[[\d.eE+,\s-]+\]", lambda numbers: " ".join(numbers.group().split()), text) + "\n"
-
-
-def describe_machine() -> dict:
-    def field(path: str, name: str) -> str:
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            return "unknown"
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "unknown")
-
-    def first_line(*command: str, folder: Path | None = None) -> str:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-        except OSError:
-            return "unknown"
-        return done.stdout.partition("\n")[0] if done.returncode == 0 else "unknown"
-
-    here = Path(__file__).resolve().parent
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": field("/proc/cpuinfo", "model name"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": field("/proc/meminfo", "MemTotal"),
-        "gpus": gpus,
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": first_line("git", "describe", "--always", "--dirty", "--abbrev=12", folder=here),
-        "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
-    }
 
 
 def _summarise(result: dict, settings: dict, machine: dict) -> dict:

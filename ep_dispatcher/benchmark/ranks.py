@@ -1,0 +1,40 @@
+"""What the ranks of a benchmark tell each other. Always through CPU tensors, so that no GPU has to be usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def sum_over_ranks(values: list[int]) -> list[int]:
+    total = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def largest_over_ranks(values: list[float]) -> list[float]:
+    """Of each entry on its own."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def attempt(what: str, notes: list[str], call: Callable[[], Any]) -> Any:
+    """``call()``, or None and a note on all ranks where it raises an error on one of them."""
+    value, error = None, None
+    try:
+        value = call()
+    except Exception as caught:
+        # A PyTorch error can be pages long; its first line says what it is.
+        error = f"{type(caught).__name__}: {str(caught).partition(chr(10))[0]}"
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    failed = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+    if not failed:
+        return value
+    rank, text = failed[0]
+    notes.append(f"{what}: {text} (rank {rank})")
+    return None

@@ -1,0 +1,113 @@
+"""Runs cases one after the other on one set of ranks; prints and writes each as soon as it is there.
+
+A case's JSON: ``machine`` describes where it ran, ``case`` what, and
+
+    operations     operation -> side -> median_s, min_s, max_s of the slowest rank of an iteration; gb_per_s; for a side
+                   that is not the engine speedup, how many times as fast the engine is
+    seconds        operation -> side -> [iteration], of the slowest rank
+    received_rows  rows that all ranks together receive in one dispatch; max_recv_rows is what the engine was given,
+                   the most that a rank receives
+    wire_bytes     operation -> "least", "engine" (what its counters say) or "baseline" (all_to_all_single) -> wire ->
+                   bytes of all ranks together
+    compared       side -> whether its results are those of the engine, the largest relative error of a sum
+    notes          what was not measured, and why
+
+GB/s counts every row that a rank receives, those of its own tokens too, once per dispatch and once per combine (the
+backward of either counts as the other), per rank, on the average of all ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from ep_dispatcher.benchmark import parts
+from ep_dispatcher.benchmark.cases import PASSES, Case
+from ep_dispatcher.benchmark.machine import to_json
+from ep_dispatcher.benchmark.parts import ENGINE, GRAPH
+from ep_dispatcher.testing import RankError, RankPool
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+TIMEOUT_S = 90.0  # of one part of a case; the first one starts NCCL and imports Megatron
+
+
+def run(cases: Iterable[Case], machine: dict, folder: Path, threads: int = 1) -> int:
+    """Measure, print, and write a JSON per case into ``folder``; 1 when a part failed or results differ, else 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pool, bad, begin = None, False, time.monotonic()
+    try:
+        for case in cases:
+            result = {"machine": machine, "case": asdict(case), "operations": {}, "seconds": {}, "compared": {}}
+            result["notes"] = []
+            for part in parts.parts_of(case):
+                if pool is None or pool.closed:
+                    backend = BACKENDS[case.engine]
+                    pool = RankPool(case.ranks, threads_per_rank=threads, timeout_s=TIMEOUT_S, backend=backend)
+                try:
+                    found = pool.run(part, case)[0]
+                    usable = found.pop("usable")
+                    merge(result, found)
+                except RankError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    rank, (kind, text, _) = next(iter(error.failures.items()))
+                    result["notes"].append(f"{part.__name__}: {kind}: {text.partition(chr(10))[0]} (rank {rank})")
+                    usable, bad = False, True
+                if not usable:  # a GPU that had an error says it again ever after: the next part gets new processes
+                    pool.close()
+                summarise(result, case)
+                (folder / f"{case.name}.json").write_text(to_json(result))
+            print(table(result), f"{time.monotonic() - begin:.0f} s so far", sep="\n", end="\n\n", flush=True)
+            bad |= any(not compared["same"] for compared in result["compared"].values())
+            bad |= not result["operations"]
+    finally:
+        if pool is not None:
+            pool.close()
+    return int(bad)
+
+
+def merge(result: dict, found: dict) -> None:
+    for operation, sides in found.pop("seconds").items():
+        result["seconds"].setdefault(operation, {}).update(sides)
+    result["notes"] += found.pop("notes")
+    result["compared"] |= found.pop("compared", {})
+    result.update(found)
+
+
+def summarise(result: dict, case: Case) -> None:
+    for operation, sides in result["seconds"].items():
+        figures = result["operations"][operation] = {}
+        rows = result.get("received_rows", 0) / case.ranks * PASSES[operation]
+        for side, seconds in sides.items():
+            median = statistics.median(seconds)
+            figures[side] = {"median_s": median, "min_s": min(seconds), "max_s": max(seconds)}
+            figures[side]["gb_per_s"] = round(rows * case.row_bytes(operation) / median / 1e9, 3)
+            if side not in (ENGINE, GRAPH) and ENGINE in sides:
+                figures[side]["speedup"] = round(median / statistics.median(sides[ENGINE]), 3)
+
+
+def table(result: dict) -> str:
+    case = result["case"]
+    lines = [
+        "{ranks} ranks, engine {engine}, {tokens} tokens per rank, hidden {hidden}, {experts} experts, top-{topk}, "
+        "{dtype}, {routing} routing, {layout} layout, {sms} SMs".format(**case),
+        f"microseconds of the slowest rank of an iteration: median of {case['iters']}, least, most",
+        f"{'operation':<28}{'side':<22}{'median':>10}{'least':>10}{'most':>10}{'GB/s':>8}  engine's speed-up",
+    ]
+    for operation, figures in result["operations"].items():
+        for side, f in figures.items():
+            times = "".join(f"{f[key] * 1e6:10.1f}" for key in ("median_s", "min_s", "max_s"))
+            speedup = f"{f['speedup']:18.2f}x" if "speedup" in f else ""
+            lines.append(f"{operation:<28}{side:<22}{times}{f['gb_per_s']:8.1f}{speedup}")
+    for operation, moved in result.get("wire_bytes", {}).items():
+        for wire in moved["least"]:
+            megabytes = ", ".join(f"{name} {values[wire] / 1e6:.1f}" for name, values in moved.items())
+            lines.append(f"MB of a {operation}, {wire}, all ranks: {megabytes}")
+    for side, compared in result["compared"].items():
+        same = "the same results" if compared["same"] else "DIFFERENT RESULTS"
+        error, allowed = compared["largest_relative_error"], compared["allowed"]
+        lines.append(f"engine and {side}: {same}; largest relative error {error:.1e}, allowed {allowed:.1e}")
+    return "\n".join(lines + result["notes"])
