@@ -138,7 +138,9 @@ MISTAKES = [
         f"expert_alignment: given 64, with which rank 0 receives {2**40} rows; allowed: up to 2147483647 rows of a "
         "rank in one dispatch",
     ),
-    ((4, [0, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 1, rank 0 gave 0; all ranks must give the same"),
+    ((4, [0, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
+    ((4, [3, 2, 0], [1, 0, 0, 0]), "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same"),
+    ((4, [4, 1, 64], [128, 0, 0]), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same"),
 ]
 
 

@@ -26,7 +26,14 @@ _LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
 _OPERATIONS = ("dispatch", "combine")
 _PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
 _BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
-_AGREED = ("layout", "expert_alignment", "max_recv_rows", "topk_weights", "x: bytes per row", "x: bytes of scales")
+_AGREED = (  # what ranks give alike, and how a number stands for it
+    ("layout", lambda n: repr(_C_cuda.Layout(n).name)),
+    ("expert_alignment", str),
+    ("max_recv_rows", str),
+    ("topk_weights", lambda n: "them" if n else "None"),
+    ("x: bytes per row", str),
+    ("x: bytes of scales", str),
+)
 _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
 
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
@@ -339,4 +346,5 @@ class CudaEngine:
                 f"{checks.MAX_INT} rows of a rank in one dispatch"
             )
         field, rank, theirs = details
-        return f"{_AGREED[field]}: rank {rank} gave {theirs}, rank 0 gave {values[0]}; all ranks must give the same"
+        name, say = _AGREED[field]
+        return f"{name}: rank {rank} gave {say(theirs)}, rank 0 gave {say(values[0])}; all ranks must give the same"
