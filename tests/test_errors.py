@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENGINES
+from conftest import NO_CUDA
 from round_trip import (
     CONFIG,
     HIDDEN,
@@ -373,7 +373,7 @@ def test_wrong_arguments_on_one_rank(pools, engine, ranks_per_node):
     assert_told(told, engine, names)
 
 
-@pytest.mark.skipif("cuda" not in ENGINES, reason="no GPU: the CPU engine reads topk_idx before it sends anything")
+@pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
 def test_wrong_entries_that_a_kernel_finds(pools):
     """The rank that gave it gets the error; the others have the rows of all right entries, and all can go on."""
     _, told = pools(2).run(make_mistake, "cuda", FOUND_BY_KERNELS, None, True)
