@@ -56,6 +56,14 @@ def test_without_a_gpu_the_engine_says_why():
     assert engines.choose("auto") == "cpu"
 
 
+@needs_module
+@pytest.mark.parametrize("modules", ["_C_cpu, _C_cuda", "_C_cuda, _C_cpu"])
+def test_one_process_can_use_both_engines(modules):
+    code = f"from ep_dispatcher import {modules}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture
 def host_side():
     """An engine whose kernels never run, and the fields of the report that they would write."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher import _C_cpu
 from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks
 from ep_dispatcher.testing import RankPool, device_of, make_routing
 
@@ -115,6 +114,8 @@ def test_a_second_thread_is_told(pools, engine):
 
 
 def test_a_plan_is_never_larger_than_what_can_be_received():
+    from ep_dispatcher import _C_cpu
+
     config = _C_cpu.Config()
     config.rank_at, config.num_nodes, config.ranks_per_node = [0, 1], 1, 2
     config.num_experts, config.num_topk, config.max_tokens = 8, 4, 16
