@@ -32,16 +32,21 @@ std::vector<char*> pointers(const std::vector<Address>& addresses) {
   return result;
 }
 
+template <bool kStages, bool kPulls>
+void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArgs& args, Address plan, Address stream) {
+  engine.dispatch(args, pointer<int32_t>(plan), kStages, kPulls, pointer<CUstream_st>(stream));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C_cuda, m) {
   using namespace ep::cuda;
 
-  py::enum_<ep::DType>(m, "DType")
+  py::enum_<ep::DType>(m, "DType", py::module_local())
       .value("float32", ep::DType::kFloat32)
       .value("bfloat16", ep::DType::kBFloat16)
       .value("float16", ep::DType::kFloat16);
-  py::enum_<ep::Layout>(m, "Layout").value("rank", ep::Layout::kRank).value("expert", ep::Layout::kExpert);
+  py::enum_<ep::Layout>(m, "Layout", py::module_local()).value("rank", ep::Layout::kRank).value("expert", ep::Layout::kExpert);
 
   py::class_<Sizes>(m, "Sizes")
       .def(py::init<>())
@@ -98,11 +103,10 @@ PYBIND11_MODULE(_C_cuda, m) {
                        double timeout_s, int num_sms) {
         return Engine(sizes, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
       }))
-      // `stages`: plan (without a plan made before) and stage. `pulls`: bring the rows. Both at once, or one by one.
-      .def("dispatch",
-           [](const Engine& e, const DispatchArgs& args, Address plan, bool stages, bool pulls, Address stream) {
-             e.dispatch(args, pointer<int32_t>(plan), stages, pulls, pointer<CUstream_st>(stream));
-           })
+      // Plan (without a plan made before) and stage; then bring the rows. `dispatch` is both in one launch.
+      .def("prepare", launch_dispatch<true, false>)
+      .def("pull", launch_dispatch<false, true>)
+      .def("dispatch", launch_dispatch<true, true>)
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())

@@ -172,8 +172,10 @@ class Buffer:
         handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
                       what each rank needs, if that is too few for one of them. With the CUDA engine no host waits then,
-                      so that this error and others that need the counts come from a later call: the next operation,
-                      out.event.synchronize() or destroy(); what was received is not of use
+                      so that this error and others that need the counts come from a later call, and what was received
+                      is not of use: out.event.synchronize() or check(), if all ranks ask so before their next
+                      operation, and the buffer is as good as before; or the next operation, which also ends the
+                      buffer's use, because other ranks may have launched what this one refuses; or destroy()
         async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
                       complete in the order of the current stream; this one runs in a stream of the buffer's own.)
 
@@ -208,6 +210,17 @@ class Buffer:
             else nullcontext()
         ):
             return self._combine(self._run_combine, y, handle, topk_weights)
+
+    def check(self) -> None:
+        """Let the host wait for the current stream, and raise what this buffer's operations in it have found late.
+
+            graph.replay()
+            buffer.check()    # a replay raises nothing by itself: PeerTimeoutError, or ValueError (see max_recv_rows)
+
+        After a ValueError the buffer is as good as before, if all ranks ask at the same place.
+        """
+        with self._noted():
+            self._live_engine().check()
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes moved since the buffer was made, each a list by rank of the group.

@@ -18,8 +18,12 @@ QUANTIZE = (None, "e4m3_1x128")
 MAX_INT = 2**31 - 1  # the engines count in int32
 
 
+def mistake(argument: str, given: Any, allowed: str) -> str:
+    return f"{argument}: given {given}, allowed: {allowed}"
+
+
 def fail(argument: str, given: Any, allowed: str) -> None:
-    raise ValueError(f"{argument}: given {given}, allowed: {allowed}")
+    raise ValueError(mistake(argument, given, allowed))
 
 
 def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> None:
@@ -85,8 +89,10 @@ def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: in
         fail("x", f"{x.shape[0]} rows", f"at most max_tokens_per_rank = {max_tokens}")
 
 
-def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> None:
+def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> str:
+    """What is wrong with an entry of topk_idx that an engine has found."""
     token, k, expert, repeated = entry
+    where = f"topk_idx[{token}, {k}]"
     if repeated:
-        fail(f"topk_idx[{token}, {k}]", f"expert {expert} again", "every expert at most once in a row")
-    fail(f"topk_idx[{token}, {k}]", expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
+        return mistake(where, f"expert {expert} again", "every expert at most once in a row")
+    return mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")

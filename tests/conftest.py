@@ -8,15 +8,22 @@ import torch
 from ep_dispatcher import engines
 from ep_dispatcher.testing import RankPool
 
-# EP_TEST_ENGINES chooses among those that can run here.
-ENGINES = os.environ.get("EP_TEST_ENGINES", "cpu" if engines.cuda_problem() else "cpu cuda").split()
+# EP_TEST_ENGINES chooses; tests of an engine that cannot run here are skipped.
+NO_CUDA = engines.cuda_problem()
+ENGINES = os.environ.get("EP_TEST_ENGINES", "cpu" if NO_CUDA else "cpu cuda").split()
 os.environ.setdefault("EP_DISPATCHER_ENGINE", "cpu")  # of tests that name none
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # there may be fewer GPUs than ranks
 
 torch.set_num_threads(1)  # the ranks need the cores
 
 
-@pytest.fixture(params=ENGINES)
+def on(engine: str, *values):
+    """Parameters of a test, which is skipped where that engine cannot run."""
+    skip = pytest.mark.skipif(engine == "cuda" and NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
+    return pytest.param(engine, *values, marks=skip)
+
+
+@pytest.fixture(params=[on(engine) for engine in ENGINES])
 def engine(request) -> str:
     return request.param
 

@@ -12,27 +12,39 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.testing import device_of, make_routing
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 64, 12, 3, 32  # 12 experts: groups of 1, 2, 3, 4 and 6 ranks
 CONFIG = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS)
 
 
 def make_buffer(group=None, **changes: Any) -> ep.Buffer:
+    if changes.get("engine") == "cuda":
+        device_of("cuda", torch.distributed.get_rank())
     return ep.Buffer(group, **(dict(CONFIG, timeout_s=30) | changes))
 
 
-def inputs(rank: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+def device(buffer: ep.Buffer) -> str:
+    """Where the tensors of its operations are."""
+    return "cpu" if buffer.engine == "cpu" else f"cuda:{torch.cuda.current_device()}"
+
+
+def inputs(
+    rank: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
     """What a rank gives to a dispatch: (x, topk_idx, topk_weights)."""
     num_tokens = MAX_TOKENS - 3 * rank
     topk_idx, topk_weights = make_routing("masked", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=100 * seed + rank)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
-    return x, topk_idx, topk_weights
+    return x.to(device), topk_idx.to(device), topk_weights.to(device)
 
 
-def outputs(rank: int, num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def outputs(
+    rank: int, num_rows: int, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> Tensor:
     """What a rank gives to a combine: the rows of its experts."""
-    return torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9000 + 100 * seed + rank)).to(dtype)
+    y = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9000 + 100 * seed + rank))
+    return y.to(dtype).to(device)
 
 
 def node_of(buffer: ep.Buffer) -> list[int]:
@@ -53,16 +65,15 @@ def expected(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = No
 
 
 def assert_received(out: ep.DispatchOutput, right: reference.Dispatched) -> None:
-    assert torch.equal(out.x, right.x) and torch.equal(out.topk_weights, right.topk_weights)
-    assert torch.equal(out.tokens_per_expert, right.tokens_per_expert)
-    assert torch.equal(out.rows_per_expert, right.rows_per_expert)
+    for name in ("x", "topk_weights", "tokens_per_expert", "rows_per_expert"):
+        assert torch.equal(getattr(out, name).cpu(), getattr(right, name)), name
 
 
 def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None) -> None:
     """Collective: dispatch and combine, and every bit is the definition's."""
     rank, given = buffer.topology.rank, dict(seed=seed, dtype=buffer._config.dtype)
     right, right_sum = expected(buffer, seed=seed, max_recv_rows=max_recv_rows)
-    out = buffer.dispatch(*inputs(rank, **given), max_recv_rows=max_recv_rows)
+    out = buffer.dispatch(*inputs(rank, **given, device=device(buffer)), max_recv_rows=max_recv_rows)
     assert_received(out, right)
-    y = outputs(rank, out.x.shape[0], **given)
-    assert torch.equal(buffer.combine(y, out.handle).x, right_sum)
+    y = outputs(rank, out.x.shape[0], **given, device=device(buffer))
+    assert torch.equal(buffer.combine(y, out.handle).x.cpu(), right_sum)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.testing import device_of, make_routing
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS, NUM_ROWS = 128, 12, 3, 20, 80
 COMPILE_S = 300  # of a run that compiles, on a busy machine
@@ -50,13 +50,14 @@ def cached_handle(buffer: ep.Buffer, x, weights, matrix, idx, _, **options) -> t
 def leaves(rank: int, seed: int, buffer: ep.Buffer, has_weights: bool, num_tokens: int = NUM_TOKENS):
     """(x, topk_weights, matrix), which want gradients, and two routings."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    dtype = buffer._config.dtype
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    matrix = (torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5).requires_grad_()
+    device, dtype = device_of(buffer.engine, rank), buffer._config.dtype
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
+    matrix = (torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5).to(device).requires_grad_()
     sizes = (num_tokens, NUM_EXPERTS, NUM_TOPK)
     idx, weights = make_routing("masked", *sizes, seed=100 * seed + rank)
     other_idx, _ = make_routing("uniform", *sizes, seed=100 * seed + 50 + rank)
-    return x, weights.requires_grad_() if has_weights else None, matrix, idx, other_idx
+    weights = weights.to(device).requires_grad_() if has_weights else None
+    return x, weights, matrix, idx.to(device), other_idx.to(device)
 
 
 def forward_and_backward(function, buffer: ep.Buffer, given, **options) -> list[Tensor]:
@@ -75,6 +76,7 @@ def compare(rank: int, function, backend: str, config: dict, steps: list[tuple[i
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     results = []
+    device_of(config["engine"], rank)
     with make_buffer(**config) as buffer:
         for seed, num_tokens in steps:
             eager, ours = (
@@ -85,10 +87,10 @@ def compare(rank: int, function, backend: str, config: dict, steps: list[tuple[i
     return results
 
 
-def run_compare(pools, function, backend="aot_eager", config=None, steps=None, has_weights=True, **options):
+def run_compare(pools, engine, function, backend="aot_eager", config=None, steps=None, has_weights=True, **options):
     options = {"max_recv_rows": NUM_ROWS} | options
     steps = [(0, NUM_TOKENS), (1, NUM_TOKENS)] if steps is None else steps
-    arguments = (function, backend, config or {}, steps, has_weights, options)
+    arguments = (function, backend, dict(config or {}, engine=engine), steps, has_weights, options)
     return pools(2).run(compare, *arguments, timeout_s=COMPILE_S)
 
 
@@ -103,25 +105,25 @@ def assert_bitwise(ranks) -> None:
 @pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no-weights"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("function", [one_layer, two_layers, cached_handle], ids=lambda f: f.__name__)
-def test_whole_graphs_and_the_same_bits(pools, function, layout, has_weights):
+def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_weights):
     """The second step has another routing and needs no new graph."""
-    ranks = run_compare(pools, function, layout=layout, has_weights=has_weights)
+    ranks = run_compare(pools, engine, function, layout=layout, has_weights=has_weights)
     assert_bitwise(ranks)
     assert [made for steps in ranks for _, _, made in steps] == [1, 1, 1, 1]
     assert not torch.equal(ranks[0][0][0][0], ranks[0][1][0][0]), "the steps are the same"
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_quantized(pools, ranks_per_node):
+def test_quantized(pools, engine, ranks_per_node):
     config = dict(dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
-    assert_bitwise(run_compare(pools, two_layers, config=config, quantize="e4m3_1x128", expert_alignment=4))
+    assert_bitwise(run_compare(pools, engine, two_layers, config=config, quantize="e4m3_1x128", expert_alignment=4))
 
 
 @pytest.mark.parametrize("num_rows", [NUM_ROWS * 4, None], ids=["fixed-rows", "counted-rows"])
-def test_another_number_of_tokens(pools, num_rows):
+def test_another_number_of_tokens(pools, engine, num_rows):
     """A second graph for sizes that vary, and no third."""
     steps = [(0, NUM_TOKENS), (1, 2 * NUM_TOKENS), (2, 3 * NUM_TOKENS), (3, NUM_TOKENS - 1)]
-    ranks = run_compare(pools, one_layer, steps=steps, max_recv_rows=num_rows)
+    ranks = run_compare(pools, engine, one_layer, steps=steps, max_recv_rows=num_rows)
     assert_bitwise(ranks)
     for steps in ranks:
         assert [made for _, _, made in steps] == [1, 2, 2, 2]
@@ -129,7 +131,7 @@ def test_another_number_of_tokens(pools, num_rows):
 
 def test_inductor(pools):
     """Its own kernels round otherwise than PyTorch's, so close is all that can be asked."""
-    ranks = run_compare(pools, two_layers, "inductor")
+    ranks = run_compare(pools, "cpu", two_layers, "inductor")
     for steps in ranks:
         for eager, compiled, made in steps:
             assert made == 1

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,14 @@ def test_without_a_gpu_the_engine_says_why():
     assert engines.choose("auto") == "cpu"
 
 
+@needs_module
+@pytest.mark.parametrize("modules", ["_C_cpu, _C_cuda", "_C_cuda, _C_cpu"])
+def test_one_process_can_use_both_engines(modules):
+    code = f"from ep_dispatcher import {modules}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.fixture
 def host_side():
     """An engine whose kernels never run, and the fields of the report that they would write."""
@@ -94,9 +103,19 @@ class Reports:
         return mistake
 
 
-def engine_with(reports: Reports):
-    from types import SimpleNamespace
+class Regions:
+    """Stands for the symmetric memory of all ranks."""
 
+    def __init__(self, num_ranks: int):
+        self.flags = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
+
+    def get_buffer(self, rank, sizes, dtype):
+        assert dtype == self.flags.dtype and sizes == self.flags[rank].shape
+        return self.flags[rank]
+
+
+def engine_with(reports: Reports):
+    """Rank 0 of 3; what it has told its peers is in ``engine._symmetric.flags``."""
     from ep_dispatcher.engines.cuda import CudaEngine
 
     class Store:
@@ -104,39 +123,89 @@ def engine_with(reports: Reports):
             raise RuntimeError("gone")
 
     engine = CudaEngine.__new__(CudaEngine)
-    engine._c, engine._failure = reports, None
+    engine._c, engine._failure, engine._stream = reports, None, None
     engine._config = SimpleNamespace(num_experts=8, store=Store())
-    engine._topology = SimpleNamespace(rank=0)
+    engine._topology = SimpleNamespace(rank=0, num_ranks=3)
+    engine._symmetric, engine._one, engine._to_peers = Regions(3), torch.ones(1, dtype=torch.int64), None
     return engine
 
 
+def told(engine) -> list[int]:
+    """Which ranks rank 0 has told that it gave up; it speaks for nobody else."""
+    flags = engine._symmetric.flags
+    assert not flags[:, 1:].any()
+    return flags[:, 0].tolist()
+
+
+MISTAKES = [
+    ((1, [3, 1, 0], [9, 0, 0, 0]), "topk_idx[3, 1]: given 9, allowed: -1 (no expert), or an expert from 0 to 7"),
+    ((1, [3, 1, 1], [5, 0, 0, 0]), "topk_idx[3, 1]: given expert 5 again, allowed: every expert at most once in a row"),
+    ((2, [1, 0, 0], [40, 39, 3, 39]), "max_recv_rows: too small: rank 0 needs 40 rows, given 39"),
+    (
+        (3, [64, 0, 0], [2**40, -1, 0, -1]),
+        f"expert_alignment: given 64, with which rank 0 receives {2**40} rows; allowed: up to 2147483647 rows of a "
+        "rank in one dispatch",
+    ),
+    ((4, [0, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
+    ((4, [3, 2, 0], [1, 0, 0, 0]), "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same"),
+    ((4, [4, 1, 64], [128, 0, 0]), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same"),
+]
+
+
 @needs_module
-@pytest.mark.parametrize(
-    "mistake,said",
-    [
-        (
-            (1, [3, 1, 0], [9, 0, 0, 0]),
-            r"topk_idx\[3, 1\]: given 9, allowed: -1 \(no expert\), or an expert from 0 to 7",
-        ),
-        ((1, [3, 1, 1], [5, 0, 0, 0]), r"topk_idx\[3, 1\]: given expert 5 again"),
-        ((2, [1, 0, 0], [40, 39, 3, 39]), r"max_recv_rows: too small: rank 0 needs 40 rows, given 39$"),
-        ((3, [64, 0, 0], [2**40, -1, 0, -1]), r"expert_alignment: given 64, with which rank 0 receives"),
-        ((4, [0, 1, 1], [0, 0, 0, 0]), r"layout: rank 1 gave 1, rank 0 gave 0; all ranks must give the same"),
-    ],
-)
+@pytest.mark.parametrize("mistake,said", MISTAKES)
 def test_mistakes_become_value_errors(mistake, said):
+    """At once after the operation, where all ranks find them: raised once, and the buffer is as good as before."""
     engine = engine_with(Reports(mistake=mistake))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError) as caught:
+        engine.synchronize()
+    assert str(caught.value) == said
+    engine.synchronize()
+    engine._check()
+    assert told(engine) == [0, 0, 0]
+
+
+@needs_module
+@pytest.mark.parametrize("mistake,said", MISTAKES[:3])
+@pytest.mark.parametrize("late", [None, (1, 5, 42, [1], 2.5)])
+def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake, said, late):
+    """Also where a peer has found it first, and refused what this rank had launched."""
+    engine = engine_with(Reports(mistake=mistake, late=late))
+    seen = []
+    for ask in (engine._check if late is None else engine.synchronize, engine._check, engine.synchronize):
+        with pytest.raises(ValueError) as caught:
+            ask()
+        seen.append(str(caught.value))
+    assert len(set(seen)) == 1 and seen[0].startswith(f"{said}. Found when other") and "destroy() this" in seen[0]
+    assert told(engine) == [1, 1, 1]
+
+
+@needs_module
+def test_a_rank_that_gives_up_tells_its_peers():
+    engine = engine_with(Reports())
+    engine._give_up(lambda: RuntimeError("no memory"))
+    assert told(engine) == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="no memory"):
         engine._check()
-    engine._check()  # each is raised once
+
+
+@needs_module
+def test_a_lost_device_does_not_hide_why_a_rank_gives_up():
+    engine = engine_with(Reports())
+    engine._symmetric = SimpleNamespace()
+    engine._symmetric.get_buffer = lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error"))
+    engine._give_up(lambda: RuntimeError("no memory"))
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine._check()
 
 
 @needs_module
 def test_a_late_peer_ends_the_use_of_the_buffer():
     engine = engine_with(Reports(late=(1, 5, 42, [1], 2.5)))
-    for _ in range(2):
+    for ask in (engine.synchronize, engine._check):
         with pytest.raises(PeerTimeoutError) as caught:
-            engine._check()
+            ask()
         error = caught.value
         assert (error.operation, error.epoch, error.phase) == ("combine", 42, "partial sums")
         assert (error.rank, error.late_ranks, error.waited_s) == (0, (1,), 2.5)
+    assert told(engine) == [0, 0, 0]  # its kernel has told them

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import NO_CUDA
 from round_trip import (
     CONFIG,
     HIDDEN,
@@ -13,6 +14,7 @@ from round_trip import (
     NUM_EXPERTS,
     NUM_TOPK,
     assert_received,
+    device,
     expected,
     inputs,
     make_buffer,
@@ -132,21 +134,21 @@ def test_different_mistakes_are_one_error(pools):
     ],
 )
 @pytest.mark.parametrize("odd", [0, 2])
-def test_configurations_that_differ(pools, name, value, odd):
-    changes = [{name: value} if rank == odd else {} for rank in range(3)]
+def test_configurations_that_differ(pools, engine, name, value, odd):
+    changes = [{"engine": engine} | ({name: value} if rank == odd else {}) for rank in range(3)]
     (message,) = set(pools(3).run(construct, changes))
     usual = (CONFIG | dict(dtype=torch.bfloat16, ranks_per_node=None))[name]
     gave = f"rank 0 gave {value}, rank 1 gave {usual}" if odd == 0 else f"rank 0 gave {usual}, rank 2 gave {value}"
     assert message == f"{name}: {gave}; all ranks must give the same"
 
 
-def construct_with_limits(rank: int) -> float:
-    with make_buffer(timeout_s=10 + rank) as buffer:
+def construct_with_limits(rank: int, engine: str) -> float:
+    with make_buffer(timeout_s=10 + rank, engine=engine) as buffer:
         round_trip(buffer)
 
 
-def test_the_limit_of_time_may_differ(pools):
-    pools(2).run(construct_with_limits)
+def test_the_limit_of_time_may_differ(pools, engine):
+    pools(2).run(construct_with_limits, engine)
 
 
 def construct_with_switch(rank: int) -> str:
@@ -169,16 +171,16 @@ def test_without_torch_distributed():
     assert_words(error_of(make_buffer), ["group: torch.distributed is not initialised", "init_process_group"])
 
 
-def construct_beside_a_group(rank: int):
+def construct_beside_a_group(rank: int, engine: str):
     group = dist.new_group([0])  # collective of all ranks
     if rank == 1:
-        return error_of(make_buffer, group)
-    with make_buffer(group) as buffer:
+        return error_of(make_buffer, group, engine=engine)
+    with make_buffer(group, engine=engine) as buffer:
         round_trip(buffer)
 
 
-def test_not_a_member_of_the_group(pools):
-    assert_words(pools(2).run(construct_beside_a_group)[1], ["group", "not a member"])
+def test_not_a_member_of_the_group(pools, engine):
+    assert_words(pools(2).run(construct_beside_a_group, engine)[1], ["group", "not a member"])
 
 
 # ---- the arguments of dispatch and combine --------------------------------------------------------------------------
@@ -202,13 +204,14 @@ class Given:
 
     def with_entry(self, token: int, k: int, expert: int) -> Tensor:
         topk_idx = self.topk_idx.clone()
-        topk_idx[token] = torch.tensor([0, 1, -1])
+        topk_idx[token] = torch.tensor([0, 1, -1], device=topk_idx.device)
         topk_idx[token, k] = expert
         return topk_idx
 
     def more_tokens(self):
         idx, weights = make_routing("uniform", MAX_TOKENS + 1, NUM_EXPERTS, NUM_TOPK, seed=0)
-        return self.dispatch(torch.zeros(MAX_TOKENS + 1, HIDDEN, dtype=torch.bfloat16), idx, weights)
+        x = torch.zeros(MAX_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)
+        return self.dispatch(*(t.to(self.x.device) for t in (x, idx, weights)))
 
     def reuse(self, x=None, topk_idx=None, **options):
         return self.buffer.dispatch(self.x if x is None else x, topk_idx, handle=self.out.handle, **options)
@@ -217,15 +220,15 @@ class Given:
         return self.buffer.combine(y, self.out.handle if handle is None else handle, topk_weights=topk_weights)
 
 
-N, R = "29", "{rows}"  # the tokens of rank 1, and the rows that it receives
-X_ALLOWED = "allowed: a tensor [num_tokens, 64] of torch.bfloat16 on cpu"
-IDX_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.int32 or torch.int64 on cpu"
-WEIGHTS_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.float32 on cpu"
-Y_ALLOWED = f"allowed: a tensor [{R}, 64] of torch.bfloat16 on cpu"
+N, R, ON = "29", "{rows}", "{device}"  # the tokens of rank 1, the rows that it receives, and where they are
+X_ALLOWED = f"allowed: a tensor [num_tokens, 64] of torch.bfloat16 on {ON}"
+IDX_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.int32 or torch.int64 on {ON}"
+WEIGHTS_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.float32 on {ON}"
+Y_ALLOWED = f"allowed: a tensor [{R}, 64] of torch.bfloat16 on {ON}"
 MISTAKES = {
     # x
-    "x of float32": (lambda g: g.dispatch(g.x.float()), f"x: given [{N}, 64] of torch.float32 on cpu", X_ALLOWED),
-    "x of float16": (lambda g: g.dispatch(g.x.half()), f"x: given [{N}, 64] of torch.float16 on cpu", X_ALLOWED),
+    "x of float32": (lambda g: g.dispatch(g.x.float()), f"x: given [{N}, 64] of torch.float32 on {ON}", X_ALLOWED),
+    "x of float16": (lambda g: g.dispatch(g.x.half()), f"x: given [{N}, 64] of torch.float16 on {ON}", X_ALLOWED),
     "x too narrow": (lambda g: g.dispatch(g.x[:, :32]), f"x: given [{N}, 32] of", X_ALLOWED),
     "x of one dimension": (lambda g: g.dispatch(g.x[0]), "x: given [64] of", X_ALLOWED),
     "x of three dimensions": (lambda g: g.dispatch(g.x[None]), f"x: given [1, {N}, 64] of", X_ALLOWED),
@@ -297,7 +300,7 @@ MISTAKES = {
     "handle, other alignment": (lambda g: g.reuse(expert_alignment=8), "expert_alignment: given 8", "the handle's 1"),
     "handle, other rows": (lambda g: g.reuse(max_recv_rows=1), "max_recv_rows: given 1", f"None, or the handle's {R}"),
     # combine
-    "y of float32": (lambda g: g.combine(g.y.float()), f"y: given [{R}, 64] of torch.float32 on cpu", Y_ALLOWED),
+    "y of float32": (lambda g: g.combine(g.y.float()), f"y: given [{R}, 64] of torch.float32 on {ON}", Y_ALLOWED),
     "y too short": (lambda g: g.combine(g.y[1:]), "y: given [", Y_ALLOWED),
     "y too long": (lambda g: g.combine(g.y.repeat(2, 1)), "y: given [", Y_ALLOWED),
     "y too narrow": (lambda g: g.combine(g.y[:, :8]), f"y: given [{R}, 8]", Y_ALLOWED),
@@ -306,11 +309,11 @@ MISTAKES = {
     "y a pair": (lambda g: g.combine((g.y, g.y)), "y: given tuple", Y_ALLOWED),
     "combined weights of float64": (
         lambda g: g.combine(g.y, g.out.topk_weights.double()),
-        f"topk_weights: given [{R}] of torch.float64 on cpu",
-        f"a tensor [{R}] of torch.float32 on cpu",
+        f"topk_weights: given [{R}] of torch.float64 on {ON}",
+        f"a tensor [{R}] of torch.float32 on {ON}",
     ),
     "combined weights of the other layout": (
-        lambda g: g.combine(g.y, torch.zeros(len(g.y), NUM_TOPK)),
+        lambda g: g.combine(g.y, g.x.new_zeros(len(g.y), NUM_TOPK, dtype=torch.float32)),
         f"topk_weights: given [{R}, 3]",
         f"a tensor [{R}] of torch.float32",
     ),
@@ -328,35 +331,61 @@ MISTAKES = {
 }
 
 
-def make_mistake(rank: int, names: list[str], ranks_per_node: int | None):
-    """Rank 1 alone makes each mistake; then all ranks do it right. Returns the texts and the rows of each rank."""
-    messages = {}
-    with make_buffer(ranks_per_node=ranks_per_node) as buffer, make_buffer(ranks_per_node=1) as other_buffer:
-        x, topk_idx, topk_weights = inputs(rank)
+# Entries that a GPU's kernels read, in an operation that all ranks are in.
+FOUND_BY_KERNELS = [name for name in MISTAKES if name.startswith("expert ") or name == "ep.dispatch, expert"]
+
+
+def make_mistake(rank: int, engine: str, names: list[str], ranks_per_node: int | None, together: bool):
+    """Rank 1 makes each mistake, alone or while the others do it right; then all ranks do it right. Returns the texts
+    and the rows of each rank."""
+    messages, options = {}, dict(engine=engine, timeout_s=20)
+    with (
+        make_buffer(ranks_per_node=ranks_per_node, **options) as buffer,
+        make_buffer(ranks_per_node=1, **options) as other_buffer,
+    ):
+        x, topk_idx, topk_weights = inputs(rank, device=device(buffer))
         other = other_buffer.dispatch(x, topk_idx, topk_weights).handle
         out = buffer.dispatch(x, topk_idx, topk_weights)
-        given = Given(buffer, x, topk_idx, topk_weights, out, outputs(rank, len(out.x)), other)
+        y = outputs(rank, len(out.x), device=device(buffer))
+        given = Given(buffer, x, topk_idx, topk_weights, out, y, other)
         for seed, name in enumerate(names):
             if rank == 1:
                 moved = buffer.counters()
                 messages[name] = error_of(MISTAKES[name][0], given)
-                assert buffer.counters() == moved, "something was sent before the error"
+                assert together or buffer.counters() == moved, "something was sent before the error"
+            elif together:
+                buffer.dispatch(x, topk_idx, topk_weights if name != "ep.dispatch, expert" else None)
             round_trip(buffer, seed=seed % 5)
     return messages, len(out.x)
 
 
+def assert_told(told: tuple[dict[str, str], int], engine: str, names: list[str]) -> None:
+    messages, num_rows = told
+    for name in names:
+        words = [word.replace(R, str(num_rows)).replace(ON, engine) for word in MISTAKES[name][1:]]
+        assert_words(messages[name], words)
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_wrong_arguments_on_one_rank(pools, ranks_per_node):
-    _, (messages, num_rows) = pools(2).run(make_mistake, list(MISTAKES), ranks_per_node)
-    for name, (_, *words) in MISTAKES.items():
-        assert_words(messages[name], [word.replace(R, str(num_rows)) for word in words])
+def test_wrong_arguments_on_one_rank(pools, engine, ranks_per_node):
+    names = [name for name in MISTAKES if engine == "cpu" or name not in FOUND_BY_KERNELS]
+    _, told = pools(2).run(make_mistake, engine, names, ranks_per_node, False)
+    assert_told(told, engine, names)
 
 
-def mistakes_with_pairs(rank: int) -> list[str]:
-    buffer = make_buffer(hidden=256)
+@pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
+def test_wrong_entries_that_a_kernel_finds(pools):
+    """The rank that gave it gets the error; the others have the rows of all right entries, and all can go on."""
+    _, told = pools(2).run(make_mistake, "cuda", FOUND_BY_KERNELS, None, True)
+    assert_told(told, "cuda", FOUND_BY_KERNELS)
+
+
+def mistakes_with_pairs(rank: int, engine: str) -> list[str]:
+    buffer = make_buffer(hidden=256, engine=engine)
     num_tokens = 5
     topk_idx, _ = make_routing("uniform", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=0)
     rows, scales = torch.zeros(num_tokens, 256).to(torch.float8_e4m3fn), torch.ones(num_tokens, 2)
+    rows, scales, topk_idx = (t.to(device(buffer)) for t in (rows, scales, topk_idx))
     messages = []
     for x, quantize in [
         ((rows.bfloat16(), scales), None),
@@ -377,7 +406,7 @@ def mistakes_with_pairs(rank: int) -> list[str]:
     return messages
 
 
-def test_wrong_pairs(pools):
+def test_wrong_pairs(pools, engine):
     expected_starts = [
         "x[0]: given [5, 256] of torch.bfloat16 on cpu, allowed: a tensor [num_tokens, 256] of torch.float8_e4m3fn on",
         "x[1]: given [5, 2] of torch.bfloat16 on cpu, allowed: a tensor [5, 2] of torch.float32 on cpu",
@@ -389,13 +418,13 @@ def test_wrong_pairs(pools):
         "x: given [5, 256] of torch.float8_e4m3fn on cpu, allowed: a tensor [num_tokens, 256] of torch.bfloat16 on",
         "quantize: given 'e4m3_1x128', allowed: None when x is a pair, whose rows are quantised already",
     ]
-    for message, start in zip(pools(2).run(mistakes_with_pairs)[1], expected_starts, strict=True):
-        assert message.startswith(start)
+    for message, start in zip(pools(2).run(mistakes_with_pairs, engine)[1], expected_starts, strict=True):
+        assert message.startswith(start.replace(" on cpu", f" on {engine}"))
 
 
-def weights_of_the_wrong_layout(rank: int):
-    with make_buffer() as buffer:
-        x, topk_idx, topk_weights = inputs(rank)
+def weights_of_the_wrong_layout(rank: int, engine: str):
+    with make_buffer(engine=engine) as buffer:
+        x, topk_idx, topk_weights = inputs(rank, device=device(buffer))
         out = buffer.dispatch(x, topk_idx, topk_weights, layout="rank")
         message = error_of(buffer.combine, out.x, out.handle, topk_weights=out.topk_weights[:, 0])
         back = buffer.combine(out.x, out.handle, topk_weights=out.topk_weights).topk_weights
@@ -403,8 +432,8 @@ def weights_of_the_wrong_layout(rank: int):
         return message, len(out.x)
 
 
-def test_combined_weights_in_rank_layout(pools):
-    for message, num_rows in pools(2).run(weights_of_the_wrong_layout):
+def test_combined_weights_in_rank_layout(pools, engine):
+    for message, num_rows in pools(2).run(weights_of_the_wrong_layout, engine):
         assert_words(message, [f"topk_weights: given [{num_rows}] of", f"a tensor [{num_rows}, 3] of torch.float32"])
 
 
@@ -413,23 +442,24 @@ def test_combined_weights_in_rank_layout(pools):
 
 def strided(t: Tensor) -> Tensor:
     """The same values in memory with gaps, columns first."""
-    wide = torch.full((t.shape[-1] * 2, *t.shape[:-1]), 77, dtype=t.dtype)
+    wide = torch.full((t.shape[-1] * 2, *t.shape[:-1]), 77, dtype=t.dtype, device=t.device)
     wide[::2] = t.movedim(-1, 0)
     result = wide[::2].movedim(0, -1)
     assert torch.equal(result, t) and (t.numel() < 2 or not result.is_contiguous())
     return result
 
 
-def without_contiguous_memory(rank: int, layout: str, ranks_per_node: int) -> None:
-    with make_buffer(ranks_per_node=ranks_per_node) as buffer:
-        x, topk_idx, topk_weights = inputs(rank)
+def without_contiguous_memory(rank: int, engine: str, layout: str, ranks_per_node: int) -> None:
+    with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        where = dict(device=device(buffer))
+        x, topk_idx, topk_weights = inputs(rank, **where)
         results = []
         for change in (lambda t: t, strided):
             out = buffer.dispatch(change(x), change(topk_idx), change(topk_weights), layout=layout)
             again = buffer.dispatch(change(x), None, change(topk_weights), handle=out.handle)
-            y = change(outputs(rank, len(out.x)))
+            y = change(outputs(rank, len(out.x), **where))
             res = buffer.combine(y, out.handle, topk_weights=change(out.topk_weights))
-            differentiable = ep.combine(buffer, change(outputs(rank, len(out.x))), out.handle)
+            differentiable = ep.combine(buffer, y, out.handle)
             results.append([out.x, out.topk_weights, again.x, again.topk_weights, *(res.x, res.topk_weights)])
             results[-1].append(differentiable)
         for contiguous, other in zip(*results):
@@ -440,19 +470,19 @@ def without_contiguous_memory(rank: int, layout: str, ranks_per_node: int) -> No
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_tensors_that_are_not_contiguous(pools, layout, ranks_per_node):
-    pools(2).run(without_contiguous_memory, layout, ranks_per_node)
+def test_tensors_that_are_not_contiguous(pools, engine, layout, ranks_per_node):
+    pools(2).run(without_contiguous_memory, engine, layout, ranks_per_node)
 
 
 # ---- ranks that do not agree ----------------------------------------------------------------------------------------
 
 
-def make_disagreement(rank: int, kind: str, odd: int, ranks_per_node: int, timeout_s: float) -> str:
+def make_disagreement(rank: int, engine: str, kind: str, odd: int, ranks_per_node: int, timeout_s: float) -> str:
     """Rank ``odd`` does something else than the others. Returns the error; the buffer works afterwards."""
-    buffer = make_buffer(hidden=128, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    buffer = make_buffer(hidden=128, engine=engine, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     odd_one = rank == odd
-    _, topk_idx, topk_weights = inputs(rank)
-    x = torch.randn(len(topk_idx), 128, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    _, topk_idx, topk_weights = inputs(rank, device=device(buffer))
+    x = torch.randn(len(topk_idx), 128, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device(buffer))
     first, second = (buffer.dispatch(x, topk_idx, topk_weights) for _ in range(2))
     out = second if odd_one else first
 
@@ -492,7 +522,9 @@ CACHED = ["cached handle", "cached topk_weights", "cached x", "combined handle",
     "ranks_per_node,kind",
     [(per_node, kind) for per_node in (4, 2, 1) for kind in PLANNED] + [(4, kind) for kind in CACHED],
 )
-def test_disagreement_is_an_error_on_all_ranks(pools, kind, ranks_per_node, odd):
+def test_disagreement_is_an_error_on_all_ranks(pools, engine, kind, ranks_per_node, odd):
+    if engine == "cuda" and kind in CACHED:
+        pytest.skip("with a handle the ranks of the CUDA engine do not compare what they give")
     argument = kind.split()[-1]
     words = {
         "layout": ["'rank'", "'expert'"],
@@ -501,7 +533,7 @@ def test_disagreement_is_an_error_on_all_ranks(pools, kind, ranks_per_node, odd)
         "x": ["128", "256"],
         "handle": ["of epoch 1", "of epoch 2"],
     }[argument]
-    for message in pools(4).run(make_disagreement, kind, odd, ranks_per_node, 30):
+    for message in pools(4).run(make_disagreement, engine, kind, odd, ranks_per_node, 30):
         assert message.startswith(argument)
         assert_words(message, [*words, f"rank {odd} ", "all ranks must"])
 
@@ -511,26 +543,33 @@ def test_disagreement_is_an_error_on_all_ranks(pools, kind, ranks_per_node, odd)
 )
 @pytest.mark.parametrize("kind", ["cached topk_weights", "combined handle"])
 def test_disagreement_between_nodes_is_an_error_on_all_ranks(pools, kind):
-    pools(4).run(make_disagreement, kind, 0, 2, 1)
+    pools(4).run(make_disagreement, "cpu", kind, 0, 2, 1)
 
 
 @pytest.mark.parametrize("kind", ["cached x", "combined topk_weights"])
 def test_disagreement_between_nodes_goes_through_on_no_rank(pools, kind):
     """Whatever the error is, no process dies of it and no rank takes rows that were meant otherwise."""
     with pytest.raises(RankError) as caught:
-        pools(4).run(make_disagreement, kind, 0, 1, 1)
+        pools(4).run(make_disagreement, "cpu", kind, 0, 1, 1)
     assert [name for name, _, _ in caught.value.failures.values()] == ["PeerTimeoutError"] * 4
 
 
 # ---- too few rows ---------------------------------------------------------------------------------------------------
 
 
-def with_too_few_rows(rank: int, ranks_per_node: int, layout: str, given: list[int]):
+def dispatch_and_wait(buffer: ep.Buffer, *args, **options) -> ep.DispatchOutput:
+    """What an engine whose host does not wait finds late, it says here."""
+    out = buffer.dispatch(*args, **options)
+    out.event.synchronize()
+    return out
+
+
+def with_too_few_rows(rank: int, engine: str, ranks_per_node: int, layout: str, given: list[int]):
     """Every rank's rows needed, its error, and whether the rows that the error names are enough."""
-    with make_buffer(ranks_per_node=ranks_per_node) as buffer:
-        arguments = inputs(rank)
+    with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        arguments = inputs(rank, device=device(buffer))
         plain = buffer.dispatch(*arguments, layout=layout)
-        message = error_of(buffer.dispatch, *arguments, layout=layout, max_recv_rows=given[rank])
+        message = error_of(dispatch_and_wait, buffer, *arguments, layout=layout, max_recv_rows=given[rank])
         round_trip(buffer)
         named = {int(r): int(rows) for r, rows in re.findall(r"rank (\d+) needs (\d+) rows", message)}
         out = buffer.dispatch(*arguments, layout=layout, max_recv_rows=named.get(rank, given[rank]))
@@ -541,10 +580,10 @@ def with_too_few_rows(rank: int, ranks_per_node: int, layout: str, given: list[i
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_too_few_receive_rows(pools, ranks_per_node, layout):
+def test_too_few_receive_rows(pools, engine, ranks_per_node, layout):
     """The error on every rank says which ranks need how many, and with these it works."""
     given = [3, 0, 1000, 5]
-    ranks = pools(4).run(with_too_few_rows, ranks_per_node, layout, given)
+    ranks = pools(4).run(with_too_few_rows, engine, ranks_per_node, layout, given)
     needed = [rows for rows, _, _ in ranks]
     assert all(rows > 5 for rows in needed)
     for _, message, named in ranks:
@@ -555,11 +594,12 @@ def test_too_few_receive_rows(pools, ranks_per_node, layout):
         )
 
 
-def one_row_less(rank: int, less: int):
-    with make_buffer() as buffer:
+def one_row_less(rank: int, engine: str, less: int):
+    with make_buffer(engine=engine) as buffer:
         right, _ = expected(buffer)
+        given, num_rows = inputs(rank, device=device(buffer)), len(right.x) - (less == rank)
         try:
-            assert_received(buffer.dispatch(*inputs(rank), max_recv_rows=len(right.x) - (less == rank)), right)
+            assert_received(dispatch_and_wait(buffer, *given, max_recv_rows=num_rows), right)
             message = None
         except ValueError as error:
             message = str(error)
@@ -567,33 +607,34 @@ def one_row_less(rank: int, less: int):
         return message, len(right.x)
 
 
-def test_exactly_enough_rows_are_enough_and_one_less_is_not(pools):
-    assert [message for message, _ in pools(2).run(one_row_less, -1)] == [None, None]
-    ranks = pools(2).run(one_row_less, 1)
+def test_exactly_enough_rows_are_enough_and_one_less_is_not(pools, engine):
+    assert [message for message, _ in pools(2).run(one_row_less, engine, -1)] == [None, None]
+    ranks = pools(2).run(one_row_less, engine, 1)
     rows = ranks[1][1]
     assert {message for message, _ in ranks} == {
         f"max_recv_rows: too small: rank 1 needs {rows} rows, given {rows - 1}"
     }
 
 
-def more_rows_than_can_be_counted(rank: int) -> str:
-    with make_buffer() as buffer:
-        message = error_of(buffer.dispatch, *inputs(rank), expert_alignment=TOO_LARGE - 1)
+def more_rows_than_can_be_counted(rank: int, engine: str) -> str:
+    with make_buffer(engine=engine) as buffer:
+        given = inputs(rank, device=device(buffer))
+        message = error_of(buffer.dispatch, *given, expert_alignment=TOO_LARGE - 1)
         round_trip(buffer)
         return message
 
 
-def test_more_rows_than_can_be_counted(pools):
-    (message,) = set(pools(2).run(more_rows_than_can_be_counted))
+def test_more_rows_than_can_be_counted(pools, engine):
+    (message,) = set(pools(2).run(more_rows_than_can_be_counted, engine))
     assert_words(message, ["expert_alignment: given 2147483647", "rank 0 receives", "allowed: up to 2147483647 rows"])
 
 
 # ---- after the end --------------------------------------------------------------------------------------------------
 
 
-def use_after_destroy(rank: int) -> dict[str, str]:
-    x, topk_idx, topk_weights = inputs(rank)
-    buffer, living = make_buffer(), make_buffer()
+def use_after_destroy(rank: int, engine: str) -> dict[str, str]:
+    buffer, living = make_buffer(engine=engine), make_buffer(engine=engine)
+    x, topk_idx, topk_weights = inputs(rank, device=device(buffer))
     leaf = x.clone().requires_grad_()
     out = ep.dispatch(buffer, leaf, topk_idx, topk_weights)
     buffer.destroy()
@@ -603,6 +644,7 @@ def use_after_destroy(rank: int) -> dict[str, str]:
         "dispatch": error_of(buffer.dispatch, x, topk_idx, topk_weights),
         "combine": error_of(buffer.combine, rows, out.handle),
         "counters": error_of(buffer.counters),
+        "check": error_of(buffer.check),
         "ep.dispatch": error_of(ep.dispatch, buffer, x, topk_idx),
         "ep.combine": error_of(ep.combine, buffer, rows, out.handle),
         "backward": error_of(out.x.sum().backward),
@@ -612,14 +654,14 @@ def use_after_destroy(rank: int) -> dict[str, str]:
     with buffer, living:  # leaving is a destroy, which may come after another one
         round_trip(living)
         living.destroy()
-    with make_buffer() as buffer:
+    with make_buffer(engine=engine) as buffer:
         round_trip(buffer)
     return messages
 
 
-def test_use_after_destroy(pools):
-    for messages in pools(2).run(use_after_destroy):
-        for what in ("dispatch", "combine", "counters", "ep.dispatch", "ep.combine"):
+def test_use_after_destroy(pools, engine):
+    for messages in pools(2).run(use_after_destroy, engine):
+        for what in ("dispatch", "combine", "counters", "check", "ep.dispatch", "ep.combine"):
             assert messages[what] == "buffer: given one that was destroyed, allowed: a living buffer"
         assert_words(messages["backward"], ["buffer: given one that is gone"])
         for what in ("handle in dispatch", "handle in combine"):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher import _C_cpu
 from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher.testing import RankPool, device_of, make_routing
 
 
 class HangingStore:
@@ -49,50 +48,74 @@ def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     assert words["0"] == "[1, 2]"
 
 
-def dispatch_with_one_rank_out_of_memory(rank: int):
-    with ep.Buffer(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=30) as buffer:
+class OutOfMemory:
+    """The compiled engine of one rank, which lacks memory for the last step of a dispatch."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+    def pull(self, *_):
+        raise MemoryError("no memory")
+
+
+def tokens(engine: str, rank: int, num_experts: int):
+    device = device_of(engine, rank)
+    idx, _ = make_routing("uniform", 8, num_experts, 1, seed=rank)
+    return torch.zeros(8, 64).bfloat16().to(device), idx.to(device)
+
+
+def dispatch_with_one_rank_out_of_memory(rank: int, engine: str):
+    given = tokens(engine, rank, 3)
+    with ep.Buffer(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, engine=engine, timeout_s=30) as buffer:
+        buffer.dispatch(*given)
+        buffer.check()
         if rank == 1:
-
-            def fail(*_):
-                raise MemoryError("no memory")
-
-            buffer._engine._start_plan = fail
+            buffer._engine._c = OutOfMemory(buffer._engine._c)
         if rank == 2:
             time.sleep(1.5)  # slower than the others, and nothing worse
-        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 3, 1, seed=rank)
+
+        def dispatch():  # the others may get their rows, and notice in the next operation
+            for _ in range(2):
+                buffer.dispatch(*given).event.synchronize()
+
         begin, errors = time.monotonic(), []
-        for _ in range(2):
+        for ask in (dispatch, dispatch, buffer.check):
             with pytest.raises((ep.PeerTimeoutError, RuntimeError, MemoryError)) as caught:
-                buffer.dispatch(x, idx)
+                ask()
             errors.append((type(caught.value).__name__, getattr(caught.value, "late_ranks", None)))
         return errors, time.monotonic() - begin
 
 
-def test_only_the_rank_that_gave_up_is_blamed_and_at_once():
+def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine):
     with RankPool(3) as pool:
-        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory)
-    assert waits[0] == [("PeerTimeoutError", (1,))] * 2
-    assert slow[0] == [("PeerTimeoutError", (1,))] * 2
-    assert failed[0] == [("MemoryError", None), ("RuntimeError", None)]
+        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory, engine)
+    assert waits[0] == [("PeerTimeoutError", (1,))] * 3
+    assert slow[0] == [("PeerTimeoutError", (1,))] * 3
+    assert failed[0] == [("MemoryError", None), ("RuntimeError", None), ("RuntimeError", None)]
     assert max(seconds for _, seconds in (waits, failed, slow)) < 15  # the limit is 30
 
 
-def use_from_two_threads(rank: int) -> str:
-    with ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine="cpu") as buffer:
-        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=0)
+def use_from_two_threads(rank: int, engine: str) -> str:
+    given = tokens(engine, rank, 2)
+    with ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine=engine) as buffer:
         with buffer._engine._in_use:  # as another thread has it during an operation
             with pytest.raises(ValueError) as caught:
-                buffer.dispatch(x, idx)
-        assert buffer.dispatch(x, idx).x.shape == (8, 64)
+                buffer.dispatch(*given)
+        assert buffer.dispatch(*given).x.shape == (8, 64)
         return str(caught.value)
 
 
-def test_a_second_thread_is_told(pools):
-    (message,) = pools(1).run(use_from_two_threads)
+def test_a_second_thread_is_told(pools, engine):
+    (message,) = pools(1).run(use_from_two_threads, engine)
     assert message.startswith("buffer: given while another thread") and "allowed: one at a time" in message
 
 
 def test_a_plan_is_never_larger_than_what_can_be_received():
+    from ep_dispatcher import _C_cpu
+
     config = _C_cpu.Config()
     config.rank_at, config.num_nodes, config.ranks_per_node = [0, 1], 1, 2
     config.num_experts, config.num_topk, config.max_tokens = 8, 4, 16

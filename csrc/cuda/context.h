@@ -48,7 +48,7 @@ struct Sizes {
 
 // The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised.
 struct Region {
-  uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it
+  uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it; at offset 0
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
   uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`, scales and weights in its `tails`

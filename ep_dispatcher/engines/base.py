@@ -85,6 +85,8 @@ class Engine(Protocol):
 
     def event(self) -> Event: ...  # of the last operation
 
+    def check(self) -> None: ...  # raises what operations in the current stream have found; the host waits for them
+
     def counters(self) -> dict[str, list[int]]: ...
 
     def destroy(self) -> None: ...

@@ -185,6 +185,10 @@ class CpuEngine:
     def event(self) -> CompletedEvent:
         return CompletedEvent()
 
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure()
+
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
         sent = [0] * self._topology.num_ranks
@@ -204,7 +208,7 @@ class CpuEngine:
     def _check_routing(self, topk_idx: Tensor) -> None:
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), *topk_idx.shape, self._config.num_experts)
         if entry is not None:
-            checks.bad_entry(entry, self._config.num_experts)
+            raise ValueError(checks.bad_entry(entry, self._config.num_experts))
 
     def _tag(self, kind: int, plan: Tensor | None = None, has_scales: bool = False, has_weights: bool = False) -> int:
         """Of a message: epoch, plan, content and kind. Two different operations never meet: gloo would end the process
@@ -216,8 +220,7 @@ class CpuEngine:
     @contextmanager
     def _operation(self, name: str):
         """One epoch: the errors that end it, and what they leave of the buffer."""
-        if self._failure is not None:
-            raise self._failure()
+        self.check()
         if not self._in_use.acquire(blocking=False):
             raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
         rank, timeout_s, self._agreed = self._topology.rank, self._config.timeout_s, False

@@ -27,7 +27,14 @@ _LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
 _OPERATIONS = ("dispatch", "combine")
 _PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
 _BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
-_AGREED = ("layout", "expert_alignment", "max_recv_rows", "topk_weights", "x: bytes per row", "x: bytes of scales")
+_AGREED = (  # what ranks give alike, and how a number stands for it
+    ("layout", lambda n: repr(_C_cuda.Layout(n).name)),
+    ("expert_alignment", str),
+    ("max_recv_rows", str),
+    ("topk_weights", lambda n: "them" if n else "None"),
+    ("x: bytes per row", str),
+    ("x: bytes of scales", str),
+)
 _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
 
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
@@ -55,7 +62,10 @@ class StreamEvent:
         self._engine.join()
 
     def synchronize(self) -> None:
-        """Let the host wait for the operation; raises what went wrong on the device."""
+        """Let the host wait for the operation; raises what went wrong on the device.
+
+        After a ValueError that all ranks ask for at the same place the buffer is as good as before.
+        """
         self._engine.synchronize()
 
     def query(self) -> bool:
@@ -72,7 +82,6 @@ class CudaEngine:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._in_use = threading.Lock()
         self._ticket = 0
-        self._launched = False  # a part of the operation under way
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
@@ -96,6 +105,8 @@ class CudaEngine:
             self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
             self._state = torch.zeros(_C_cuda.state_bytes(s, self._num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8, pin_memory=True)
+            self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+            self._to_peers = torch.cuda.Stream(self._device)  # of what must not wait for the kernels under way
             torch.cuda.synchronize(self._device)
             return host_id()
 
@@ -137,11 +148,11 @@ class CudaEngine:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
             if counted:
-                self._c.dispatch(args, plan.data_ptr(), True, False, stream)
-                self._launched = True
+                self._c.prepare(args, plan.data_ptr(), stream)
                 num_rows = self._c.wait_for_counts(self._ticket)
                 if num_rows < 0:
-                    self._raise_failure("counts")
+                    self._check()
+                    raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
             by_rank = layout == "rank"
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
             received = Received(
@@ -157,10 +168,10 @@ class CudaEngine:
             args.out_scales = _address(received.scales if num_scales else None)
             args.out_weights = _address(None if topk_weights is None else received.topk_weights)
             args.out_topk_idx = _address(received.topk_idx if by_rank else None)
-            self._c.dispatch(args, plan.data_ptr(), not counted, True, stream)
+            (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(*received)
-        if counted:
-            self._raise_mistake()
+        if counted:  # all ranks that wait for counts find the same mistake here, and none has gone on
+            self._check(ends=False)
         return received
 
     def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +208,7 @@ class CudaEngine:
             if self._stream is not None:
                 torch.cuda.synchronize(self._device)
             if self._failure is None:
-                self._check()
+                self._check(ends=False)
         finally:
             self._c = None
             del self._symmetric, self._memory
@@ -239,7 +250,11 @@ class CudaEngine:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        self._check()
+        self._check(ends=False)
+
+    def check(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+        self.synchronize()
 
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()
@@ -267,59 +282,73 @@ class CudaEngine:
                     if not torch.cuda.is_current_stream_capturing() or self._is_captured():
                         self.join()
                     self._stream = stream
-                self._launched = False
                 yield stream.cuda_stream
-        except BaseException as error:  # between two kernels, no memory for the outputs say: peers wait for the second
-            if self._launched and self._failure is None:
+        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
+            if self._failure is None:
                 text = f"this buffer gave up in {name}, by {type(error).__name__}: {error}; destroy() it"
-                self._failure = partial(RuntimeError, text)
+                self._give_up(partial(RuntimeError, text))
             raise
         finally:
             self._in_use.release()
 
     # ---- what went wrong ------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Raises what kernels have found so far; the host waits for nothing."""
+    def _check(self, ends: bool = True) -> None:
+        """Raises what kernels have found so far; the host waits for nothing.
+
+        A mistake that an operation finds at its start ``ends`` the use of the buffer: when ranks find it depends on
+        their speed, so that others may be in the operation that this one refuses. They are told, and find it too.
+        """
+        if self._failure is None and self._c is not None:  # destroyed, it has raised what there was
+            late = self._c.late()
+            mistake = self._take_mistake()  # after `late`: of two reports the mistake came first, and led to the other
+            if mistake is not None and late is None and not ends:
+                raise ValueError(mistake)
+            if mistake is not None:
+                text = f"{mistake}. Found when other operations had begun, which leaves ranks out of step; "
+                self._give_up(partial(ValueError, text + "destroy() this buffer"))
+            elif late is not None:
+                self._failure = self._timeout(*late)
         if self._failure is not None:
             raise self._failure()
-        if self._c is None:  # destroyed, which has raised what there was
-            return
-        if self._c.late() is not None:
-            self._raise_failure("")
-        self._raise_mistake()
 
-    def _raise_failure(self, phase: str) -> None:
-        late, rank = self._c.late(), self._topology.rank
-        if late is None:
-            text = f"this buffer's kernels did not start in time ('{phase}'): what is before them in the stream?"
-            self._failure = partial(RuntimeError, text)
-        else:
-            operation, phase_number, epoch, waited_for, waited_s = late
-            late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-            where = (_OPERATIONS[operation], epoch, _PHASES[phase_number], rank)
-            self._failure = partial(PeerTimeoutError, *where, late_ranks=late_ranks, waited_s=waited_s)
-        raise self._failure()
+    def _give_up(self, failure: Callable[[], Exception]) -> None:
+        """The end of this buffer's use; the peers need not wait for this rank."""
+        self._failure = failure
+        num_ranks, rank = self._topology.num_ranks, self._topology.rank
+        try:
+            with torch.cuda.stream(self._to_peers):
+                for peer in range(num_ranks):
+                    gave_up = self._symmetric.get_buffer(peer, (num_ranks,), torch.int64)  # first in csrc's Region
+                    gave_up[rank : rank + 1].copy_(self._one, non_blocking=True)  # no kernel, which might have to wait
+        except RuntimeError:  # the device is lost: the peers wait for as long as they may
+            pass
 
-    def _raise_mistake(self) -> None:
+    def _timeout(self, operation, phase, epoch, waited_for, waited_s) -> Callable[[], Exception]:
+        """The error of a kernel that has given up; it has told the peers itself."""
+        late_ranks = find_late_ranks(self._config.store, self._topology.rank, waited_for)
+        where = (_OPERATIONS[operation], epoch, _PHASES[phase], self._topology.rank)
+        return partial(PeerTimeoutError, *where, late_ranks=late_ranks, waited_s=waited_s)
+
+    def _take_mistake(self) -> str | None:
+        """What the caller did wrong, as far as kernels have found it; each is found once."""
         found = self._c.take_mistake()
         if found is None:
-            return
+            return None
         kind, details, values = found
         if kind == _BAD_ENTRY:
             token, k, repeated = details
-            checks.bad_entry((token, k, values[0], bool(repeated)), self._config.num_experts)
+            return checks.bad_entry((token, k, values[0], bool(repeated)), self._config.num_experts)
         needs = list(enumerate(zip(values[::2], values[1::2])))
         if kind == _TOO_FEW_ROWS:
             short = [f"rank {r} needs {needed} rows, given {given}" for r, (needed, given) in needs if needed > given]
-            raise ValueError("max_recv_rows: too small: " + "; ".join(short))
+            return "max_recv_rows: too small: " + "; ".join(short)
         if kind == _TOO_MANY_ROWS:
             rank, (needed, _) = max(needs, key=lambda need: need[1][0])
-            raise ValueError(
+            return (
                 f"expert_alignment: given {details[0]}, with which rank {rank} receives {needed} rows; allowed: up to "
                 f"{checks.MAX_INT} rows of a rank in one dispatch"
             )
         field, rank, theirs = details
-        raise ValueError(
-            f"{_AGREED[field]}: rank {rank} gave {theirs}, rank 0 gave {values[0]}; all ranks must give the same"
-        )
+        name, say = _AGREED[field]
+        return f"{name}: rank {rank} gave {say(theirs)}, rank 0 gave {say(values[0])}; all ranks must give the same"

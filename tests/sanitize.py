@@ -1,0 +1,64 @@
+"""One rank's small dispatches and combines of every kind, right to the bit: what compute-sanitizer looks at.
+
+compute-sanitizer --tool racecheck python tests/sanitize.py          # one rank alone
+python tests/sanitize.py RANK NUM_RANKS FILE                         # one of several, which meet in a new FILE
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from test_cuda_stress import assert_step
+from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, random_rows, rows_needed, to
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import device_of, make_routing
+
+NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine
+KINDS = [
+    dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512, alignment=8, recv="spare"),
+    dict(dtype=torch.float32, num_topk=2, experts_per_rank=2, hidden=64, layout="rank"),
+    dict(dtype=torch.bfloat16, num_topk=4, experts_per_rank=4, hidden=256, payload="pair", routing="masked"),
+]
+
+
+def make_inputs(case: Case) -> Inputs:
+    x, topk_idx, weights = [], [], []
+    for rank in range(case.num_ranks):
+        num_tokens = NUM_TOKENS[rank % 2]
+        idx, w = make_routing(case.routing, num_tokens, case.num_experts, case.num_topk, seed=rank)
+        x.append(random_rows(case, num_tokens, seed=rank))
+        topk_idx.append(idx)
+        weights.append(w)
+    return Inputs(x, topk_idx, weights)
+
+
+def run(case: Case, rank: int, engine: str) -> None:
+    device, inputs, sizes = device_of(engine, rank), make_inputs(case), dict(max_tokens_per_rank=300, num_sms=4)
+    sizes |= dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, dtype=case.dtype)
+    max_recv_rows = max(rows_needed(case, inputs.topk_idx)) + 5 if case.recv == "spare" else None
+    x, topk_idx, weights = (to(device, t[rank]) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
+    with ep.Buffer(engine=engine, timeout_s=200, **sizes) as buffer:
+        handle = None
+        for given, more in ((topk_idx, options), (None, {})):  # a new plan, and the same plan again
+            out = buffer.dispatch(x, given, weights, handle=handle, **more)
+            handle = out.handle
+            y, row_weights = to(device, expert_rows(case, out, rank))
+            result = buffer.combine(y, handle, topk_weights=row_weights)
+            seen = Received.of(out), (result.x, result.topk_weights)
+            assert_step(case, seen, expected_of(case, inputs, max_recv_rows)[rank], str(case))
+
+
+def main(rank: int = 0, num_ranks: int = 1, file: str = "", engine: str = "cuda") -> None:
+    file = file or tempfile.mkdtemp() + "/store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
+    for kind in KINDS:
+        run(Case(num_ranks, num_ranks, **kind), rank, engine)
+    dist.destroy_process_group()
+    print(f"rank {rank} of {num_ranks}: right")
+
+
+if __name__ == "__main__":
+    main(*(kind(value) for kind, value in zip((int, int, str, str), sys.argv[1:])))

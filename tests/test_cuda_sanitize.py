@@ -1,0 +1,55 @@
+"""compute-sanitizer on a small case: no access out of bounds, no hazard in shared memory, no wrong barrier."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import ROOT
+
+from ep_dispatcher import engines
+
+SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+pytestmark = [
+    pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}"),
+    pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer"),
+]
+TOOLS = {  # options, and what a tool says when it has found nothing
+    # PyTorch asks CUDA for things that it may refuse, and goes on: these are no errors.
+    "memcheck": (["--report-api-errors", "no"], "ERROR SUMMARY: 0 errors"),
+    "racecheck": ([], "RACECHECK SUMMARY: 0 hazards displayed"),
+    "synccheck": ([], "ERROR SUMMARY: 0 errors"),
+}
+LIMIT_S = 150
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_nothing_to_complain_about(tool, num_ranks, tmp_path):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    options, clean = TOOLS[tool]
+    command = [SANITIZER, "--tool", tool, *options, sys.executable, str(ROOT / "tests/sanitize.py")]
+    ranks, logs = [], [tmp_path / f"rank{rank}.log" for rank in range(num_ranks)]
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("w") as file:
+                output = dict(stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+                arguments = (str(rank), str(num_ranks), str(tmp_path / "meet"))
+                ranks.append(subprocess.Popen([*command, *arguments], **output))
+        deadline = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for rank, (process, log) in enumerate(zip(ranks, logs)):
+            said = log.read_text()
+            assert process.poll() is not None, f"still running after {LIMIT_S} s: {said[-3000:]}"
+            assert process.returncode == 0 and f"rank {rank} of {num_ranks}: right" in said, said[-5000:]
+            assert clean in said, said[:5000]
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
