@@ -44,7 +44,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             checks.fail("hidden_states", f"{num_tokens} tokens", f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={limit}")
         needed = limit
     elif not shared.buffers or config.variable_seq_lengths:
-        most = torch.tensor(num_tokens, device=hidden_states.device)
+        most = torch.tensor(num_tokens)
         all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
     elif num_tokens > shared.max_tokens:
