@@ -135,7 +135,7 @@ def reduce_gradients(model: nn.Module, loss: Tensor) -> tuple[float, float]:
     mine = {id(p) for p in experts}
     dense = [p for p in model.parameters() if id(p) not in mine]
     torch._foreach_div_([p.grad for p in [*dense, *experts]], num_ranks)
-    expert_square = sum(p.grad.float().square().sum() for p in experts)
+    expert_square = sum((p.grad.float().square().sum() for p in experts), loss.new_zeros((), dtype=torch.float32))
     bucket = torch.cat([p.grad.float().flatten() for p in dense] + [torch.stack([loss / num_ranks, expert_square])])
     dist.all_reduce(bucket)
     *reduced, figures = bucket.split([p.numel() for p in dense] + [2])

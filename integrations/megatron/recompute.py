@@ -4,8 +4,8 @@ A checkpointed layer runs forward twice: without gradients, then, when backward 
 second run has the same routing, and reuses the plan of the first. Which of the microbatches in flight that was is
 decided by the routing itself, on all ranks together; a routing that fits none of them is planned anew.
 
-On a GPU nothing is kept: to compare and to ask the other ranks takes longer than to plan again, which makes the host
-wait no more often, and not at all where the number of rows is given.
+On a GPU nothing is kept: to compare and to ask the other ranks, the host would have to wait for the device as often as
+it does to plan again, and to plan again it does not wait at all where the number of rows is given.
 """
 
 from __future__ import annotations
