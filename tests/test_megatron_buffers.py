@@ -81,6 +81,28 @@ def test_layers_share_a_buffer():
     run(share)
 
 
+def destroy_one_that_complains(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import destroy_buffers
+
+    use_layout(Layout(ep=2))
+    forward(make_layer(make_config()), rank, 12)
+    forward(make_layer(make_config(moe_router_topk=3)), rank, 12)
+    first, second = living()
+    destroy = second.destroy
+
+    def complain():
+        destroy()
+        raise ValueError("found late")
+
+    second.destroy = complain
+    assert error_of(destroy_buffers) == "found late"
+    assert first.is_destroyed and second.is_destroyed and not living()
+
+
+def test_an_error_that_one_buffer_finds_late_keeps_no_other_alive():
+    run(destroy_one_that_complains)
+
+
 def first_size(rank: int) -> None:
     lengths = [(12, 3), (3, 12)]  # of a sequence of microbatches of 2: the most of all ranks counts
     for pair in lengths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -66,11 +67,15 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
 
 
 def destroy_buffers() -> None:
-    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed."""
-    for shared in _shared.values():
-        for buffer in shared.buffers:
-            buffer.destroy()
-    _shared.clear()
+    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed.
+
+    Raises what the buffers' last operations have found late, once all are destroyed.
+    """
+    with ExitStack() as stack:
+        for shared in _shared.values():
+            for buffer in shared.buffers:
+                stack.callback(buffer.destroy)
+        _shared.clear()
 
 
 atexit.register(destroy_buffers)
