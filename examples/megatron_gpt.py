@@ -15,9 +15,11 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 import warnings
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 import ep_dispatcher
 
 REPORT_EVERY_S = 5.0
+WARM_UP = 5  # steps, or half of them, that the times leave out
 FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # before training has had time to make rounding grow
 LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # of the steps; the means of the last ones may differ by so much
 
@@ -97,6 +100,8 @@ def make_model(args, dispatcher: dict[str, str]) -> nn.Module:
     torch.manual_seed(1000 * args.seed + dist.get_rank() + 1)  # but every rank has experts of its own
     for parameter in expert_parameters(model):
         config.init_method(parameter.data)
+    if args.bf16:
+        model.bfloat16()  # as Megatron's Float16Module does: its norms are made in float32
     return model.to(device())
 
 
@@ -107,6 +112,10 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -126,14 +135,15 @@ def reduce_gradients(model: nn.Module, loss: Tensor) -> tuple[float, float]:
     mine = {id(p) for p in experts}
     dense = [p for p in model.parameters() if id(p) not in mine]
     torch._foreach_div_([p.grad for p in [*dense, *experts]], num_ranks)
-    expert_square = sum(p.grad.float().square().sum() for p in experts)
+    expert_square = sum((p.grad.float().square().sum() for p in experts), loss.new_zeros((), dtype=torch.float32))
     bucket = torch.cat([p.grad.float().flatten() for p in dense] + [torch.stack([loss / num_ranks, expert_square])])
     dist.all_reduce(bucket)
     *reduced, figures = bucket.split([p.numel() for p in dense] + [2])
     for parameter, flat in zip(dense, reduced):
         parameter.grad.copy_(flat.view_as(parameter))
-    loss, expert_square = figures.tolist()
-    return loss, math.sqrt(expert_square + sum(flat.square().sum().item() for flat in reduced))
+    figures[1] += sum(flat.square().sum() for flat in reduced)
+    loss, square = figures.tolist()  # the one time in a step that the host waits for the loss and the gradients
+    return loss, math.sqrt(square)
 
 
 @torch.no_grad()
@@ -146,32 +156,40 @@ def held_out_bits(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> flo
     return (total[0] / total[1]).item() / math.log(2)
 
 
-def train(args, models: dict[str, nn.Module], text: Tensor, say) -> dict[str, list[float]]:
-    """Both models on the same windows, a step of each in turn; returns their losses in bits per byte."""
+def train(args, models: dict[str, nn.Module], text: Tensor, say) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Both models on the same windows, a step of each in turn: losses in bits per byte, and the median step in s."""
     windows = RandomWindows(text, args.micro_batch_size, args.seq_length, args.seed, dist.get_rank())
     optimizers = {name: make_optimizer(model, weight_decay=0.1) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
-    seconds = dict.fromkeys(models, 0.0)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
     say("\n step" + "".join(f"{name:>16}" for name in models) + "      difference   tokens/s        left")
     started = next_report = time.monotonic()
     for step in range(1, args.train_iters + 1):
         inputs, targets = (t.to(device()) for t in windows.next())
         for name, model in models.items():
+            synchronize()
             begin = time.monotonic()
             loss = loss_of(model, inputs, targets)
             loss.backward()
             mean, norm = reduce_gradients(model, loss.detach())
             update(model, optimizers[name], learning_rate(args.lr, step / args.train_iters), norm, max_norm=1.0)
             losses[name].append(mean / math.log(2))
-            seconds[name] += time.monotonic() - begin
+            synchronize()
+            seconds[name].append(time.monotonic() - begin)
         now = time.monotonic()
         if now >= next_report or step == args.train_iters:
             ours, theirs = (values[-1] for values in losses.values())
-            speed = step * inputs.numel() * dist.get_world_size() / seconds[next(iter(models))]
+            speed = step * inputs.numel() * dist.get_world_size() / sum(seconds[next(iter(models))])
             left = (now - started) * (args.train_iters - step) / step
             say(f"{step:5}{ours:16.5f}{theirs:16.5f}{ours - theirs:16.1e}{speed:11,.0f}{left:10.0f} s")
             next_report = now + REPORT_EVERY_S
-    return losses
+    warm_up = min(WARM_UP, args.train_iters // 2)
+    return losses, {name: statistics.median(of_model[warm_up:]) for name, of_model in seconds.items()}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def compare(losses: dict[str, list[float]]) -> dict[str, float]:
@@ -200,7 +218,7 @@ def run(args) -> bool:
     }
     versions = {"megatron-core": megatron_version(), "torch": torch.__version__}
     versions["ep_dispatcher"] = ep_dispatcher.__version__
-    where = f"{dist.get_world_size()} ranks on {device().type}"
+    where = f"{dist.get_world_size()} ranks on {device_name()}"
     say(f"{where}; {', '.join(f'{what} {version}' for what, version in versions.items())}")
     for key, model in models.items():
         layers = [module for module in model.modules() if hasattr(module, "token_dispatcher")]
@@ -208,7 +226,7 @@ def run(args) -> bool:
     train_bytes, held_out_bytes = load_text()
     unigram = unigram_bits(train_bytes, held_out_bytes)
     say(f"unigram entropy {unigram:.3f} bits per byte of the held-out text")
-    losses = train(args, models, to_tensor(train_bytes), say)
+    losses, step_seconds = train(args, models, to_tensor(train_bytes), say)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = held_out_batches(to_tensor(held_out_bytes), args.micro_batch_size, args.seq_length, rank, ranks)
     held_out = {key: held_out_bits(model.eval(), batches) for key, model in models.items()}
@@ -217,6 +235,10 @@ def run(args) -> bool:
     agree = differences["first_steps_relative"] <= FIRST_LIMIT * rounding
     agree = agree and differences["last_steps_relative"] <= LAST_LIMIT
     say("\nheld out, bits per byte: " + ", ".join(f"{key} {bits:.4f}" for key, bits in held_out.items()))
+    tokens = args.micro_batch_size * args.seq_length * ranks
+    speeds = {key: {"milliseconds": 1e3 * s, "tokens_per_s": tokens / s} for key, s in step_seconds.items()}
+    shown = (f"{key} {one['milliseconds']:.1f} ms ({one['tokens_per_s']:,.0f} tokens/s)" for key, one in speeds.items())
+    say("a step (median): " + ", ".join(shown))
     say(
         f"largest relative difference of the first {FIRST_STEPS} losses {differences['first_steps_relative']:.1e} "
         f"(limit {FIRST_LIMIT * rounding:.0e}),\nof the mean of the last {LAST_SHARE:.0%} of the steps "
@@ -228,10 +250,13 @@ def run(args) -> bool:
         report = {
             "config": {key: str(value) for key, value in vars(args).items()},
             "versions": versions,
-            "machine": {"platform": platform.platform(), "device": device().type, "ranks": ranks},
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": {"platform": platform.platform(), "device": device_name(), "ranks": ranks},
             "unigram_bits_per_byte": unigram,
             "held_out_bits_per_byte": held_out,
             "differences": differences,
+            "agree": agree,
+            "step": speeds,
             "training_bits_per_byte": losses,
         }
         (args.out / "report.json").write_text(json.dumps(report))
@@ -258,9 +283,11 @@ def main() -> int:
         dist.init_process_group("gloo")
         let_megatron_run_on_cpu()
     ep_megatron.register()
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)  # attention wants to fork these generators
     try:
         return 0 if run(args) else 1
     finally:

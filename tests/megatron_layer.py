@@ -2,7 +2,8 @@
 
     megatron_pool(4).run(fn)      # fn(rank): use_layout(Layout(ep=4)); layer = make_layer(make_config(...)); ...
 
-What Megatron needs in order to run on a CPU, and its process groups, exist in the ranks alone.
+What Megatron needs in order to run on a CPU, and its process groups, exist in the ranks alone. With
+EP_DISPATCHER_ENGINE=cuda the layers are on GPUs, which ranks share where there are fewer (their group is gloo's).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_dispatcher import envs
 from ep_dispatcher.testing import RankPool
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 32, 48, 8, 12, 2
@@ -52,7 +54,25 @@ def _close_pools() -> None:
         pool.close()
 
 
+def on_gpu() -> bool:
+    return envs.engine() == "cuda"
+
+
 # ---- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+def _use_device() -> None:
+    if on_gpu():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+
+    let_megatron_run_on_cpu()
 
 
 @dataclass(frozen=True)
@@ -74,11 +94,10 @@ def use_layout(layout: Layout) -> None:
     """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
     global _layout
     from ep_dispatcher.integrations.megatron import destroy_buffers, register
-    from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
-    let_megatron_run_on_cpu()
+    _use_device()
     register()
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
     if layout != _layout:
@@ -92,6 +111,8 @@ def use_layout(layout: Layout) -> None:
             expert_tensor_parallel_size=layout.etp,
         )
         _layout = layout
+        if on_gpu():
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def _end_groups() -> None:
@@ -152,7 +173,7 @@ def make_layer(config, layer_number: int = 1):
 
     layer.router.forward = route_any_number
     set_weights(layer, layer)
-    return layer
+    return layer.to(device())
 
 
 def set_weights(module, moe_layer) -> None:
@@ -169,7 +190,7 @@ def set_weights(module, moe_layer) -> None:
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers that every rank has the same for the same seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device(), dtype)
 
 
 def tokens_of(rank: int, step: int = 0, length: int = SEQUENCE, dtype=torch.float32, hidden=HIDDEN) -> Tensor:

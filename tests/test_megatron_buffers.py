@@ -19,6 +19,7 @@ from megatron_layer import (
     make_config,
     make_layer,
     megatron_pool,
+    on_gpu,
     random,
     tokens_of,
     use_layout,
@@ -78,6 +79,28 @@ def share(rank: int) -> None:
 
 def test_layers_share_a_buffer():
     run(share)
+
+
+def destroy_one_that_complains(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import destroy_buffers
+
+    use_layout(Layout(ep=2))
+    forward(make_layer(make_config()), rank, 12)
+    forward(make_layer(make_config(moe_router_topk=3)), rank, 12)
+    first, second = living()
+    destroy = second.destroy
+
+    def complain():
+        destroy()
+        raise ValueError("found late")
+
+    second.destroy = complain
+    assert error_of(destroy_buffers) == "found late"
+    assert first.is_destroyed and second.is_destroyed and not living()
+
+
+def test_an_error_that_one_buffer_finds_late_keeps_no_other_alive():
+    run(destroy_one_that_complains)
 
 
 def first_size(rank: int) -> None:
@@ -158,6 +181,33 @@ def test_with_variable_lengths_one_rank_may_bring_more(settings):
     run(grow, dict(variable_seq_lengths=True) | settings, lengths, [24, 48, 96, 192])
 
 
+def agree_beside_nccl(rank: int) -> None:
+    """With a group that takes no tensors on the CPU, as NCCL's: through one of the same ranks that does."""
+    from ep_dispatcher.integrations.megatron import agree
+
+    with pytest.MonkeyPatch.context() as patch, environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
+        patch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
+        use_layout(Layout(ep=2))
+        agree._of_hosts.clear()
+        layer = make_layer(make_config(variable_seq_lengths=True))
+        for lengths in [(12, 4), (3, 20)]:
+            forward(layer, rank, lengths[rank])
+        assert sizes() == [24, 48]
+        group = layer.token_dispatcher.tp_ep_group
+        assert len(agree._of_hosts) == 1 and agree._of_hosts[group] is not group
+        started = time.monotonic()
+        if rank == 0:
+            error = error_of(lambda: forward(layer, rank, 12), ep.PeerTimeoutError)
+            assert "phase 'agree on the number of tokens'" in error and "for rank 1" in error, error
+            assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
+        dist.barrier()
+        agree._of_hosts.clear()
+
+
+def test_agreements_do_not_go_through_nccl():
+    run(agree_beside_nccl)
+
+
 def bring_more_alone(rank: int, greedy: int) -> None:
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
         use_layout(Layout(ep=2))
@@ -204,8 +254,8 @@ def budget(rank: int, layout: Layout) -> None:
     use_layout(layout)
     config = make_config()
     layer = make_layer(config)
-    x, probs = tokens_of(rank), torch.rand(24, EXPERTS, generator=torch.Generator().manual_seed(rank)) + 0.1
-    routing_map = torch.zeros(24, EXPERTS, dtype=torch.bool).scatter(1, probs.topk(2).indices, True)
+    x, probs = tokens_of(rank), random(24, EXPERTS, seed=rank).sigmoid() + 0.1
+    routing_map = torch.zeros_like(probs, dtype=torch.bool).scatter(1, probs.topk(2).indices, True)
     results = []
     for factor, alignment in [(None, 1), (3.0, 1), (2.51, 16)]:
         config.moe_expert_rank_capacity_factor = factor
@@ -228,6 +278,8 @@ def budget(rank: int, layout: Layout) -> None:
     for result in results[1:]:
         assert_agree(result, results[0])
 
+    if on_gpu():
+        return  # no host waits for the counts: the error comes from a later operation
     # All ranks hear what was needed; what arrived before is unharmed, and the next step is right again.
     config.moe_expert_rank_capacity_factor, layer.token_dispatcher.expert_alignment = 0.25, 1
     text = error_of(lambda: all_steps(layer, x, routing_map, probs))

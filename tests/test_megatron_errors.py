@@ -17,6 +17,7 @@ from megatron_layer import (
     make_config,
     make_layer,
     megatron_pool,
+    on_gpu,
     tokens_of,
     use_layout,
 )
@@ -32,8 +33,9 @@ def wrong_arguments(rank: int) -> None:
     use_layout(Layout(ep=2))
     layer = make_layer(make_config())
     preprocess = layer.token_dispatcher.dispatch_preprocess
-    x, probs = tokens_of(rank), torch.rand(24, EXPERTS)
-    routing_map = torch.zeros(24, EXPERTS, dtype=torch.bool)
+    x = tokens_of(rank)
+    probs = torch.rand(24, EXPERTS, device=x.device)
+    routing_map = torch.zeros_like(probs, dtype=torch.bool)
     routing_map[:, :2] = True
     wrong = [
         ("routing_map", (routing_map[:23], probs), "[23, 8] of torch.bool", "[24, 8] of torch.bool"),
@@ -55,7 +57,8 @@ def wrong_arguments(rank: int) -> None:
     assert text == "routing_map: given a token with 3 experts, allowed: --moe-router-topk 2"
     # With capacities that are filled up the map may mark more: those without a probability do not count.
     layer.config.moe_pad_expert_input_to_capacity = True
-    preprocess(x, routing_map, torch.where(routing_map & (torch.arange(EXPERTS) < 2), probs + 0.1, 0))
+    first_two = torch.arange(EXPERTS, device=x.device) < 2
+    preprocess(x, routing_map, torch.where(routing_map & first_two, probs + 0.1, 0))
     assert "3 experts" in error_of(lambda: preprocess(x, routing_map, probs + 0.1))
     layer.config.moe_pad_expert_input_to_capacity = False
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -78,7 +81,15 @@ def oversleep(rank: int, victim: int, when: str, settings: dict) -> None:
         use_layout(Layout(ep=2))
         layer = make_layer(make_config(**settings), layer_number=3)
         first = layer(tokens_of(rank).requires_grad_())[0]
-        act = (lambda: layer(tokens_of(rank))) if when == "forward" else (lambda: first.sum().backward())
+
+        def act() -> None:
+            if when != "forward":
+                first.sum().backward()
+            if on_gpu() and when == "backward":  # no host has waited: a later operation finds it
+                torch.cuda.synchronize()
+            if when == "forward" or on_gpu():
+                layer(tokens_of(rank))
+
         store = dist.distributed_c10d._get_default_store()
         name = f"megatron/{layer.token_dispatcher.buffer.id}"
         if rank == victim:
@@ -92,7 +103,7 @@ def oversleep(rank: int, victim: int, when: str, settings: dict) -> None:
             except ep.PeerTimeoutError as caught:
                 error = caught
             assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
-            where, epoch = WHERE[when]
+            where, epoch = WHERE_ON_GPU[when] if on_gpu() else WHERE[when]
             assert str(error).startswith(f"{where}: dispatch, epoch {epoch}, phase"), str(error)
             assert error.note == where and error.late_ranks == (victim,) and error.rank == rank
             copied = pickle.loads(pickle.dumps(error))
@@ -107,6 +118,12 @@ WHERE = {  # the backward of a combine is a dispatch; a recompute begins with an
     "forward": ("layer 3, microbatch 2", 3),
     "backward": ("layer 3, microbatch 1, backward", 3),
     "recompute": ("layer 3, microbatch 1, recompute", 0),
+}
+# There a recompute plans anew, and a backward has gone on when the error is found.
+WHERE_ON_GPU = {
+    "forward": WHERE["forward"],
+    "backward": ("layer 3, microbatch 2", 3),
+    "recompute": ("layer 3, recompute after microbatch 1", 3),
 }
 
 
@@ -143,6 +160,8 @@ def notes_of_one_step(rank: int, settings: dict) -> None:
     for microbatch in (1, 2):
         for layer in (7, 3):
             where = f"layer {layer}, microbatch {microbatch}"
+            if settings and on_gpu():
+                where = f"layer {layer}, recompute after microbatch 2"
             expected += ([where] * 2 if settings else []) + [f"{where}, backward"] * 2
     assert notes == expected, notes
 

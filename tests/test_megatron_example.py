@@ -34,7 +34,8 @@ def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
     ours, theirs = report["training_bits_per_byte"].values()
     assert list(report["training_bits_per_byte"])[0] == "ep_dispatcher"
     assert len(ours) == len(theirs) == 8 and ours[-1] < ours[0] - 0.5
-    assert report["differences"]["first_steps_relative"] <= 1e-5
+    assert report["differences"]["first_steps_relative"] <= 1e-5 and report["agree"]
+    assert all(step["milliseconds"] > 0 and step["tokens_per_s"] > 0 for step in report["step"].values())
 
 
 def test_a_wrong_dispatcher_is_found(tmp_path):

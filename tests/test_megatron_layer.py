@@ -247,9 +247,9 @@ def look_at_the_rows(rank: int, recipe: str, multiple: int) -> None:
     dispatcher = make_layer(config).token_dispatcher
     assert dispatcher.expert_alignment == multiple
     x = tokens_of(rank)
-    routing_map = torch.zeros(x[..., 0].numel(), EXPERTS, dtype=torch.bool)
+    routing_map = torch.zeros(x[..., 0].numel(), EXPERTS, dtype=torch.bool, device=x.device)
     routing_map[:, [0, 5]] = True  # rank 0 and rank 2, two experts without tokens among theirs
-    probs = torch.rand(routing_map.shape, requires_grad=True)
+    probs = torch.rand(routing_map.shape, requires_grad=True, device=x.device)
     tokens, weights = dispatcher.dispatch_preprocess(x, routing_map, probs)
     sent = dispatcher.token_dispatch(tokens, weights)
     rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
@@ -261,7 +261,8 @@ def look_at_the_rows(rank: int, recipe: str, multiple: int) -> None:
     dispatcher.token_combine(rows)
     # 97 rows: one token more on the last rank
     length = 25 if rank == 3 else 24
-    x, routing_map, probs = x.flatten(0, 1), routing_map[:1].expand(length, -1), torch.rand(length, EXPERTS) + 0.5
+    x, routing_map = x.flatten(0, 1), routing_map[:1].expand(length, -1)
+    probs = torch.rand(length, EXPERTS, device=x.device) + 0.5
     x = torch.cat([x, x[:1] + 1])[:length]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "32")

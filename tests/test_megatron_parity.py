@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import io
+import json
+import os
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from ep_dispatcher.integrations.megatron import parity
 
     output = io.StringIO()
@@ -256,11 +259,16 @@ def test_help(parity):
 # ---- as it is started -----------------------------------------------------------------------------------------------
 
 
-def test_with_torchrun():
-    flags = (*SMALL, "--timed-steps", "3", "--steps", "1")
+def test_with_torchrun(tmp_path):
+    flags = (*SMALL, "--timed-steps", "3", "--steps", "1", "--out", str(tmp_path / "new" / "figures.json"))
     code, output, errors = torchrun(2, "-m", MODULE, *flags)
     assert (code, verdict(output)) == (0, SAME), errors
-    assert "median of 3: alltoall " in output and "includes experts" in output
+    assert "median of 3 steps" in output and "\n  without its experts  alltoall " in output
+    figures = json.loads((tmp_path / "new" / "figures.json").read_text())
+    assert figures["same"] and figures["ranks"] == 2 and figures["tensors"]["output"]["ok"]
+    assert list(figures["milliseconds"]) == ["the whole layer", "without its experts"]
+    for times in figures["milliseconds"].values():
+        assert list(times) == ["alltoall", "ep_dispatcher"] and all(times.values())
 
 
 def test_alone_and_refused():

@@ -12,6 +12,7 @@ from megatron_layer import (
     make_config,
     make_layer,
     megatron_pool,
+    on_gpu,
     random,
     tokens_of,
     use_layout,
@@ -21,6 +22,7 @@ import ep_dispatcher as ep
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
+NOTHING_KEPT = pytest.mark.skipif(on_gpu(), reason="on a GPU a recompute plans anew")
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -89,6 +91,8 @@ def run_order(rank: int, tokens: list, order: str, expected: str, settings: dict
                 layer.zero_grad()
                 flying[number].backward()
                 one_at_a_time[number] = flying[number].tensors() | grads_of(layer)
+    if on_gpu():
+        expected = "p" * len(expected)
     assert "".join(one[0] for one in seen) == expected, seen
     for number in range(len(xs)):
         assert one_at_a_time[number].keys() == wanted[number].keys()
@@ -132,6 +136,21 @@ def test_a_recompute_finds_its_plan(tokens, order, expected, settings):
     megatron_pool(2).run(run_order, tokens, order, expected, settings)
 
 
+def plan_anew(rank: int, order: str, settings: dict) -> None:
+    """What runs on a GPU, where no plan is kept."""
+    from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecomputePlans, "keep", lambda *args: None)
+        run_order(rank, EMPTY_ON_RANK_1, order, "p" * len(order), settings)
+
+
+@pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full"])
+@pytest.mark.parametrize("order", ["AaBbCc", "ABCabc"])
+def test_a_recompute_without_a_plan_plans_anew(order, settings):
+    megatron_pool(2).run(plan_anew, order, settings)
+
+
 def change_routing(rank: int, changed_rank: int, settings: dict) -> None:
     use_layout(Layout(ep=2))
 
@@ -151,6 +170,8 @@ def change_routing(rank: int, changed_rank: int, settings: dict) -> None:
             grads = after[number] | {"output": before[number]["output"]}  # the output is of the first pass
             assert_agree(one.tensors() | grads_of(layer), grads, f"microbatch {number}")
     assert seen == ["planned"] * 4, seen
+    dispatcher = layer.token_dispatcher
+    assert dispatcher._num_forwards == 2 and dispatcher._where == "layer 1, recompute after microbatch 2"
 
 
 @pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full"])
@@ -202,6 +223,7 @@ def evaluate_in_between(rank: int) -> None:
         assert seen == ["planned"] * 2 + ["reused"]
 
 
+@NOTHING_KEPT
 def test_evaluation_in_between_confuses_nothing_and_takes_no_memory():
     megatron_pool(2).run(evaluate_in_between)
 

@@ -12,6 +12,7 @@ from megatron_layer import (
     SEQUENCE,
     Layout,
     assert_agree,
+    device,
     difference,
     grads_of,
     make_config,
@@ -26,12 +27,15 @@ from megatron_layer import (
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 WHOLE = dict(bias_dropout_fusion=False, masked_softmax_fusion=False, hidden_dropout=0.0, attention_dropout=0.0)
-MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
 SETTINGS = [
     {},
     dict(moe_shared_expert_intermediate_size=40),
     dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True, moe_router_dtype="fp32"),
 ]
+
+
+def causal_mask():
+    return torch.ones(1, 1, SEQUENCE, SEQUENCE, device=device()).triu(1).bool()
 
 
 def make_transformer_layer(dispatcher: str, settings: dict):
@@ -42,7 +46,7 @@ def make_transformer_layer(dispatcher: str, settings: dict):
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     layer = build_module(spec, config=config, layer_number=1)
     set_weights(layer, layer.mlp)
-    return layer
+    return layer.to(device())
 
 
 def nodes_of(layer) -> list:
@@ -51,7 +55,7 @@ def nodes_of(layer) -> list:
 
     unused = "rotary_pos_emb rotary_pos_cos rotary_pos_sin packed_seq_params sequence_len_offset context padding_mask"
     chunk = types.SimpleNamespace(
-        attention_mask=MASK,
+        attention_mask=causal_mask(),
         model=types.SimpleNamespace(decoder=types.SimpleNamespace(final_layernorm=None)),
         **dict.fromkeys(unused.split()),
     )
@@ -86,7 +90,7 @@ def plain(layer, xs) -> dict:
     results = {}
     for number, x in enumerate(xs):
         x = x.clone().requires_grad_()
-        output, _ = layer(x, attention_mask=MASK)
+        output, _ = layer(x, attention_mask=causal_mask())
         (output * loss_grad(x)).sum().backward()
         results |= {f"output {number}": output.detach(), f"input gradient {number}": x.grad}
     return results | grads_of(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -44,7 +45,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             checks.fail("hidden_states", f"{num_tokens} tokens", f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={limit}")
         needed = limit
     elif not shared.buffers or config.variable_seq_lengths:
-        most = torch.tensor(num_tokens, device=hidden_states.device)
+        most = torch.tensor(num_tokens)
         all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
     elif num_tokens > shared.max_tokens:
@@ -66,11 +67,15 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
 
 
 def destroy_buffers() -> None:
-    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed."""
-    for shared in _shared.values():
-        for buffer in shared.buffers:
-            buffer.destroy()
-    _shared.clear()
+    """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed.
+
+    Raises what the buffers' last operations have found late, once all are destroyed.
+    """
+    with ExitStack() as stack:
+        for shared in _shared.values():
+            for buffer in shared.buffers:
+                stack.callback(buffer.destroy)
+        _shared.clear()
 
 
 atexit.register(destroy_buffers)

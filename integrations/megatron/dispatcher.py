@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ep_dispatcher.integrations.megatron import buffers, limits
-from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
+from ep_dispatcher.integrations.megatron import buffers, limits, recompute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -43,7 +42,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.hidden_shape: torch.Size | None = None
         self.buffer: ep.Buffer | None = None
         self.handle: ep.Handle | None = None
-        self._plans = RecomputePlans.make(config)
+        # 0.16's GroupedMLP takes its counts from there, and TEGroupedMLP makes a list of them.
+        self._counts_on_host = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
+        self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
 
@@ -80,8 +81,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         with L experts per rank and T slices.
         """
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
-        numbers = torch.arange(num_experts, device=routing_map.device)
-        idx = torch.where(routing_map, numbers, num_experts).topk(topk, dim=1, largest=False, sorted=True).values
+        numbers = torch.arange(num_experts, device=routing_map.device, dtype=torch.int16)  # faster to sort than int64
+        idx = torch.where(routing_map, numbers, num_experts).topk(topk, dim=1, largest=False, sorted=True).values.long()
         none = idx == num_experts
         weights = probs.gather(1, idx.masked_fill(none, 0)).masked_fill(none, 0).float()
         per_rank, slices = self.num_local_experts, self.tp_size
@@ -96,9 +97,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         layer = f"layer {self.layer_number}"
         recomputed = self._plans.take(self.topk_idx, self.tp_ep_group, layer)
         if recomputed is None:
-            self._num_forwards += 1
+            again = recompute.under_way()  # of which microbatch is not known
+            self._num_forwards += not again
             microbatch, handle = self._num_forwards, None
-            self._where = f"{layer}, microbatch {microbatch}"
+            self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
             self.buffer = buffers.shared_buffer(
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
@@ -107,6 +109,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self._where = f"{layer}, microbatch {microbatch}"
         self._shared_experts_wait()
         self.buffer.note = self._where
+        _used_here(self.topk_idx)
         if handle is None:
             out = ep.dispatch(
                 self.buffer,
@@ -132,7 +135,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
         tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs.
         """
-        return hidden_states, self.handle.rows_per_expert, probs
+        tokens_per_expert = self.handle.rows_per_expert
+        if self._counts_on_host:
+            return hidden_states, tokens_per_expert.cpu(), probs
+        _used_here(tokens_per_expert)
+        return hidden_states, tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Copies nothing: rows [rows, hidden] leave from where the experts put them."""
@@ -170,3 +177,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if output.grad_fn is not None:
             buffer, note = self.buffer, f"{self._where}, backward"
             output.grad_fn.register_prehook(lambda grads: setattr(buffer, "note", note))
+
+
+def _used_here(tensor: Tensor) -> None:
+    """A schedule may run the steps of a layer in different streams; its streams know of the steps' outputs alone."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())

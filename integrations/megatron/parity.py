@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import statistics
@@ -91,9 +92,9 @@ def _quiet_unless(first: bool) -> Iterator[None]:
 def _process_group() -> Iterator[None]:
     """The ranks, as torchrun or the caller has made them; one rank without either."""
     made = not dist.is_initialized()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
     gpu = torch.cuda.is_available()
     if gpu:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if made:
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -135,7 +136,7 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
         for step in range(given.steps):
             _run_step(layers, _tokens(given, plan, step), given.seed + step, tensors)
         rows = _over_ranks(tensors)
-        times = _times(layers, given, plan)
+        times = {name: _times(layers, given, plan, name) for name in report.TIMED} if given.timed_steps else {}
         say()
         say(_what_ran(layers, plan))
         say()
@@ -143,13 +144,19 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
         say()
         say(report.rule(ours.config, given.steps))
         if times:
-            say(report.times_text(times, given, plan))
+            say()
+            say(report.times_table(times, given))
         different = [report.title(name) for name, row in rows.items() if not row.ok(ours.config)]
         say()
         if different:
             say(report.wrap("DIFFERENT: ", ", ".join(different)))
         else:
             say("the same within rounding")
+        if given.out is not None and dist.get_rank() == 0:
+            versions = _versions(layers, plan)
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            figures = report.figures(given, plan, machine, ours.config, versions, rows, times)
+            given.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if different else 0
 
 
@@ -381,21 +388,32 @@ def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, 
         row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
 
 
-def _times(layers: dict[str, Any], given: Given, plan: Plan) -> dict[str, float]:
-    """Median seconds of a step, of the slowest rank each; the dispatchers take turns."""
+def _times(layers: dict[str, Any], given: Given, plan: Plan, what: str) -> dict[str, float]:
+    """Median seconds of a step, of the slowest rank each; the dispatchers take turns. The first turn is a warm-up."""
     seconds: dict[str, list[float]] = {plan.reference: [], OURS: []}
-    for step in range(given.timed_steps):
+    for step in range(given.timed_steps + 1):
         for name, of_layer in seconds.items():
             x, grad = _on_device(layers[name], *_tokens(given, plan, given.steps + step))
-            dist.barrier()
-            _synchronize(x)
-            start = time.perf_counter()
-            _forward_backward(layers[name], x, grad)
-            _synchronize(x)
+            with _without_experts(layers[name]) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
+                dist.barrier()
+                _synchronize(x)
+                start = time.perf_counter()
+                _forward_backward(layers[name], x, grad)
+                _synchronize(x)
             took = torch.tensor(time.perf_counter() - start, device=x.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             of_layer.append(float(took))
-    return {name: statistics.median(of_layer) for name, of_layer in seconds.items() if of_layer}
+    return {name: statistics.median(of_layer[1:]) for name, of_layer in seconds.items()}
+
+
+@contextlib.contextmanager
+def _without_experts(layer) -> Iterator[None]:
+    """Experts that return their rows, times the probabilities."""
+    layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
+    try:
+        yield
+    finally:
+        del layer.experts.forward
 
 
 def _synchronize(tensor: Tensor) -> None:

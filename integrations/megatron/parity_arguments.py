@@ -8,6 +8,7 @@ import difflib
 import math
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from ep_dispatcher import checks
@@ -88,6 +89,7 @@ class Given:
     reference: str | None
     seq_length: int | None
     micro_batch_size: int | None
+    out: Path | None
 
 
 @dataclass
@@ -144,6 +146,7 @@ def _make_parser(description: str) -> argparse.ArgumentParser:
     own.add_argument("--seed", type=int, default=1234, help="of weights and tokens; default 1234")
     own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
     own.add_argument("--reference", choices=REFERENCES, help="Megatron's dispatcher to compare with; default alltoall")
+    own.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
     own.add_argument("--seq-length", type=int, help="of the whole sequence, before TP and CP divide it")
     own.add_argument("--micro-batch-size", type=int, help="sequences in a step")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
+from typing import Any
 
 import torch
 from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, concerns_moe
@@ -14,6 +16,8 @@ LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLACK, SLACK_ROUNDINGS = 1.25, 0.25
 WIDTH = 100
+WITHOUT_EXPERTS = "without its experts"  # router, dispatcher and the weighting of the rows
+TIMED = ("the whole layer", WITHOUT_EXPERTS)
 
 
 @dataclass
@@ -206,10 +210,57 @@ def rule(config, steps: int) -> str:
     return wrap("", text + ".", indent="")
 
 
-def times_text(times: dict[str, float], given: Given, plan: Plan) -> str:
-    shown = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
-    what = "forward + backward of one layer, includes experts"
-    return wrap(f"Time of a step, median of {given.timed_steps}: ", f"{shown} ({what}).", indent="")
+def times_table(times: dict[str, dict[str, float]], given: Given) -> str:
+    """``times``: what -> dispatcher -> seconds."""
+    lines = [f"Forward + backward of one layer, median of {given.timed_steps} steps, the slowest rank of each:"]
+    width = max(map(len, times))
+    for what, of_what in times.items():
+        shown = [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in of_what.items()]
+        theirs, ours = of_what.values()
+        lines.append(f"  {what:{width}}  {', '.join(shown)}: {theirs / ours:.2f} times as fast")
+    return "\n".join(lines)
+
+
+def figures(
+    given: Given,
+    plan: Plan,
+    machine: Machine,
+    config,
+    versions: str,
+    rows: dict[str, Difference],
+    times: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    """What was shown, to be kept as JSON."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": "CPU" if machine.cpu else torch.cuda.get_device_name(),
+        "ranks": machine.num_ranks,
+        "versions": versions,
+        "reference": plan.reference,
+        "settings": _settings(config),
+        "tokens_per_rank": plan.tokens * plan.batch,
+        "uneven_tokens": given.uneven_tokens,
+        "changes": plan.changes,
+        "steps": given.steps,
+        "timed_steps": given.timed_steps,
+        "same": all(row.ok(config) for row in rows.values()),
+        "tensors": {
+            title(name): {
+                "relative_difference": _json_number(row.relative),
+                "limit": row.limit(config),
+                "distance_from_float32": _json_number(row.distance(row.our_squares)) if row.count else None,
+                "reference_distance_from_float32": _json_number(row.distance(row.their_squares)) if row.count else None,
+                "ok": row.ok(config),
+            }
+            for name, row in rows.items()
+        },
+        "milliseconds": {what: {name: 1e3 * s for name, s in of_what.items()} for what, of_what in times.items()},
+    }
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no infinity: None."""
+    return value if math.isfinite(value) else None
 
 
 def wrap(head: str, text: str, indent: str = "  ") -> str:

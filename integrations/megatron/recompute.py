@@ -3,6 +3,9 @@
 A checkpointed layer runs forward twice: without gradients, then, when backward comes to it, again with them. The
 second run has the same routing, and reuses the plan of the first. Which of the microbatches in flight that was is
 decided by the routing itself, on all ranks together; a routing that fits none of them is planned anew.
+
+On a GPU nothing is kept: to compare and to ask the other ranks, the host would have to wait for the device as often as
+it does to plan again, and to plan again it does not wait at all where the number of rows is given.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ class Kept:
     handle: ep.Handle
 
 
+def under_way() -> bool:
+    """Whether this forward pass is part of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class RecomputePlans:
     """The plans of forward passes without gradients, oldest first; at most ``most`` of them.
 
@@ -46,7 +54,7 @@ class RecomputePlans:
         return cls(2 * max(config.pipeline_model_parallel_size, group) + 2 if recomputes else 0)
 
     def keep(self, topk_idx: Tensor, microbatch: int, buffer: ep.Buffer, handle: ep.Handle) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not topk_idx.is_cuda:
             self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
 
     def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
