@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_dispatch_combine import Case, Received, assert_same, check_case, expected_of, expert_rows, make_inputs, to
 
 import ep_dispatcher as ep
@@ -13,6 +14,7 @@ EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 512, 64
 
 
 def make_buffer(group=None, **changes) -> ep.Buffer:
+    device_of("cuda", dist.get_rank(group))
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS, timeout_s=20)
     return ep.Buffer(group, engine="cuda", **(sizes | changes))
 

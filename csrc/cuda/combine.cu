@@ -101,11 +101,22 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
 
 // The weights of some tokens whose partial sums have come, by a warp.
 __device__ void take_weights(const Context& context, const AllArgs& args, int first_token, int num_tokens) {
-  const int num_topk = context.sizes.num_topk, num = min(num_tokens, args.combine.num_tokens - first_token) * num_topk;
-  for (int i = threadIdx.x % 32; i < num; i += 32) {
-    const int64_t token = first_token + i / num_topk, entry = static_cast<int64_t>(first_token) * num_topk + i;
-    const bool chosen = args.plan.sent_k[token] >> i % num_topk & 1;
-    args.combine.out_weights[entry] = chosen ? __ldcg(context.own().weights + entry) : 0.0f;
+  constexpr int kTogether = 4;
+  const int num_topk = context.sizes.num_topk, num = num_tokens * num_topk;
+  for (int begin = threadIdx.x % 32; begin < num; begin += 32 * kTogether) {
+    float values[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = begin + 32 * u;
+      if (i >= num) break;
+      const int64_t entry = static_cast<int64_t>(first_token) * num_topk + i;
+      const bool chosen = args.plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      values[u] = chosen ? __ldcg(context.own().weights + entry) : 0.0f;
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u)
+      if (begin + 32 * u < num)
+        args.combine.out_weights[static_cast<int64_t>(first_token) * num_topk + begin + 32 * u] = values[u];
   }
 }
 
@@ -117,23 +128,24 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
   const Plan& plan = args.plan;
   const Sizes& sizes = context.sizes;
   const int lane = threadIdx.x % 32, num_tokens = args.combine.num_tokens;
+  const int batch = min(kBatch, num_tokens / static_cast<int>(2 * gridDim.x) + 1);  // tokens; few when there are few
   const auto node_of = [&](int rank) { return rank / sizes.ranks_per_node; };
   Records records = make_records(shared.records, context.sent_ints * 4, INT32_MAX);
   int begins[2];  // first tokens of the batch at work and of the next one
   const auto fetch = [&]() {
     int begin = 0;
-    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, kBatch));
+    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, batch));
     begin = __shfl_sync(~0u, begin, 0);
     if (begin < num_tokens)
       records.fetch([&](int n) { return plan.sent_item + static_cast<size_t>(begin + n % kBatch) * context.sent_ints; },
-                    min(kBatch, num_tokens - begin));
+                    min(batch, num_tokens - begin));
     return begin;
   };
   begins[0] = fetch();
   begins[1] = begins[0] < num_tokens ? fetch() : num_tokens;
   int arrived = -1;  // the last chunk of the lane's rank that is known to have come
   for (int n = 0; begins[0] < num_tokens; n += kBatch) {
-    const int begin = begins[0], num = min(kBatch, num_tokens - begin);
+    const int begin = begins[0], num = min(batch, num_tokens - begin);
     records.wait(n);
     Work work{};
     work.to = args.combine.out + static_cast<size_t>(begin + lane) * context.row_bytes;
@@ -161,7 +173,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
       return false;
     }
     issue_pieces(context, args, work, num, producer);
-    if (args.combine.out_weights) take_weights(context, args, begin, kBatch);
+    if (args.combine.out_weights) take_weights(context, args, begin, num);
     if (begin + num == num_tokens) break;
     begins[0] = begins[1];
     begins[1] = begins[0] < num_tokens ? fetch() : num_tokens;
@@ -261,7 +273,7 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;
   all.num_slots = static_cast<int>(std::min<size_t>(room / all.piece_bytes, Pipeline::kMaxSlots));
-  all.num_push_blocks = num_sms_ < 4 ? num_sms_ : num_sms_ * 5 / 6;
+  all.num_push_blocks = num_sms_ < 4 ? num_sms_ : num_sms_ * 4 / 5;
   const size_t shared = static_cast<size_t>(all.num_slots) * all.piece_bytes + fixed;
   const auto run = [&](auto element, auto nodes) {
     launch(combine_kernel<decltype(element), nodes.value>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);

@@ -9,7 +9,7 @@
 namespace ep::cuda {
 
 constexpr int kMaxRanks = 8;      // of one NVLink domain
-constexpr int kChunk = 256;       // items whose partial sums are announced together
+constexpr int kChunk = 512;       // items whose partial sums are announced together
 constexpr int kVector = 16;       // bytes; bulk copies and vector accesses need multiples
 constexpr int kLine = 1024;       // bytes; where rows begin, in shared memory too, so that no request has to be split
 constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
@@ -41,17 +41,21 @@ struct Sizes {
   int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
   // int32 per token of Plan::sent_item.
   int sent_ints() const { return static_cast<int>(round_up(num_ranks, 4)); }
+  // Tokens from the first that are staged before rows are pulled; the others while they are.
+  int early_tokens() const { return max_tokens <= 1024 ? max_tokens : max_tokens / 2; }
   int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
   // Scales and weights of a staged row; float8 rows are shorter than rows of the dtype, but have scales.
   size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
-// The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised.
+// The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised; `staged`, which
+// is raised twice in an operation, holds 2 * epoch - 1 and then 2 * epoch.
 struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it; at offset 0
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
-  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`, scales and weights in its `tails`
+  uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`, scales and weights in its `tails`: of
+                         // its early tokens, and then of all
   uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items`, `staging` and `tails`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
@@ -147,7 +151,7 @@ struct Report {
 
 struct Context {
   Sizes sizes;
-  int item_ints, sent_ints, head_ints, max_chunks;
+  int item_ints, sent_ints, head_ints, max_chunks, early_tokens;
   uint32_t row_bytes, slot_stride;
   uint64_t timeout_ns;
   State* state;

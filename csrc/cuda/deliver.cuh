@@ -16,8 +16,16 @@ __device__ inline void deliver_weights(const Context& context, const DispatchCal
   const DispatchArgs& out = call.dispatch;
   const int num_copies = item.num_copies(), num_topk = context.sizes.num_topk;
   if (expert_layout) {
-    if (out.out_weights)
-      for (int copy = 0; copy < num_copies; ++copy) out.out_weights[item.value(copy)] = weights[item.k(copy)];
+    constexpr int kTogether = 4;
+    for (int begin = 0; out.out_weights && begin < num_copies; begin += kTogether) {
+      float values[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i < num_copies) values[i] = weights[item.k(begin + i)];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i < num_copies) out.out_weights[item.value(begin + i)] = values[i];
+    }
     return;
   }
   const size_t begin = static_cast<size_t>(number) * num_topk;
@@ -36,7 +44,6 @@ __device__ inline void deliver_weights(const Context& context, const DispatchCal
 
 // Every warp takes 32 items at a time. Those of a new plan are copied to it from the ranks that made them.
 __device__ inline void deliver_tails(const Context& context, const DispatchCall& call) {
-  constexpr int kTogether = 4;  // items whose scales are under way at a time
   const DispatchArgs& out = call.dispatch;
   const PlanHead& head = *call.plan.head;
   const bool expert_layout = has_expert_layout(call.plan);
@@ -65,32 +72,18 @@ __device__ inline void deliver_tails(const Context& context, const DispatchCall&
                                             static_cast<size_t>(item.token()) * call.tail_bytes);
       deliver_weights(context, call, item, number, expert_layout, tail + weights_at);
     }
-    if (num_scales == 0) continue;
+    if (num_scales == 0 || call.bulk_scales) continue;
     __syncwarp();
 #pragma unroll 1
-    for (int j = 0; j < here; j += kTogether) {
-      const float* tails[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        tails[i] = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(tail), (j + i) % 32));
+    for (int j = 0; j < here; ++j) {
+      const auto* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(tail), j));
+      const Item item = item_at(first + j);
+      const int num_rows = expert_layout ? item.num_copies() : 1;
 #pragma unroll 1
-      for (int s = lane; s < num_scales; s += 32) {
-        float scales[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i)
-          if (j + i < here) scales[i] = tails[i][s];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          if (j + i >= here) continue;
-          const Item item = item_at(first + j + i);
-          const int num_rows = expert_layout ? item.num_copies() : 1;
+      for (int s = lane; s < num_scales; s += 32)
 #pragma unroll 1
-          for (int copy = 0; copy < num_rows; ++copy) {
-            const size_t row = expert_layout ? item.value(copy) : first + j + i;
-            out.out_scales[row * num_scales + s] = scales[i];
-          }
-        }
-      }
+        for (int copy = 0; copy < num_rows; ++copy)
+          out.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] = scales[s];
     }
   }
 }

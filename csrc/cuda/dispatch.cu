@@ -10,7 +10,8 @@ namespace ep::cuda {
 namespace {
 
 constexpr uint32_t kMostPiece = 8192;         // bytes of a row that travel at once
-constexpr size_t kLeastStaging = 64 * kLine;  // bytes of shared memory for the rings of the helpers
+// Bytes of shared memory for the rings of the helpers, beside the plan and beside the rings of the movers, at least.
+constexpr size_t kLeastStaging = 64 * kLine, kLateStaging = 32 * kLine;
 
 // The counts of a routing that was planned before.
 __device__ void repeat_counts(const Context& context, const DispatchCall& call) {
@@ -34,16 +35,26 @@ __device__ bool prepare(const Context& context, const DispatchCall& call, char* 
     return wait_for_free_staging<Movers>(context, epoch) && make_plan(context, call, shared, epoch);
   if (!moves && call.stages) {
     if (!wait_for_free_staging<Helpers>(context, epoch)) return false;
-    stage(context, call, shared, epoch);
+    stage(context, call, shared, epoch, true);
   }
   return true;
 }
 
-// By the whole block, until all ranks have listed and staged; false when this rank has given up.
+// By the whole block, until all ranks have listed and have staged early tokens; false when this rank has given up.
 __device__ bool wait_for_rows(const Context& context, const DispatchCall& call, uint64_t epoch) {
   const Region& own = context.own();
   if (call.new_plan && !team_waits<Block>(context, kDispatch, Phase::kItems, epoch, own.listed, epoch)) return false;
-  return team_waits<Block>(context, kDispatch, Phase::kRows, epoch, own.staged, epoch);
+  return team_waits<Block>(context, kDispatch, Phase::kRows, epoch, own.staged, 2 * epoch - 1);
+}
+
+__device__ bool help(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
+  if (call.stages) stage(context, call, shared, epoch, false);
+  const uint64_t* staged = context.own().staged;
+  if (call.tail_bytes > 0 && !team_waits<Helpers>(context, kDispatch, Phase::kRows, epoch, staged, 2 * epoch))
+    return false;
+  deliver_tails(context, call);
+  clear_rows(context, call);
+  return true;
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 1)
@@ -57,13 +68,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   bool ok = !__syncthreads_or(has_failed(context));  // here and below: all threads or none
   if (ok) ok = __syncthreads_and(prepare(context, call, shared, epoch));
   if (!call.pulls) return;
-  if (!ok || !wait_for_rows(context, call, epoch)) return clear_all(context, call);
-  if (Movers::has_thread()) {
-    pull_rows(context, call, shared);
-  } else {
-    deliver_tails(context, call);
-    clear_rows(context, call);
+  ok = ok && wait_for_rows(context, call, epoch);
+  if (ok) {
+    const bool done = Movers::has_thread() ? pull_rows(context, call, shared, epoch) : help(context, call, shared, epoch);
+    ok = __syncthreads_and(done);
   }
+  if (!ok) return clear_all(context, call);
   if (!last_block<Block>(&state->pull_done, gridDim.x)) return;
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {
@@ -90,24 +100,30 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   call.new_plan = args.topk_idx != nullptr;
   call.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   call.tail_bytes = tail_bytes(sizes, args);
+  call.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0;
+  const uint32_t scale_bytes = call.bulk_scales ? args.scale_bytes : 0;
   const size_t room = kMaxShared - 1024;
   size_t shared = 0;
   if (call.plans()) {
     const auto scratch = [&] { return round_up(carve_scratch(nullptr, sizes, call.plan_warps, nullptr), kLine); };
     call.plan_warps = Movers::kWarps;
     while (scratch() > room - kLeastStaging) --call.plan_warps;
-    shared = call.staged_at = scratch();
+    shared = call.early_at = scratch();
     const int tokens_of_block = 32 * call.plan_warps;
     call.plan_blocks = std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_);
   }
-  if (call.stages && !args.quantizes && sizes.num_ranks > 1) {
-    call.staged = make_pieces(args.row_bytes, (room - shared) / Helpers::kWarps, kMostPiece);
-    shared += Helpers::kWarps * call.staged.ring_bytes();
+  const bool copies = call.stages && !args.quantizes && sizes.num_ranks > 1;
+  if (copies) {
+    call.early = make_pieces(args.row_bytes, scale_bytes, (room - shared) / Helpers::kWarps, kMostPiece);
+    shared += Helpers::kWarps * call.early.ring_bytes();
   }
   if (call.pulls) {
-    const size_t fixed = Movers::kWarps * Pull::fixed_bytes(context_.item_ints);
-    call.pulled = make_pieces(args.row_bytes, (room - fixed) / Movers::kWarps, kMostPiece);
-    shared = std::max(shared, Movers::kWarps * call.pulled.ring_bytes() + fixed);
+    const size_t fixed = round_up(Movers::kWarps * Pull::fixed_bytes(context_.item_ints), 128);
+    const size_t rings = room - fixed - (copies ? kLateStaging : 0);
+    call.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMostPiece);
+    call.late_at = static_cast<uint32_t>(Movers::kWarps * call.pulled.ring_bytes() + fixed);
+    if (copies) call.late = make_pieces(args.row_bytes, scale_bytes, (room - call.late_at) / Helpers::kWarps, kMostPiece);
+    shared = std::max(shared, call.late_at + Helpers::kWarps * call.late.ring_bytes());
   }
   launch(dispatch_kernel, num_sms_, kBlockThreads, shared, stream, context_, call);
 }

@@ -20,6 +20,7 @@ Engine::Engine(const Sizes& sizes, const std::vector<char*>& regions, char* stat
   context_.sent_ints = sizes.sent_ints();
   context_.head_ints = head_ints(sizes);
   context_.max_chunks = sizes.max_chunks();
+  context_.early_tokens = sizes.early_tokens();
   context_.row_bytes = static_cast<uint32_t>(sizes.row_bytes());
   context_.slot_stride = static_cast<uint32_t>(sizes.slot_stride());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);

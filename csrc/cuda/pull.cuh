@@ -9,9 +9,10 @@ namespace ep::cuda {
 
 // Where an item's row comes from, worked out for a batch of items at a time.
 struct alignas(16) Source {
-  const char* row;
+  const char *row, *scales;
   int32_t number;  // of the item, among all: its row in rank layout
-  int32_t rank;
+  int16_t rank;
+  bool is_late;  // it is perhaps not staged yet
 };
 
 // In shared memory, of one mover.
@@ -35,8 +36,9 @@ struct Pull {
   }
 };
 
-// The items of one mover: pieces come to its ring by bulk loads and leave it by bulk stores.
-__device__ inline void pull_rows(const Context& context, const DispatchCall& call, char* shared) {
+// The items of one mover: pieces come to its ring by bulk loads and leave it by bulk stores. False when this rank has
+// given up.
+__device__ inline bool pull_rows(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
   const Plan& plan = call.plan;
   const DispatchArgs& out = call.dispatch;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = context.sizes.rank;
@@ -63,7 +65,7 @@ __device__ inline void pull_rows(const Context& context, const DispatchCall& cal
     const Interleave::Place place = order.at(first + n * step, step);
     Source& source = source_of(n);
     source.number = plan.head->item_begin[place.rank] + place.number;
-    source.rank = place.rank;
+    source.rank = static_cast<int16_t>(place.rank);
     if (!call.new_plan) return plan.items + static_cast<size_t>(source.number) * item_ints;
     return context.region[place.rank].items +
            (static_cast<size_t>(rank) * context.sizes.max_tokens + place.number) * item_ints;
@@ -75,6 +77,7 @@ __device__ inline void pull_rows(const Context& context, const DispatchCall& cal
       Source& source = source_of(n);
       const size_t token = item_at(n).token();
       const bool at_home = source.rank == rank && !out.quantizes;  // then it need not be staged
+      source.is_late = !at_home && item_at(n).token() >= context.early_tokens;
       source.row =
           at_home ? out.rows + token * out.row_bytes : context.region[source.rank].staging + token * call.row_stride;
     }
@@ -91,12 +94,26 @@ __device__ inline void pull_rows(const Context& context, const DispatchCall& cal
     if (++c.piece == pieces.num) c.piece = 0, ++c.n;
     if (++c.place == pieces.num_places) c.place = 0, c.parity ^= 1;
   };
+  const auto wait_for_late = [&](int source) {
+    const uint64_t* flag = lane == source ? context.own().staged + source : nullptr;
+    if (!wait_until(context, kDispatch, Phase::kRows, epoch, flag, 2 * epoch, lane)) return false;
+    ptx::fence_before_bulk();
+    return true;
+  };
   int room = pieces.num_places;
+  uint32_t staged = 0;  // bit mask of the ranks known to have staged all tokens
+  bool ok = true;
   while (store.n < num) {
     for (; load.n < num && room > 0; advance(load), --room) {
       if (load.piece == 0) {
         if (!records.wait(load.n)) break;
         if (load.n % Records::kBatch == 0) find_rows(load.n);
+        const Source& source = source_of(load.n);
+        if (source.is_late && !(staged >> source.rank & 1)) {
+          ok = wait_for_late(source.rank);
+          if (!ok) break;
+          staged |= 1u << source.rank;
+        }
       }
       if (lane == 0) {
         const uint32_t bytes = pieces.bytes_of(load.piece);
@@ -105,18 +122,21 @@ __device__ inline void pull_rows(const Context& context, const DispatchCall& cal
                        bytes, full + load.place);
       }
     }
+    if (!ok) break;
     if (store.piece == 0 && store.n > 0 && store.n % Records::kBatch == 0) records.fetch(where);
     ptx::barrier_wait(full + store.place, store.parity);
     if (lane == 0) {
       const Item item = item_at(store.n);
-      const char* from = memory.ring + store.place * pieces.bytes;
-      const uint32_t bytes = pieces.bytes_of(store.piece);
+      const char *from = pieces.place(memory.ring, store.place), *scales = pieces.scale_place(memory.ring, store.place);
+      const uint32_t bytes = pieces.bytes_of(store.piece), scale_bytes = pieces.scale_bytes_of(store.piece);
       char* const to = out.out_rows + store.piece * pieces.bytes;
       const int num_rows = expert_layout ? item.num_copies() : 1;
 #pragma unroll 1
       for (int copy = 0; copy < num_rows; ++copy) {
         const size_t row = expert_layout ? item.value(copy) : source_of(store.n).number;
         ptx::bulk_store(to + row * out.row_bytes, from, bytes);
+        if (scale_bytes > 0)
+          ptx::bulk_store(reinterpret_cast<char*>(out.out_scales) + row * scale_bytes, scales, scale_bytes);
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<1>();
@@ -125,7 +145,13 @@ __device__ inline void pull_rows(const Context& context, const DispatchCall& cal
     if (store.n > 0 || store.piece > 0) ++room;  // the piece before this one
     advance(store);
   }
+  if (!ok) {  // nothing may come any more when the block ends
+    for (; store.n < load.n || store.piece < load.piece; advance(store))
+      ptx::barrier_wait(full + store.place, store.parity);
+    records.drain();
+  }
   if (lane == 0) ptx::bulk_wait<0>();
+  return ok;
 }
 
 }  // namespace ep::cuda

@@ -7,44 +7,61 @@
 
 namespace ep::cuda {
 
-// The larger magnitude; NaN when one of them is.
-__device__ inline float larger(float a, float b) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-  return a;
-}
-
 // a / b as IEEE 754 rounds it, given 1 / b: for magnitudes that keep all remainders normal.
 __device__ inline float divide(float a, float b, float reciprocal) {
   const float near = a * reciprocal, nearer = __fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near);
   return __fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer);
 }
 
+// The same for any magnitudes.
+__device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElements], float by) {
+  for (float& value : values) value = __fdiv_rn(value, by);
+}
+
+// The largest magnitude of 8 bfloat16 in each 16 lanes, as bits. Those of magnitudes are ordered as they are; NaN is the
+// largest.
+__device__ inline uint32_t largest_magnitude(const uint4& vector) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
+                           __vmaxu2(vector.z & kMagnitudes, vector.w & kMagnitudes));
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
+  return max(most >> 16, most & 0xffff);
+}
+
 // Quantises a bfloat16 row by a warp, bitwise as ep_dispatcher/float8.py: a block of 128 elements by half of it.
 __device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_blocks) {
   constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-  constexpr int kTogether = 7, kElements = BFloat16::kElements;
+  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // blocks at a time, by half a warp
   const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
 #pragma unroll 1
   for (int first = half; first - half < num_blocks; first += 2 * kTogether) {
     uint4 vectors[kTogether];
+    uint32_t most = 0;  // of block `lane`
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
+    for (int i = 0; i < kTogether; ++i)
+      vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      float values[kElements], most = 0;
+      const uint32_t its_most = largest_magnitude(vectors[i]);
+      if (lane == i) most = its_most;
+    }
+    const float amax = __uint_as_float(most << 16);
+    float scale = __fdiv_rn(amax, kLargest);
+    if (scale < kSmallest) scale = kSmallest;  // and not when it is NaN
+    const float reciprocal = __frcp_rn(scale);
+    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));  // as most rows are
+    if (lane < kTogether && first + 2 * lane < num_blocks) scales[first + 2 * lane] = scale;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
+      float values[kElements];
       BFloat16::load(vectors[i], values);
+      if (plain) {
 #pragma unroll
-      for (float value : values) most = larger(most, fabsf(value));
-#pragma unroll
-      for (int offset = 8; offset > 0; offset /= 2) most = larger(most, __shfl_xor_sync(~0u, most, offset));
-      const float scale = larger(__fdiv_rn(most, kLargest), kSmallest);
-      if (most > 0x1p-60f && most < 0x1p120f) {
-        const float reciprocal = __frcp_rn(scale);
-#pragma unroll
-        for (float& value : values) value = divide(value, scale, reciprocal);
+        for (float& value : values) value = divide(value, its_scale, its_reciprocal);
       } else {
-#pragma unroll 1
-        for (float& value : values) value = __fdiv_rn(value, scale);
+        divide_all(values, its_scale);
       }
       const int block = first + 2 * i;
       if (block >= num_blocks) continue;
@@ -56,7 +73,6 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
         words[w] = low | static_cast<uint32_t>(high) << 16;
       }
       reinterpret_cast<uint2*>(to)[block * 16 + lane] = {words[0], words[1]};
-      if (lane == 0) scales[block] = scale;
     }
   }
 }
@@ -65,20 +81,20 @@ __device__ inline float* own_tail(const Context& context, const DispatchCall& ca
   return reinterpret_cast<float*>(context.own().tails + static_cast<size_t>(token) * call.tail_bytes);
 }
 
-// A warp's part of the tokens: first, first + step, ...
+// A warp's part of some tokens: first, first + step, ...
 struct Share {
   int first, step, num;
 
-  __device__ explicit Share(int num_tokens)
-      : first(blockIdx.x + gridDim.x * (Helpers::thread() / 32)), step(gridDim.x * Helpers::kWarps) {
-    num = first < num_tokens ? (num_tokens - 1 - first) / step + 1 : 0;
+  __device__ Share(int begin, int end)
+      : first(begin + blockIdx.x + gridDim.x * (Helpers::thread() / 32)), step(gridDim.x * Helpers::kWarps) {
+    num = first < end ? (end - 1 - first) / step + 1 : 0;
   }
 };
 
 // The rows as they are: one lane loads and stores all of them.
-__device__ inline void stage_rows(const Context& context, const DispatchCall& call, const Share& share, char* ring,
-                                  uint64_t* full) {
-  const Pieces& pieces = call.staged;
+__device__ inline void stage_rows(const Context& context, const DispatchCall& call, const Share& share,
+                                  const Pieces& pieces, char* ring, uint64_t* full) {
+  const DispatchArgs& args = call.dispatch;
   struct Cursor {
     int token;
     uint32_t piece, place, parity;
@@ -87,18 +103,21 @@ __device__ inline void stage_rows(const Context& context, const DispatchCall& ca
     if (++c.piece == pieces.num) c.piece = 0, c.token += share.step;
     if (++c.place == pieces.num_places) c.place = 0, c.parity ^= 1;
   };
-  const int total = share.num * static_cast<int>(pieces.num);
+  const int total = share.num * static_cast<int>(pieces.num), places = pieces.num_places;
+#pragma unroll 1
   for (int loaded = 0, stored = 0; stored < total; ++stored) {
-    for (; loaded < total && loaded - stored < static_cast<int>(pieces.num_places) - (stored > 0); ++loaded) {
-      const uint32_t bytes = pieces.bytes_of(load.piece);
-      const char* row = call.dispatch.rows + static_cast<size_t>(load.token) * call.dispatch.row_bytes;
-      ptx::barrier_arrive_expect(full + load.place, bytes);
-      ptx::bulk_load(ring + load.place * pieces.bytes, row + load.piece * pieces.bytes, bytes, full + load.place);
+#pragma unroll 1
+    for (; loaded < total && loaded - stored < places - (stored > 0); ++loaded) {
+      const char* row = args.rows + static_cast<size_t>(load.token) * args.row_bytes;
+      load_piece(pieces, ring, load.place, full + load.place, load.piece, row,
+                 reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(load.token) * args.scale_bytes);
       advance(load);
     }
     ptx::barrier_wait(full + store.place, store.parity);
     char* row = context.own().staging + static_cast<size_t>(store.token) * call.row_stride;
-    ptx::bulk_store(row + store.piece * pieces.bytes, ring + store.place * pieces.bytes, pieces.bytes_of(store.piece));
+    ptx::bulk_store(row + store.piece * pieces.bytes, pieces.place(ring, store.place), pieces.bytes_of(store.piece));
+    if (const uint32_t bytes = pieces.scale_bytes_of(store.piece); bytes > 0)
+      ptx::bulk_store(own_tail(context, call, store.token), pieces.scale_place(ring, store.place), bytes);
     ptx::bulk_commit();
     ptx::bulk_wait_read<1>();
     advance(store);
@@ -106,7 +125,7 @@ __device__ inline void stage_rows(const Context& context, const DispatchCall& ca
   ptx::bulk_wait<0>();
 }
 
-// Scales, and the weights behind them, by a warp.
+// Scales, if they are not staged yet, and the weights behind them, by a warp.
 __device__ inline void stage_tails(const Context& context, const DispatchCall& call, const Share& share) {
   const DispatchArgs& args = call.dispatch;
   const int num_scales = args.scale_bytes / 4, num_weights = args.topk_weights ? context.sizes.num_topk : 0;
@@ -117,32 +136,40 @@ __device__ inline void stage_tails(const Context& context, const DispatchCall& c
       own_tail(context, call, token)[offset + number] = __ldg(from + static_cast<size_t>(token) * per_token + number);
     }
   };
-  if (args.scales) copy(args.scales, num_scales, 0);
+  if (args.scales && !call.bulk_scales) copy(args.scales, num_scales, 0);
   if (num_weights > 0) copy(args.topk_weights, num_weights, (num_scales + 3) / 4 * 4);
 }
 
-// By the helpers: this rank's rows and tails, where peers read them.
-__device__ inline void stage(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
-  __shared__ uint64_t full[Helpers::kWarps][Pieces::kMostPlaces];
+// By the helpers: rows and tails of the early tokens of this rank or of the others, where peers read them.
+__device__ __noinline__ inline void stage(const Context& context, const DispatchCall& call, char* shared,
+                                          uint64_t epoch, bool early) {
+  __shared__ uint64_t barriers[2][Helpers::kWarps][Pieces::kMostPlaces];
   const DispatchArgs& args = call.dispatch;
-  const Share share(args.num_tokens);
+  const int num_early = call.early_tokens(context);
+  if (!early && num_early == args.num_tokens) return;
+  const int end = early ? num_early : args.num_tokens;
+  const Share share(early ? 0 : num_early, end);
   const int warp = Helpers::thread() / 32, lane = threadIdx.x % 32;
   if (args.quantizes) {
 #pragma unroll 1
-    for (int token = share.first; token < args.num_tokens; token += share.step) {
+    for (int token = share.first; token < end; token += share.step) {
       const char* row = args.rows + static_cast<size_t>(token) * context.row_bytes;
-      quantize_row(context.own().staging + static_cast<size_t>(token) * call.row_stride, own_tail(context, call, token),
-                   reinterpret_cast<const uint4*>(row), context.sizes.hidden / kScaleBlock);
+      quantize_row(context.own().staging + static_cast<size_t>(token) * call.row_stride,
+                   own_tail(context, call, token), reinterpret_cast<const uint4*>(row),
+                   context.sizes.hidden / kScaleBlock);
     }
   } else if (context.sizes.num_ranks > 1 && lane == 0) {  // nobody else reads this rank's own rows from there
-    for (uint32_t i = 0; i < Pieces::kMostPlaces; ++i) ptx::barrier_init(full[warp] + i, 1);
+    const Pieces& pieces = early ? call.early : call.late;
+    uint64_t* full = barriers[early][warp];
+    for (uint32_t i = 0; i < Pieces::kMostPlaces; ++i) ptx::barrier_init(full + i, 1);
     ptx::fence_barrier_init();
-    stage_rows(context, call, share, shared + call.staged_at + warp * call.staged.ring_bytes(), full[warp]);
+    char* rings = shared + (early ? call.early_at : call.late_at);
+    stage_rows(context, call, share, pieces, rings + warp * pieces.ring_bytes(), full);
   }
   __syncwarp();
   stage_tails(context, call, share);
   if (last_block<Helpers>(&context.state->stage_done, gridDim.x))
-    raise_at_all<Helpers>(context, &Region::staged, epoch);
+    raise_at_all<Helpers>(context, &Region::staged, 2 * epoch - (end < args.num_tokens));
 }
 
 }  // namespace ep::cuda

@@ -130,7 +130,7 @@ class CudaEngine:
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
-            rows, args = _aligned(rows), _C_cuda.DispatchArgs()
+            rows, scales, args = _aligned(rows), _aligned(scales), _C_cuda.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
             args.rows, args.row_bytes, args.quantizes = _address(rows), rows.shape[1] * dtype.itemsize, quantize
