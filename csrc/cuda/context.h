@@ -48,8 +48,8 @@ struct Sizes {
   size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
-// The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised; `staged`, which
-// is raised twice in an operation, holds 2 * epoch - 1 and then 2 * epoch.
+// The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised; `staged`,
+// which is raised twice in an operation, holds 2 * epoch - 1 and then 2 * epoch.
 struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it; at offset 0
   uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`

@@ -83,7 +83,8 @@ __device__ inline void deliver_tails(const Context& context, const DispatchCall&
       for (int s = lane; s < num_scales; s += 32)
 #pragma unroll 1
         for (int copy = 0; copy < num_rows; ++copy)
-          out.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] = scales[s];
+          out.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] =
+              scales[s];
     }
   }
 }

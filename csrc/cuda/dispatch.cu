@@ -9,7 +9,7 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMostPiece = 8192;         // bytes of a row that travel at once
+constexpr uint32_t kMostPiece = 8192;  // bytes of a row that travel at once
 // Bytes of shared memory for the rings of the helpers, beside the plan and beside the rings of the movers, at least.
 constexpr size_t kLeastStaging = 64 * kLine, kLateStaging = 32 * kLine;
 
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!call.pulls) return;
   ok = ok && wait_for_rows(context, call, epoch);
   if (ok) {
-    const bool done = Movers::has_thread() ? pull_rows(context, call, shared, epoch) : help(context, call, shared, epoch);
+    const bool done =
+        Movers::has_thread() ? pull_rows(context, call, shared, epoch) : help(context, call, shared, epoch);
     ok = __syncthreads_and(done);
   }
   if (!ok) return clear_all(context, call);
@@ -122,7 +123,8 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
     const size_t rings = room - fixed - (copies ? kLateStaging : 0);
     call.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMostPiece);
     call.late_at = static_cast<uint32_t>(Movers::kWarps * call.pulled.ring_bytes() + fixed);
-    if (copies) call.late = make_pieces(args.row_bytes, scale_bytes, (room - call.late_at) / Helpers::kWarps, kMostPiece);
+    if (copies)
+      call.late = make_pieces(args.row_bytes, scale_bytes, (room - call.late_at) / Helpers::kWarps, kMostPiece);
     shared = std::max(shared, call.late_at + Helpers::kWarps * call.late.ring_bytes());
   }
   launch(dispatch_kernel, num_sms_, kBlockThreads, shared, stream, context_, call);

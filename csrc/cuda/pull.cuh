@@ -116,10 +116,8 @@ __device__ inline bool pull_rows(const Context& context, const DispatchCall& cal
         }
       }
       if (lane == 0) {
-        const uint32_t bytes = pieces.bytes_of(load.piece);
-        ptx::barrier_arrive_expect(full + load.place, bytes);
-        ptx::bulk_load(memory.ring + load.place * pieces.bytes, source_of(load.n).row + load.piece * pieces.bytes,
-                       bytes, full + load.place);
+        const Source& source = source_of(load.n);
+        load_piece(pieces, memory.ring, load.place, full + load.place, load.piece, source.row, source.scales);
       }
     }
     if (!ok) break;

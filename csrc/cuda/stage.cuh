@@ -18,8 +18,8 @@ __device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElemen
   for (float& value : values) value = __fdiv_rn(value, by);
 }
 
-// The largest magnitude of 8 bfloat16 in each 16 lanes, as bits. Those of magnitudes are ordered as they are; NaN is the
-// largest.
+// The largest magnitude of 8 bfloat16 in each 16 lanes, as bits. Those of magnitudes are ordered as they are; NaN is
+// the largest.
 __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
   uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
@@ -39,8 +39,7 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
     uint4 vectors[kTogether];
     uint32_t most = 0;  // of block `lane`
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const uint32_t its_most = largest_magnitude(vectors[i]);
@@ -154,9 +153,8 @@ __device__ __noinline__ inline void stage(const Context& context, const Dispatch
 #pragma unroll 1
     for (int token = share.first; token < end; token += share.step) {
       const char* row = args.rows + static_cast<size_t>(token) * context.row_bytes;
-      quantize_row(context.own().staging + static_cast<size_t>(token) * call.row_stride,
-                   own_tail(context, call, token), reinterpret_cast<const uint4*>(row),
-                   context.sizes.hidden / kScaleBlock);
+      quantize_row(context.own().staging + static_cast<size_t>(token) * call.row_stride, own_tail(context, call, token),
+                   reinterpret_cast<const uint4*>(row), context.sizes.hidden / kScaleBlock);
     }
   } else if (context.sizes.num_ranks > 1 && lane == 0) {  // nobody else reads this rank's own rows from there
     const Pieces& pieces = early ? call.early : call.late;
