@@ -78,8 +78,10 @@ __device__ inline bool pull_rows(const Context& context, const DispatchCall& cal
       const size_t token = item_at(n).token();
       const bool at_home = source.rank == rank && !out.quantizes;  // then it need not be staged
       source.is_late = !at_home && item_at(n).token() >= context.early_tokens;
-      source.row =
-          at_home ? out.rows + token * out.row_bytes : context.region[source.rank].staging + token * call.row_stride;
+      const Region& region = context.region[source.rank];
+      source.row = at_home ? out.rows + token * out.row_bytes : region.staging + token * call.row_stride;
+      source.scales = at_home ? reinterpret_cast<const char*>(out.scales) + token * out.scale_bytes
+                              : region.tails + token * call.tail_bytes;
     }
     __syncwarp();
   };
