@@ -84,34 +84,31 @@ struct Producer {
     work.first_slot = static_cast<int16_t>((head + sum - work.num_rows) % pipeline.num_slots);
     if (lane < num) pipeline.queue[(issued + lane) % Pipeline::kQueue] = work;
     __syncwarp();
-    for (int done = 0; done < num;) {  // as many at a time as there is room for
-      const int before = __shfl_sync(~0u, sum - work.num_rows, done), next = __shfl_sync(~0u, sum, done);
-      release(next - before);
-      const bool fits = lane >= done && lane < num && sum - before <= pipeline.num_slots - used &&
-                        lane - done < Pipeline::kMaxSlots - (issued - released);
-      const int count = __popc(__ballot_sync(~0u, fits));
-      if (fits) {
-        uint64_t* full = pipeline.full + (issued + lane - done) % Pipeline::kQueue;
-        if (work.num_rows > 0)
-          ptx::barrier_arrive_expect(full, work.num_rows * bytes);
+    for (int i = 0; i < num; ++i) {
+      const int num_rows = __shfl_sync(~0u, work.num_rows, i), first_slot = __shfl_sync(~0u, work.first_slot, i);
+      while (used + num_rows > pipeline.num_slots || issued - released >= Pipeline::kMaxSlots) release();
+      uint64_t* full = pipeline.full + issued % Pipeline::kQueue;
+      if (lane == 0) {
+        if (num_rows > 0)
+          ptx::barrier_arrive_expect(full, num_rows * bytes);
         else
           ptx::barrier_arrive(full);
-        const char** addends = pipeline.addends + lane * pipeline.max_addends;
-        for (int j = 0; j < work.num_rows; ++j)
-          ptx::bulk_load(pipeline.slot(work.first_slot + j), addends[j] + offset, bytes, full);
       }
       __syncwarp();
-      done += count;
-      issued += count;
-      used += __shfl_sync(~0u, sum, done - 1) - before;
+      if (lane < num_rows)
+        ptx::bulk_load(pipeline.slot(first_slot + lane), pipeline.addends[i * pipeline.max_addends + lane] + offset,
+                       bytes, full);
+      used += num_rows;
+      ++issued;
     }
     head = (head + __shfl_sync(~0u, sum, Pipeline::kBatch - 1)) % pipeline.num_slots;
+    __syncwarp();  // the addends may be written again
   }
 
   // A last work for every group, which says that all chunks before `chunk` are complete.
   __device__ void end_chunks(int chunk, bool stops) {
     const int lane = threadIdx.x % 32;
-    release(0, Pipeline::kGroups);
+    while (issued - released > Pipeline::kMaxSlots - Pipeline::kGroups) release();
     if (lane < Pipeline::kGroups) {
       Work work{};
       work.chunk = chunk;
@@ -124,18 +121,11 @@ struct Producer {
   }
 
  private:
-  // Takes the slots and places of works that are done: until there is room for more, and what else can be had.
-  __device__ void release(int num_slots, int num_works = 1) {
-    while (released < issued) {
-      const bool must = used + num_slots > pipeline.num_slots || issued - released + num_works > Pipeline::kMaxSlots;
-      const int oldest = released % Pipeline::kQueue, parity = released / Pipeline::kQueue % 2;
-      if (must)
-        ptx::barrier_wait(pipeline.empty + oldest, parity);
-      else if (!ptx::barrier_has_ended(pipeline.empty + oldest, parity))
-        break;
-      used -= pipeline.queue[oldest].num_rows;
-      ++released;
-    }
+  __device__ void release() {
+    const int oldest = released % Pipeline::kQueue;
+    ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2);
+    used -= pipeline.queue[oldest].num_rows;
+    ++released;
   }
 };
 

@@ -31,17 +31,7 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
                : "memory");
 }
 
-// Whether the phase of this parity (0 for the first) has ended, without waiting.
-__device__ __forceinline__ bool barrier_has_ended(uint64_t* barrier, uint32_t parity) {
-  uint32_t ended;
-  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
-               : "=r"(ended)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
-  return ended;
-}
-
-// The same, after some time at the latest.
+// Whether the phase of this parity (0 for the first) has ended.
 __device__ __forceinline__ bool barrier_ended(uint64_t* barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
