@@ -56,6 +56,8 @@ PYBIND11_MODULE(_C_cpu, m) {
     }
   });
 
+  py::register_exception<ep::RefusedByAll>(m, "RefusedByAll", PyExc_ValueError);
+
   py::enum_<ep::DType>(m, "DType")
       .value("float32", ep::DType::kFloat32)
       .value("bfloat16", ep::DType::kBFloat16)
@@ -85,10 +87,6 @@ PYBIND11_MODULE(_C_cpu, m) {
   });
   // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &ep::plan_capacity);
-  // The epoch in which a plan was made.
-  m.def("plan_id", [](const ep::Config& config, Address plan) {
-    return ep::read_plan(config, pointer<const int32_t>(plan)).fixed->plan_id;
-  });
 
   py::class_<Engine>(m, "Engine")
       .def(py::init<ep::Config, int64_t>())
@@ -101,6 +99,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("close", &Engine::close)
       .def("begin", &Engine::begin)
       .def("give_up", &Engine::give_up)
+      .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
       .def(
           "route",
           [](Engine& e, Address topk_idx, ep::Layout layout, int expert_alignment, int max_recv_rows,
@@ -163,6 +162,7 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.pull(node, pull_args(out, weights, topk_idx));
           },
           Unlocked())
+      .def("agree", &Engine::agree)
       .def(
           "push",
           [](Engine& e, int node, Address y, Address topk_weights) {
@@ -181,8 +181,7 @@ PYBIND11_MODULE(_C_cpu, m) {
              }
              return view(span);
            })
-      .def("incoming_sums",
-           [](Engine& e, int node, bool has_weights) { return view(e.incoming_sums(node, has_weights)); })
+      .def("incoming_sums", [](Engine& e, int node) { return view(e.incoming_sums(node)); })
       .def(
           "sum",
           [](Engine& e, Address topk_weights, Address out, Address out_weights) {

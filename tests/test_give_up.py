@@ -49,8 +49,9 @@ def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     assert words["0"] == "[1, 2]"
 
 
-def dispatch_with_one_rank_out_of_memory(rank: int):
-    with ep.Buffer(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=30) as buffer:
+def dispatch_with_one_rank_out_of_memory(rank: int, ranks_per_node: int):
+    options = dict(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
+    with ep.Buffer(**options, engine="cpu", timeout_s=30) as buffer:
         if rank == 1:
 
             def fail(*_):
@@ -65,12 +66,14 @@ def dispatch_with_one_rank_out_of_memory(rank: int):
             with pytest.raises((ep.PeerTimeoutError, RuntimeError, MemoryError)) as caught:
                 buffer.dispatch(x, idx)
             errors.append((type(caught.value).__name__, getattr(caught.value, "late_ranks", None)))
+        assert buffer._engine._rail._receives == buffer._engine._rail._sends == []
         return errors, time.monotonic() - begin
 
 
-def test_only_the_rank_that_gave_up_is_blamed_and_at_once():
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+def test_only_the_rank_that_gave_up_is_blamed_and_at_once(ranks_per_node):
     with RankPool(3) as pool:
-        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory)
+        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory, ranks_per_node)
     assert waits[0] == [("PeerTimeoutError", (1,))] * 2
     assert slow[0] == [("PeerTimeoutError", (1,))] * 2
     assert failed[0] == [("MemoryError", None), ("RuntimeError", None)]
@@ -118,18 +121,18 @@ def disagree_inside_one_node(rank: int):
     options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=20)
     with ep.Buffer(**options, engine="cpu") as buffer:
         x, (idx, weights) = torch.ones(8, 64).bfloat16(), make_routing("uniform", 8, 4, 2, seed=rank)
-        handle = buffer.dispatch(x, idx, weights).handle
+        right = buffer.dispatch(x, idx, weights)
         begin, errors = time.monotonic(), []
         for _ in range(2):
-            with pytest.raises((ValueError, RuntimeError)) as caught:
-                buffer.dispatch(x, None, None if rank == 1 else weights, handle=handle)
-            errors.append(type(caught.value).__name__)
+            with pytest.raises(ValueError) as caught:
+                buffer.dispatch(x, None, None if rank == 1 else weights, handle=right.handle)
+            errors.append(str(caught.value))
+        again = buffer.dispatch(x, None, weights, handle=right.handle)
+        assert torch.equal(again.x, right.x) and torch.equal(again.topk_weights, right.topk_weights)
         return errors, buffer._engine._rail._receives, time.monotonic() - begin
 
 
-def test_after_a_disagreement_between_nodes_nothing_is_under_way(pools):
-    results = pools(4).run(disagree_inside_one_node)
-    for rank, (errors, receives, seconds) in enumerate(results):
-        first = "ValueError" if rank < 2 else "PeerTimeoutError"
-        assert errors == [first, "RuntimeError" if rank < 2 else "PeerTimeoutError"]
-        assert receives == [] and seconds < 10  # the limit is 20: the other node hears of it at once
+def test_after_a_disagreement_inside_a_node_all_nodes_go_on(pools):
+    for errors, receives, seconds in pools(4).run(disagree_inside_one_node):
+        assert all(error.startswith("topk_weights: rank") and "rank 1 gave None" in error for error in errors)
+        assert receives == [] and seconds < 10  # the limit is 20

@@ -31,6 +31,7 @@ SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
   }
   data_ = static_cast<char*>(data);
   prefer_huge_pages(data, bytes);
+  madvise(data, bytes, MADV_DONTFORK);  // a data loader's worker that outlives this process keeps nothing of it
 }
 
 SharedMemory SharedMemory::create(size_t bytes) {
