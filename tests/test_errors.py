@@ -541,6 +541,35 @@ def test_disagreement_is_an_error_on_all_ranks(pools, kind, ranks_per_node, odd)
         assert_words(message, [*words, f"rank {odd} ", "all ranks must"])
 
 
+def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -> list[str]:
+    """Rank 1 calls another operation than the others. Returns the errors of it and of a right one after it."""
+    buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=1.5)
+    arguments = inputs(rank)
+    out = buffer.dispatch(*arguments)
+    calls = {
+        "dispatch": lambda: buffer.dispatch(*arguments),
+        "cached dispatch": lambda: buffer.dispatch(arguments[0], None, arguments[2], handle=out.handle),
+        "combine": lambda: buffer.combine(out.x, out.handle),
+    }
+    errors = []
+    for call in (calls[other if rank == 1 else operation], calls["dispatch"]):
+        with pytest.raises((ValueError, ep.PeerTimeoutError)) as caught:
+            call()
+        errors.append(type(caught.value).__name__)
+    buffer.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@pytest.mark.parametrize(
+    "operation,other", [("dispatch", "cached dispatch"), ("combine", "dispatch"), ("cached dispatch", "combine")]
+)
+def test_different_operations_go_through_on_no_rank(pools, operation, other, ranks_per_node):
+    """No process dies, and no rank takes rows of another operation for its own."""
+    for first, second in pools(4).run(mix_operations, operation, other, ranks_per_node):
+        assert first in ("ValueError", "PeerTimeoutError") and second == "PeerTimeoutError"
+
+
 # ---- too few rows ---------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """A rank that gives up: who is blamed, what it leaves behind, and what it takes to get there."""
 
+import threading
 import time
 
 import pytest
@@ -93,6 +94,35 @@ def use_from_two_threads(rank: int) -> str:
 def test_a_second_thread_is_told(pools):
     (message,) = pools(1).run(use_from_two_threads)
     assert message.startswith("buffer: given while another thread") and "allowed: one at a time" in message
+
+
+def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> list[int]:
+    """Rank 0 waits a second for rank 1, in a dispatch and in a combine; how often another thread of it runs then."""
+    options = dict(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
+    times = []
+    with ep.Buffer(**options, engine="cpu", timeout_s=30) as buffer:
+        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=rank)
+        out = buffer.dispatch(x, idx)
+        for operation in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.x, out.handle)):
+            done, seen = threading.Event(), []
+
+            def run(done=done, seen=seen):
+                while not done.wait(0.01):
+                    seen.append(1)
+
+            thread = threading.Thread(target=run)
+            time.sleep(rank)
+            thread.start()
+            operation()
+            done.set()
+            thread.join()
+            times.append(len(seen))
+    return times
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_other_threads_run_while_a_rank_waits(pools, ranks_per_node):
+    assert min(pools(2).run(wait_with_a_thread_beside, ranks_per_node)[0]) > 20  # 100 on an idle machine; else 0 or 1
 
 
 def test_a_plan_is_never_larger_than_what_can_be_received():
