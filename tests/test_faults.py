@@ -333,9 +333,12 @@ def mappings_of_a_child(rank: int) -> tuple[int, int]:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(writer, str(len(mappings())).encode())
+            count = len(mappings())
+            buffer._engine._c.close()
+            os.write(writer, str(count).encode())
             os._exit(0)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
         in_child = int(os.read(reader, 10))
         os.close(reader)
         os.close(writer)
