@@ -46,7 +46,9 @@ PYBIND11_MODULE(_C_cuda, m) {
       .value("float32", ep::DType::kFloat32)
       .value("bfloat16", ep::DType::kBFloat16)
       .value("float16", ep::DType::kFloat16);
-  py::enum_<ep::Layout>(m, "Layout", py::module_local()).value("rank", ep::Layout::kRank).value("expert", ep::Layout::kExpert);
+  py::enum_<ep::Layout>(m, "Layout", py::module_local())
+      .value("rank", ep::Layout::kRank)
+      .value("expert", ep::Layout::kExpert);
 
   py::class_<Sizes>(m, "Sizes")
       .def(py::init<>())
