@@ -45,7 +45,7 @@ PYBIND11_MODULE(_C_cpu, m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
   static py::exception<ep::PeerLate> peer_late(m, "PeerLate");
-  py::register_exception_translator([](std::exception_ptr error) {
+  py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const ep::PeerLate& late) {
@@ -56,6 +56,9 @@ PYBIND11_MODULE(_C_cpu, m) {
     }
   });
 
+  py::register_local_exception<ep::RefusedByAll>(m, "RefusedByAll", PyExc_ValueError);
+
+  // Local to this module, because the CUDA module has some of the same types.
   py::enum_<ep::DType>(m, "DType", py::module_local())
       .value("float32", ep::DType::kFloat32)
       .value("bfloat16", ep::DType::kBFloat16)
@@ -64,7 +67,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .value("rank", ep::Layout::kRank)
       .value("expert", ep::Layout::kExpert);
 
-  py::class_<ep::Config>(m, "Config")
+  py::class_<ep::Config>(m, "Config", py::module_local())
       .def(py::init<>())
       .def_readwrite("rank", &ep::Config::rank)
       .def_readwrite("rank_at", &ep::Config::rank_at)
@@ -87,12 +90,8 @@ PYBIND11_MODULE(_C_cpu, m) {
   });
   // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &ep::plan_capacity);
-  // The epoch in which a plan was made.
-  m.def("plan_id", [](const ep::Config& config, Address plan) {
-    return ep::read_plan(config, pointer<const int32_t>(plan)).fixed->plan_id;
-  });
 
-  py::class_<Engine>(m, "Engine")
+  py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init<ep::Config, int64_t>())
       .def_property_readonly("epoch", &Engine::epoch)
       .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
@@ -103,6 +102,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("close", &Engine::close)
       .def("begin", &Engine::begin)
       .def("give_up", &Engine::give_up)
+      .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
       .def(
           "route",
           [](Engine& e, Address topk_idx, ep::Layout layout, int expert_alignment, int max_recv_rows,
@@ -165,6 +165,7 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.pull(node, pull_args(out, weights, topk_idx));
           },
           Unlocked())
+      .def("agree", &Engine::agree)
       .def(
           "push",
           [](Engine& e, int node, Address y, Address topk_weights) {
@@ -183,8 +184,7 @@ PYBIND11_MODULE(_C_cpu, m) {
              }
              return view(span);
            })
-      .def("incoming_sums",
-           [](Engine& e, int node, bool has_weights) { return view(e.incoming_sums(node, has_weights)); })
+      .def("incoming_sums", [](Engine& e, int node) { return view(e.incoming_sums(node)); })
       .def(
           "sum",
           [](Engine& e, Address topk_weights, Address out, Address out_weights) {

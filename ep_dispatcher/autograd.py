@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from ep_dispatcher import checks
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
@@ -168,6 +169,11 @@ class _Float8Rows(torch.autograd.Function):
         return None, None, torch.where(scales.unsqueeze(-1) > 0, exact, 0).flatten(-2).to(torch.bfloat16)
 
 
+def _check_buffer(buffer: Buffer) -> None:
+    if not isinstance(buffer, Buffer):
+        checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
+
+
 def dispatch(
     buffer: Buffer,
     x: Tensor | tuple[Tensor, Tensor],
@@ -189,6 +195,7 @@ def dispatch(
     through the rounding: take it with ``ep.dequantize(out.x)``, or give ``out.x.anchor`` to an operator of your own
     (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
     """
+    _check_buffer(buffer)
     out = buffer._dispatch(
         partial(_dispatch, buffer_id=buffer.id),
         x,
@@ -215,6 +222,7 @@ def combine(
 
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """
+    _check_buffer(buffer)
     run = partial(_combine, layout=getattr(handle, "layout", ""), buffer_id=buffer.id)
     res = buffer._combine(run, y, handle, topk_weights)
     return res.x if topk_weights is None else (res.x, res.topk_weights)

@@ -82,12 +82,17 @@ class Buffer:
     ):
         self._engine = None
         if not dist.is_initialized():
-            raise ValueError(
-                "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+            given = "None" if group is None else type(group).__name__
+            checks.fail(
+                "group",
+                f"{given} while torch.distributed is not initialised",
+                "a group, or None for the default one, after torch.distributed.init_process_group",
             )
         group = group if group is not None else dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group: this process is not a member of the group given")
+            checks.fail("group", "one that this process is not a member of", "a group on its members alone")
+        if not isinstance(group, ProcessGroup):
+            checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
 
         def own_config() -> dict[str, Any]:
             name = engines.choose(envs.engine() if engine == "auto" else engine)
@@ -339,8 +344,7 @@ class Buffer:
 
     def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize):
         """The engine's tensors, and None in the place of the anchor that a dispatch with gradients returns."""
-        tensors = (t if t is None else t.detach().contiguous() for t in (rows, scales, topk_idx, topk_weights, plan))
-        rows, scales, topk_idx, topk_weights, plan = tensors
+        rows, scales, topk_idx, topk_weights, plan = map(_plain, (rows, scales, topk_idx, topk_weights, plan))
         topk_idx = None if topk_idx is None else topk_idx.long()
         engine = self._live_engine()
         with self._noted():
@@ -350,9 +354,8 @@ class Buffer:
         return *received, None
 
     def _run_combine(self, y, plan, topk_weights, num_tokens):
-        weights = None if topk_weights is None else topk_weights.detach().contiguous()
         with self._noted():
-            return self._live_engine().combine(y.detach().contiguous(), plan, weights, num_tokens)
+            return self._live_engine().combine(_plain(y), plan, _plain(topk_weights), num_tokens)
 
     @contextmanager
     def _noted(self):
@@ -361,6 +364,11 @@ class Buffer:
         except PeerTimeoutError as error:
             error.note = self.note
             raise
+
+
+def _plain(t: Tensor | None) -> Tensor | None:
+    """The values as they lie in contiguous memory, without a lazy change of sign."""
+    return None if t is None else t.detach().contiguous().resolve_neg()
 
 
 def _gather(group: ProcessGroup, produce: Callable[[], Any]) -> list:

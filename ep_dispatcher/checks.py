@@ -62,9 +62,10 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         given = type(value).__name__
     else:
         fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
-        if fits and value.dtype in dtypes and value.device.type == device:
+        dense = value.layout == torch.strided
+        if fits and dense and value.dtype in dtypes and value.device.type == device:
             return  # before any text is made: torch.compile cannot make one of sizes that it does not know
-        given = f"{list(value.shape)} of {value.dtype} on {value.device.type}"
+        given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
 

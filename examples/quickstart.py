@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 4 examples/quickstart.py"""
+"""EP_DISPATCHER_ENGINE=cpu torchrun --nproc-per-node 4 examples/quickstart.py"""
 
 import torch
 import torch.distributed as dist

@@ -362,6 +362,31 @@ def test_too_few_receive_rows_are_an_error_where_the_rows_do_not_fit(pools, engi
     assert name == "ValueError" and "max_recv_rows" in message and "39" in message and "40" in message
 
 
+def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    """The same with ``async_finish`` as without."""
+    device = device_of(engine, rank)
+    given = [to(device, each[rank]) for each in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
+    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
+        right = buffer.dispatch(*given)
+        right_sum = buffer.combine(right.x, right.handle).x
+        out = buffer.dispatch(*given, async_finish=True)
+        out.event.wait()
+        combined = buffer.combine(out.x, out.handle, async_finish=True)
+        combined.event.synchronize()
+        assert out.event.query() and combined.event.query()
+        out_grad = ep.dispatch(buffer, *given, async_finish=True)
+        out_grad.event.wait()
+        sum_grad = ep.combine(buffer, out_grad.x, out_grad.handle, async_finish=True)
+        assert torch.equal(out.x, right.x) and torch.equal(out_grad.x, right.x)
+        assert torch.equal(combined.x, right_sum) and torch.equal(sum_grad, right_sum)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_async_finish(pools, engine, ranks_per_node):
+    case = Case(2, ranks_per_node, tokens="uneven")
+    pools(2).run(finish_later, engine, case, make_inputs(case))
+
+
 def dispatch_strided(rank: int, engine: str, case: Case, inputs: Inputs):
     device = device_of(engine, rank)
     x = torch.stack([inputs.x[rank], inputs.x[rank] + 1], 2).to(device)[:, :, 0]

@@ -341,3 +341,26 @@ def make_and_destroy(rank: int, ranks_per_node: int) -> None:
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
 def test_destroy_frees_memory_files_and_connections(pools, ranks_per_node):
     pools(NUM_RANKS).run(make_and_destroy, ranks_per_node)
+
+
+def mappings_of_a_child(rank: int) -> tuple[int, int]:
+    """Of shared memory: in this process, and in one forked from it."""
+    with make_buffer() as buffer:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            count = len(mappings())
+            buffer._engine._c.close()
+            os.write(writer, str(count).encode())
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        in_child = int(os.read(reader, 10))
+        os.close(reader)
+        os.close(writer)
+        round_trip(buffer)
+        return len(mappings()), in_child
+
+
+def test_a_forked_child_keeps_no_shared_memory(pools):
+    assert pools(2).run(mappings_of_a_child) == [(2, 0)] * 2

@@ -1,5 +1,6 @@
 """A rank that gives up: who is blamed, what it leaves behind, and what it takes to get there."""
 
+import threading
 import time
 
 import pytest
@@ -67,9 +68,10 @@ def tokens(engine: str, rank: int, num_experts: int):
     return torch.zeros(8, 64).bfloat16().to(device), idx.to(device)
 
 
-def dispatch_with_one_rank_out_of_memory(rank: int, engine: str):
+def dispatch_with_one_rank_out_of_memory(rank: int, engine: str, ranks_per_node: int):
     given = tokens(engine, rank, 3)
-    with ep.Buffer(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, engine=engine, timeout_s=30) as buffer:
+    options = dict(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
+    with ep.Buffer(**options, engine=engine, timeout_s=30) as buffer:
         buffer.dispatch(*given)
         buffer.check()
         if rank == 1:
@@ -86,12 +88,15 @@ def dispatch_with_one_rank_out_of_memory(rank: int, engine: str):
             with pytest.raises((ep.PeerTimeoutError, RuntimeError, MemoryError)) as caught:
                 ask()
             errors.append((type(caught.value).__name__, getattr(caught.value, "late_ranks", None)))
+        if engine == "cpu":
+            assert buffer._engine._rail._receives == buffer._engine._rail._sends == []
         return errors, time.monotonic() - begin
 
 
-def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine):
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine, ranks_per_node):
     with RankPool(3) as pool:
-        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory, engine)
+        waits, failed, slow = pool.run(dispatch_with_one_rank_out_of_memory, engine, ranks_per_node)
     assert waits[0] == [("PeerTimeoutError", (1,))] * 3
     assert slow[0] == [("PeerTimeoutError", (1,))] * 3
     assert failed[0] == [("MemoryError", None), ("RuntimeError", None), ("RuntimeError", None)]
@@ -111,6 +116,35 @@ def use_from_two_threads(rank: int, engine: str) -> str:
 def test_a_second_thread_is_told(pools, engine):
     (message,) = pools(1).run(use_from_two_threads, engine)
     assert message.startswith("buffer: given while another thread") and "allowed: one at a time" in message
+
+
+def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> list[int]:
+    """Rank 0 waits a second for rank 1, in a dispatch and in a combine; how often another thread of it runs then."""
+    options = dict(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
+    times = []
+    with ep.Buffer(**options, engine="cpu", timeout_s=30) as buffer:
+        x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=rank)
+        out = buffer.dispatch(x, idx)
+        for operation in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.x, out.handle)):
+            done, seen = threading.Event(), []
+
+            def run(done=done, seen=seen):
+                while not done.wait(0.01):
+                    seen.append(1)
+
+            thread = threading.Thread(target=run)
+            time.sleep(rank)
+            thread.start()
+            operation()
+            done.set()
+            thread.join()
+            times.append(len(seen))
+    return times
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_other_threads_run_while_a_rank_waits(pools, ranks_per_node):
+    assert min(pools(2).run(wait_with_a_thread_beside, ranks_per_node)[0]) > 20  # 100 on an idle machine; else 0 or 1
 
 
 def test_a_plan_is_never_larger_than_what_can_be_received():
@@ -141,18 +175,18 @@ def disagree_inside_one_node(rank: int):
     options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=20)
     with ep.Buffer(**options, engine="cpu") as buffer:
         x, (idx, weights) = torch.ones(8, 64).bfloat16(), make_routing("uniform", 8, 4, 2, seed=rank)
-        handle = buffer.dispatch(x, idx, weights).handle
+        right = buffer.dispatch(x, idx, weights)
         begin, errors = time.monotonic(), []
         for _ in range(2):
-            with pytest.raises((ValueError, RuntimeError)) as caught:
-                buffer.dispatch(x, None, None if rank == 1 else weights, handle=handle)
-            errors.append(type(caught.value).__name__)
+            with pytest.raises(ValueError) as caught:
+                buffer.dispatch(x, None, None if rank == 1 else weights, handle=right.handle)
+            errors.append(str(caught.value))
+        again = buffer.dispatch(x, None, weights, handle=right.handle)
+        assert torch.equal(again.x, right.x) and torch.equal(again.topk_weights, right.topk_weights)
         return errors, buffer._engine._rail._receives, time.monotonic() - begin
 
 
-def test_after_a_disagreement_between_nodes_nothing_is_under_way(pools):
-    results = pools(4).run(disagree_inside_one_node)
-    for rank, (errors, receives, seconds) in enumerate(results):
-        first = "ValueError" if rank < 2 else "PeerTimeoutError"
-        assert errors == [first, "RuntimeError" if rank < 2 else "PeerTimeoutError"]
-        assert receives == [] and seconds < 10  # the limit is 20: the other node hears of it at once
+def test_after_a_disagreement_inside_a_node_all_nodes_go_on(pools):
+    for errors, receives, seconds in pools(4).run(disagree_inside_one_node):
+        assert all(error.startswith("topk_weights: rank") and "rank 1 gave None" in error for error in errors)
+        assert receives == [] and seconds < 10  # the limit is 20

@@ -29,6 +29,8 @@ print(getattr(setuptools.build_meta, sys.argv[1])(sys.argv[2]))
 
 
 def find_nvcc() -> str | None:
+    if os.environ.get("EP_DISPATCHER_CUDA") == "0":
+        return None
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes if home)]))
 

@@ -48,14 +48,16 @@ void Engine::push(int node, const CombineArgs& args) {
 
 Span Engine::reduce(int node, bool has_weights) {
   wait_for(&Region::pushed, node, "partial sums of another node's tokens");
-  check_agreement();
+  compare_with_node(this->node());
   const int num_topk = config_.num_topk, num_rows = plan_.num_reduced_from(node);
   const size_t row_bytes = config_.row_bytes();
   const Slots& slots = own().from_node[node].slots;
   const int32_t* slot_begin = plan_.slot_begin_of(node);
   Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
-  const Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
+  Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
+  *sums.heading = {own_operation(), other_operation_};  // its receiver hears from no other rank of this node
+  if (!disagreement_.empty()) return {data, sizeof(Heading)};
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials());
@@ -71,19 +73,17 @@ Span Engine::reduce(int node, bool has_weights) {
         for (int k = 0; k < num_topk; ++k) weights[k] += slots.weights[(begin + j) * num_topk + k];
     }
   }
-  return {data, num_rows ? c.size() : 0};
+  return {data, c.size()};
 }
 
-Span Engine::incoming_sums(int node, bool has_weights) {
-  char* const data = scratch(sums_in_, node, max_payload_bytes(config_));
-  Cursor c(data);
-  carve_payload(c, config_, {config_.row_bytes()}, has_weights, plan_.sent_rows[node]);
-  return {data, plan_.sent_rows[node] ? c.size() : 0};
+Span Engine::incoming_sums(int node) {
+  const size_t bytes = max_payload_bytes(config_);
+  return {scratch(sums_in_, node, bytes), bytes};
 }
 
 void Engine::sum(const CombineArgs& args) {
   wait_for(&Region::pushed, node(), "partial sums");
-  check_agreement();
+  compare_with_node(node());
   const bool has_weights = args.topk_weights != nullptr;
   const int num_topk = config_.num_topk, num_tokens = plan_.fixed->num_tokens;
   const size_t row_bytes = config_.row_bytes();
@@ -94,7 +94,11 @@ void Engine::sum(const CombineArgs& args) {
   for (int m = 0; m < config_.num_nodes; ++m) {
     Cursor c(sums_in_[m].get());
     from_node.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.sent_rows[m]));
+    if (m == node()) continue;
+    compare(from_node[m].heading->sender);
+    compare(from_node[m].heading->other);
   }
+  agree();
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials() + config_.num_nodes);

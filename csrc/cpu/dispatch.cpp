@@ -31,6 +31,7 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.sent_rows[node]);
+  *payload.heading = {own_operation(), own_operation()};  // every rank of a node reads the headings of the others
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
   for (int t = 0; t < args.num_tokens; ++t) {
@@ -44,15 +45,10 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
       std::memcpy(payload.weights + to * config_.num_topk, args.topk_weights + from * config_.num_topk,
                   config_.weights_bytes());
   }
-  return {data, plan_.sent_rows[node] ? c.size() : 0};
+  return {data, c.size()};
 }
 
-Span Engine::incoming_payload(int node) const {
-  const int source = config_.rank_at[node * config_.ranks_per_node + config_.local_rank];
-  Cursor c;
-  carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.payload_rows[source]);
-  return {own().from_node[node].payload, plan_.payload_rows[source] ? c.size() : 0};
-}
+Span Engine::incoming_payload(int node) const { return {own().from_node[node].payload, max_payload_bytes(config_)}; }
 
 void Engine::payload_arrived(int node) { raise_flag(own().staged[node], epoch_); }
 
@@ -82,7 +78,8 @@ void Engine::prepare_output(const PullArgs& args) {
 
 void Engine::pull(int node, const PullArgs& args) {
   wait_for(&Region::staged, node, "rows");
-  check_agreement();
+  compare_with_node(node);
+  if (!disagreement_.empty()) return;
   const int num_topk = config_.num_topk;
   const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
   size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;

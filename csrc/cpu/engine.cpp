@@ -1,7 +1,5 @@
 #include "cpu/engine.h"
 
-#include <stdexcept>
-
 #include "common/text.h"
 
 namespace ep {
@@ -73,33 +71,50 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
   wait_until(awaited, epoch, deadline_ns_, config_.spin_us, phase);
 }
 
+void Engine::check_plan(const int32_t* block) const {
+  const Plan plan = read_plan(config_, block);
+  if (plan.fixed->magic != Plan::kMagic || plan.fixed->buffer_uid != buffer_uid_)
+    throw std::invalid_argument("handle: given a plan of another buffer, allowed: one that this buffer made");
+}
+
 void Engine::announce(uint32_t plan_id, const std::vector<size_t>& bytes_per_row, bool has_weights) {
   bytes_per_row_ = bytes_per_row;
   has_weights_ = has_weights;
-  Operation& operation = own().operation[epoch_ % 2];
-  operation = {plan_id, has_weights, {bytes_per_row[0], bytes_per_row.size() > 1 ? bytes_per_row[1] : 0}};
+  const uint64_t bytes_of_scales = bytes_per_row.size() > 1 ? bytes_per_row[1] : 0;
+  other_operation_ = {config_.rank, plan_id, has_weights, {bytes_per_row[0], bytes_of_scales}};
+  own().operation[epoch_ % 2] = other_operation_;
+  disagreement_.clear();
 }
 
-void Engine::check_agreement() const {
-  const Operation& mine = own().operation[epoch_ % 2];
-  for (int local = 0; local < config_.ranks_per_node; ++local) {
-    const Operation& theirs = regions_[local].operation[epoch_ % 2];
-    const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
-    std::string message;
-    if (theirs.plan_id != mine.plan_id)
-      message = text("handle: rank ", rank, " gave the plan of epoch ", theirs.plan_id, ", rank ", config_.rank,
-                     " that of epoch ", mine.plan_id, "; all ranks must use handles of the same dispatch");
-    else if (theirs.has_weights != mine.has_weights)
-      message = text("topk_weights: rank ", mine.has_weights ? config_.rank : rank, " gave them, rank ",
-                     mine.has_weights ? rank : config_.rank, " gave None; all ranks must do the same");
-    else if (theirs.bytes_per_row[0] != mine.bytes_per_row[0] || theirs.bytes_per_row[1] != mine.bytes_per_row[1])
-      message = text("x: rank ", rank, " gave rows of ", theirs.bytes_per_row[0], " + ", theirs.bytes_per_row[1],
-                     " bytes (row + scales), rank ", config_.rank, " of ", mine.bytes_per_row[0], " + ",
-                     mine.bytes_per_row[1], "; all ranks must do the same");
-    else
-      continue;
-    throw std::invalid_argument(message);
+// Keeps the first disagreement and goes on: every rank takes all steps, so that none waits in vain for another.
+void Engine::compare(const Operation& theirs) {
+  if (!disagreement_.empty()) return;
+  const Operation& mine = own_operation();
+  if (theirs.plan_id != mine.plan_id)
+    disagreement_ = text("handle: rank ", theirs.rank, " gave the plan of epoch ", theirs.plan_id, ", rank ", mine.rank,
+                         " that of epoch ", mine.plan_id, "; all ranks must use handles of the same dispatch");
+  else if (theirs.has_weights != mine.has_weights)
+    disagreement_ = text("topk_weights: rank ", (mine.has_weights ? mine : theirs).rank, " gave them, rank ",
+                         (mine.has_weights ? theirs : mine).rank, " gave None; all ranks must do the same");
+  else if (theirs.bytes_per_row[0] != mine.bytes_per_row[0] || theirs.bytes_per_row[1] != mine.bytes_per_row[1])
+    disagreement_ = text("x: rank ", theirs.rank, " gave rows of ", theirs.bytes_per_row[0], " + ",
+                         theirs.bytes_per_row[1], " bytes (row + scales), rank ", mine.rank, " of ",
+                         mine.bytes_per_row[0], " + ", mine.bytes_per_row[1], "; all ranks must do the same");
+  else
+    return;
+  other_operation_ = theirs;
+}
+
+// With all ranks of one node; those of another one stand in front of their rows.
+void Engine::compare_with_node(int node) {
+  for (const Region& peer : regions_) {
+    Cursor c(peer.from_node[node].payload);
+    compare(node == this->node() ? peer.operation[epoch_ % 2] : carve_heading(c)->sender);
   }
+}
+
+void Engine::agree() const {
+  if (!disagreement_.empty()) throw RefusedByAll(disagreement_);
 }
 
 char* Engine::scratch(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {

@@ -3,12 +3,14 @@
 // PeerLate at the deadline of the operation.
 //
 //   dispatch  begin, route, stage, [heads, head_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
-//             finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node, finish
-//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull, [payload_arrived, pull],
-//   finish combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
+//             finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node, agree, finish
+//   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
+//             [payload_arrived, pull] per other node, agree, finish
+//   combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
 #pragma once
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -26,6 +28,11 @@ struct BadEntry {
   bool repeated;
 };
 std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, int num_topk, int num_experts);
+
+// What every rank of the group finds wrong with one operation. All have done the same steps, and can go on.
+struct RefusedByAll : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
 
 struct Span {
   char* data;
@@ -60,6 +67,8 @@ class Engine {
   uint32_t begin(double timeout_s, int num_threads);  // the next epoch
   void give_up();                                     // tells the peers of the node not to wait for this rank
 
+  void check_plan(const int32_t* plan) const;  // throws std::invalid_argument when another buffer made it
+
   // Dispatch. A route makes a plan; reuse takes one from a handle.
   void route(const RouteArgs& args, const DispatchArgs& payload);
   void reuse(const int32_t* plan, const std::vector<size_t>& bytes_per_row, bool has_weights);
@@ -67,7 +76,7 @@ class Engine {
   Span own_head() const;
   Span incoming_head(int node) const;
   void head_arrived(int node);
-  Counts count();  // throws std::invalid_argument when the ranks do not agree, or max_recv_rows is too small
+  Counts count();  // throws RefusedByAll when the ranks do not agree, or max_recv_rows is too small
   Span outgoing_lists(int node);
   Span incoming_lists(int node) const;
   void lists_arrived(int node);
@@ -78,13 +87,14 @@ class Engine {
   Span incoming_payload(int node) const;
   void payload_arrived(int node);
   void prepare_output(const PullArgs& args);
-  void pull(int node, const PullArgs& args);
+  void pull(int node, const PullArgs& args);  // pulls nothing once ranks were found to disagree
+  void agree() const;                         // after the last pull; throws RefusedByAll when ranks disagree
 
   // Combine.
   void push(int node, const CombineArgs& args);
   Span reduce(int node, bool has_weights);
-  Span incoming_sums(int node, bool has_weights);
-  void sum(const CombineArgs& args);
+  Span incoming_sums(int node);
+  void sum(const CombineArgs& args);  // throws RefusedByAll when ranks disagree
 
   void finish();  // of either: this rank reads nothing more
 
@@ -92,8 +102,10 @@ class Engine {
   void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
   void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
   void announce(uint32_t plan_id, const std::vector<size_t>& bytes_per_row, bool has_weights);
-  void check_agreement() const;
+  void compare(const Operation& theirs);
+  void compare_with_node(int node);
 
+  const Operation& own_operation() const { return own().operation[epoch_ % 2]; }
   const Region& own() const { return regions_[config_.local_rank]; }
   const FromNode& from(int source) const { return regions_[local_of_[source]].from_node[node_of_[source]]; }
   int node() const { return config_.node; }
@@ -119,6 +131,8 @@ class Engine {
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
+  Operation other_operation_{};  // of the first rank that was found to do otherwise; this rank's while there is none
+  std::string disagreement_;     // and what to say of it
 };
 
 }  // namespace ep

@@ -142,8 +142,8 @@ Counts Engine::count() {
     const Head::Fixed& theirs = *from(source).head.fixed;
     const auto check = [&](const char* argument, const auto& name_of, int64_t given, int64_t ours) {
       if (given == ours) return;
-      throw std::invalid_argument(text(argument, ": rank ", source, " gave ", name_of(given), ", rank ", config_.rank,
-                                       " gave ", name_of(ours), "; all ranks must give the same"));
+      throw RefusedByAll(text(argument, ": rank ", source, " gave ", name_of(given), ", rank ", config_.rank, " gave ",
+                              name_of(ours), "; all ranks must give the same"));
     };
     const auto number = [](int64_t n) { return n; };
     const auto layout = [](int64_t n) { return n == static_cast<int64_t>(Layout::kExpert) ? "'expert'" : "'rank'"; };
@@ -168,12 +168,12 @@ Counts Engine::count() {
     const int64_t needed = mine.layout == static_cast<int32_t>(Layout::kExpert) ? padded : items;
     const int64_t given = from(rank).head.fixed->max_recv_rows;
     if (needed > INT32_MAX)
-      throw std::invalid_argument(text("expert_alignment: given ", mine.expert_alignment, ", with which rank ", rank,
-                                       " receives ", needed, " rows; allowed: up to ", INT32_MAX,
-                                       " rows of a rank in one dispatch"));
+      throw RefusedByAll(text("expert_alignment: given ", mine.expert_alignment, ", with which rank ", rank,
+                              " receives ", needed, " rows; allowed: up to ", INT32_MAX,
+                              " rows of a rank in one dispatch"));
     if (copies > INT32_MAX)
-      throw std::invalid_argument(text("topk_idx: rank ", rank, " is given ", copies, " choices; allowed: up to ",
-                                       INT32_MAX, " of a rank in one dispatch"));
+      throw RefusedByAll(text("topk_idx: rank ", rank, " is given ", copies, " choices; allowed: up to ", INT32_MAX,
+                              " of a rank in one dispatch"));
     if (given >= 0 && needed > given)
       too_small += text(too_small.empty() ? "" : "; ", "rank ", rank, " needs ", needed, " rows, given ", given);
     if (rank != config_.rank) continue;
@@ -181,7 +181,7 @@ Counts Engine::count() {
     counted_.num_copies = static_cast<int32_t>(copies);
     counted_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
   }
-  if (!too_small.empty()) throw std::invalid_argument("max_recv_rows: too small: " + too_small);
+  if (!too_small.empty()) throw RefusedByAll("max_recv_rows: too small: " + too_small);
 
   counted_.magic = Plan::kMagic;
   counted_.plan_id = static_cast<int32_t>(epoch_);
@@ -283,11 +283,8 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> Engine::counts_per_expert(
 }
 
 void Engine::reuse(const int32_t* block, const std::vector<size_t>& bytes_per_row, bool has_weights) {
-  const Plan plan = read_plan(config_, block);
-  if (plan.fixed->magic != Plan::kMagic || plan.fixed->buffer_uid != buffer_uid_)
-    throw std::invalid_argument("handle: made by another buffer; a handle belongs to the buffer that made it");
-  plan_ = plan;
-  announce(static_cast<uint32_t>(plan.fixed->plan_id), bytes_per_row, has_weights);
+  plan_ = read_plan(config_, block);
+  announce(static_cast<uint32_t>(plan_.fixed->plan_id), bytes_per_row, has_weights);
 }
 
 }  // namespace ep

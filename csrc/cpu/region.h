@@ -73,8 +73,25 @@ inline size_t max_lists_bytes(const Config& config) {
   return (tokens + 3 * items + 2 * copies + arrays) * sizeof(int32_t) + arrays * Cursor::kAlignment;
 }
 
+// What a rank does in an epoch, for all others to compare with what they do.
+struct Operation {
+  int32_t rank;
+  uint32_t plan_id, has_weights;
+  uint64_t bytes_per_row[2];
+};
+
+// In front of rows and sums that travel between nodes. Of different operations they differ in size too, so a receiver
+// has room for the largest message that there can be, and looks here first.
+struct Heading {
+  Operation sender;
+  Operation other;  // of a rank of the sender's node that does not do the same, or the sender's again
+};
+
+inline Heading* carve_heading(Cursor& c) { return c.take<Heading>(1); }
+
 // The rows of one source rank for one node, as they travel.
 struct Payload {
+  Heading* heading;         // not of rows that stay on their node
   std::vector<char*> rows;  // each [num_rows, bytes_per_row]
   float* weights;           // [num_rows, num_topk], or null
 };
@@ -82,6 +99,7 @@ struct Payload {
 inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<size_t>& bytes_per_row,
                              bool has_weights, size_t num_rows) {
   Payload payload;
+  payload.heading = carve_heading(c);
   for (size_t bytes : bytes_per_row) payload.rows.push_back(c.take<char>(num_rows * bytes));
   payload.weights = has_weights ? c.take<float>(num_rows * config.num_topk) : nullptr;
   return payload;
@@ -89,7 +107,9 @@ inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<
 
 inline size_t max_payload_bytes(const Config& config) {
   // float8 rows with scales take 1 + 4/128 bytes an element, the rows of every dtype 2 or more.
-  return config.max_tokens * (config.row_bytes() + config.weights_bytes()) + 3 * Cursor::kAlignment;
+  Cursor c;
+  carve_heading(c);
+  return c.size() + config.max_tokens * (config.row_bytes() + config.weights_bytes()) + 3 * Cursor::kAlignment;
 }
 
 // Where the partial sums of one source rank's tokens meet.
@@ -106,17 +126,10 @@ struct FromNode {
   Slots slots;
 };
 
-// What a rank does in an epoch; its peers compare it with what they do. Two, because a peer can be one epoch ahead.
-struct Operation {
-  uint32_t plan_id;
-  uint32_t has_weights;
-  uint64_t bytes_per_row[2];
-};
-
 // The shared memory of one rank, in full.
 struct Region {
   Flag* gave_up;         // not 0 once this rank has given up on this buffer
-  Operation* operation;  // [2] by the parity of the epoch
+  Operation* operation;  // [2] by the parity of the epoch: a peer can be one epoch ahead
   Flag* headed;          // [num_nodes] the head from this node is here
   Flag* listed;          // [num_nodes] the lists from this node are here
   Flag* staged;          // [num_nodes] the rows from this node are here

@@ -21,7 +21,7 @@ namespace {
 
 }  // namespace
 
-SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
+SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), pid_(getpid()), bytes_(bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) {
     const int error = errno;
@@ -31,6 +31,7 @@ SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), bytes_(bytes) {
   }
   data_ = static_cast<char*>(data);
   prefer_huge_pages(data, bytes);
+  madvise(data, bytes, MADV_DONTFORK);  // a data loader's worker that outlives this process keeps nothing of it
 }
 
 SharedMemory SharedMemory::create(size_t bytes) {
@@ -55,7 +56,10 @@ SharedMemory SharedMemory::attach(int pid, int fd, size_t bytes) {
 }
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+    : fd_(std::exchange(other.fd_, -1)),
+      pid_(other.pid_),
+      bytes_(other.bytes_),
+      data_(std::exchange(other.data_, nullptr)) {}
 
 SharedMemory::~SharedMemory() {
   unmap();
@@ -63,7 +67,7 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::unmap() {
-  if (data_) munmap(data_, bytes_);
+  if (data_ && getpid() == pid_) munmap(data_, bytes_);  // in a child something else may lie there
   data_ = nullptr;
 }
 

@@ -23,6 +23,7 @@ class SharedMemory {
  private:
   SharedMemory(int fd, size_t bytes);
   int fd_;
+  int pid_;  // of the process that has the mapping: a forked child has not
   size_t bytes_;
   char* data_;
 };

@@ -57,7 +57,6 @@ class CpuEngine:
         self._deadline = 0.0
         self._rail: Rail | None = None
         self._in_use = threading.Lock()
-        self._agreed = False  # in the operation under way, all ranks of all nodes have compared what they give
 
         def create():
             self._c = _C_cpu.Engine(c, config.buffer_id)
@@ -81,17 +80,17 @@ class CpuEngine:
             self._check_routing(topk_idx)
         c, rail = self._c, self._rail
         arrays, weights, num_tokens = _arrays(rows, scales), _address(topk_weights), rows.shape[0]
-        with self._operation("dispatch"):
+        with self._operation("dispatch", plan):
             if plan is None:
                 new_plan, num_rows, pending_lists = self._start_plan(
                     topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens
                 )
                 plan = new_plan
             else:
-                new_plan, pending_lists, self._agreed = plan.new_empty(0), None, True
+                new_plan, pending_lists = plan.new_empty(0), None
                 c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
-            tag = self._tag(_ROWS, plan, len(arrays) > 1, weights != 0)
+            tag = self._tag(_ROWS)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
             for m in rail.others:
                 rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
@@ -110,8 +109,7 @@ class CpuEngine:
                 rail.wait(pending[m], self._deadline)
                 c.payload_arrived(m)
                 c.pull(m, *to)
-            rail.flush(self._deadline)
-            c.finish()
+            c.agree()
         return received
 
     def _start_plan(self, topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens):
@@ -128,7 +126,6 @@ class CpuEngine:
             rail.wait(pending[m], self._deadline)
             c.head_arrived(m)
         counted_rows, elements = c.count()
-        self._agreed = True
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, layout)
         plan = torch.empty(elements, dtype=torch.int32)
@@ -159,11 +156,10 @@ class CpuEngine:
         x = y.new_empty(num_tokens, self._config.hidden)
         weights_out = torch.empty((num_tokens, self._config.num_topk) if has_weights else 0)
         weights = _address(topk_weights)
-        with self._operation("combine"):
-            self._agreed = True
+        with self._operation("combine", plan):
             c.reuse(plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
-            phase, tag = "sums between nodes", self._tag(_SUMS, plan, has_weights=has_weights)
-            pending = [rail.receive(phase, m, c.incoming_sums(m, has_weights), tag) for m in rail.others]
+            phase, tag = "sums between nodes", self._tag(_SUMS)
+            pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
                 c.push(m, _address(y), weights)
             for m in rail.others:
@@ -172,8 +168,6 @@ class CpuEngine:
             for receive in pending:
                 rail.wait(receive, self._deadline)
             c.sum(weights, _address(x), _address(weights_out))
-            rail.flush(self._deadline)
-            c.finish()
         return x, weights_out
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
@@ -210,31 +204,30 @@ class CpuEngine:
         if entry is not None:
             raise ValueError(checks.bad_entry(entry, self._config.num_experts))
 
-    def _tag(self, kind: int, plan: Tensor | None = None, has_scales: bool = False, has_weights: bool = False) -> int:
-        """Of a message: epoch, plan, content and kind. Two different operations never meet: gloo would end the process
-        of a receiver of more than it expects, and leave the rest of its memory as it was when there is less."""
-        plan_id = self._c.epoch if plan is None else _C_cpu.plan_id(self._c_config, plan.data_ptr())
-        content = has_scales << 1 | has_weights
-        return ((self._c.epoch & 0x3FFF) << 16) | ((plan_id & 0xFFF) << 4) | (content << 2) | kind
+    def _tag(self, kind: int) -> int:
+        """Of a message: epoch and kind. Different kinds never meet: gloo would end the process of a receiver of more
+        than it has room for. (Less than that is fine.)"""
+        return ((self._c.epoch & 0x1FFFFFFF) << 2) | kind
 
     @contextmanager
-    def _operation(self, name: str):
-        """One epoch: the errors that end it, and what they leave of the buffer."""
+    def _operation(self, name: str, plan: Tensor | None):
+        """One epoch: its beginning and end, the errors that end it too, and what they leave of the buffer."""
         self.check()
+        if plan is not None:
+            self._c.check_plan(plan.data_ptr())
         if not self._in_use.acquire(blocking=False):
             raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
-        rank, timeout_s, self._agreed = self._topology.rank, self._config.timeout_s, False
+        rank, timeout_s, refused = self._topology.rank, self._config.timeout_s, None
         epoch = self._c.begin(timeout_s, torch.get_num_threads())
         begin = time.monotonic()
         self._deadline = begin + timeout_s
         try:
             try:
                 yield
-            except ValueError:
-                if self._found_by_all():
-                    self._rail.flush(self._deadline)
-                    self._c.finish()
-                raise
+            except _C_cpu.RefusedByAll as error:  # on every rank, so the buffer stays usable
+                refused = error
+            self._rail.flush(self._deadline)
+            self._c.finish()
         except (_C_cpu.PeerLate, RailLate) as late:
             waited_s = time.monotonic() - begin
             waited_for = late.ranks if isinstance(late, _C_cpu.PeerLate) else [late.rank]
@@ -244,16 +237,13 @@ class CpuEngine:
             self._failure = partial(error, late_ranks=late_ranks)
             raise self._failure() from late
         except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
-            if not (isinstance(error, ValueError) and self._found_by_all()):
-                text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
-                self._give_up(partial(RuntimeError, text))
+            text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
+            self._give_up(partial(RuntimeError, text))
             raise
         finally:
             self._in_use.release()
-
-    def _found_by_all(self) -> bool:
-        """Whether all ranks find that they disagree, and the buffer stays usable; after counts only one node's do."""
-        return not self._agreed or self._topology.num_nodes == 1
+        if refused is not None:
+            raise ValueError(str(refused))
 
     def _give_up(self, failure: Callable[[], Exception]) -> None:
         """The end of this buffer's use; the peers need not wait for this rank."""
