@@ -23,7 +23,9 @@ from setuptools.command.build_ext import build_ext
 COMPILE_FLAGS = ["-O3", "-fopenmp", "-Wall", "-Wextra"]
 LINK_FLAGS = ["-fopenmp"]
 # nvcc compiles and links the whole module, so that it finds its own headers and libraries.
-NVCC_FLAGS = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]
+# Code for SM90, and PTX that the driver compiles for what is newer.
+ARCHITECTURES = ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"]
+NVCC_FLAGS = ["-O3", "-std=c++17", *ARCHITECTURES, "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
