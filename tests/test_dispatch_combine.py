@@ -129,6 +129,9 @@ def random_rows(case: Case, num_tokens: int, seed: int):
     if case.payload == "pair":
         scales = torch.rand(num_tokens, case.hidden // 128, generator=torch.Generator().manual_seed(seed))
         return rows.to(torch.float8_e4m3fn), scales
+    if case.payload == "quantize":  # rows of all magnitudes, a block without any, a zero with a sign
+        rows *= 2.0 ** torch.randint(-125, 110, (num_tokens, 1), generator=torch.Generator().manual_seed(seed))
+        rows[::3, :128], rows[:, 200:201] = 0, -0.0
     return rows
 
 

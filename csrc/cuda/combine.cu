@@ -204,7 +204,6 @@ template <class T, bool kNodes>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
   extern __shared__ __align__(1024) char memory[];
-  __shared__ bool ok;
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (__syncthreads_or(has_failed(context))) return;  // all threads or none
@@ -212,14 +211,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool pushes = block < pushing;
   const Part push{block, pushing};
   const Pipeline pipeline(memory, args.num_slots, args.piece_bytes, args.max_addends);
+  bool ok = true;
   if (threadIdx.x < 32) {
     pipeline.init();
-    const bool free = !pushes || wait_for_ranks(context, kCombine, Phase::kFreeSlots, epoch, context.own().slots_free,
-                                                state->pushed_epoch);
-    if (threadIdx.x == 0) ok = free;
+    ok = !pushes ||
+         wait_for_ranks(context, kCombine, Phase::kFreeSlots, epoch, context.own().slots_free, state->pushed_epoch);
   }
-  __syncthreads();
-  if (!ok) return;
+  if (!__syncthreads_and(ok)) return;
   if (pushes && args.combine.topk_weights) {
     push_weights(context, args, push);
     __syncthreads();
@@ -232,15 +230,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     Producer producer{pipeline};
     if (pushes) push_items(context, args, push, shared, producer);
     const Shared others{shared.records + Records::shared_bytes(context.item_ints * 4), nullptr};
-    const bool done = reduce_tokens(context, args, others, epoch, producer);
+    ok = reduce_tokens(context, args, others, epoch, producer);
     producer.end_chunks(0, true);
-    if (threadIdx.x == 0) ok = done;
   } else {
     const uint32_t warps = pushing * Pipeline::kGroups * Pipeline::kGroupWarps;
     consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, &Region::pushed, chunk, warps, epoch); });
   }
-  __syncthreads();
-  if (!ok) return;
+  if (!__syncthreads_and(ok)) return;
   if (!last_block<Block>(&state->combine_done, gridDim.x)) return;
   const int source = threadIdx.x;
   if (source < context.sizes.num_ranks) {

@@ -1,5 +1,5 @@
-// What a dispatch brings beside the rows, by the helpers: scales, weights and indices of every item, and the rows that
-// have no token.
+// What a dispatch brings beside the rows, by the helpers: weights, indices and the scales that do not travel with the
+// rows, of every item; and the rows that have no token.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"

@@ -9,7 +9,8 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMostPiece = 8192;  // bytes of a row that travel at once
+constexpr uint32_t kMostPiece = 8192;    // bytes of a row that travel at once
+constexpr uint32_t kMostScales = kLine;  // bytes of a row's scales that travel with its last piece
 // Bytes of shared memory for the rings of the helpers, beside the plan and beside the rings of the movers, at least.
 constexpr size_t kLeastStaging = 64 * kLine, kLateStaging = 32 * kLine;
 
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
-  if (call.plans() && blockIdx.x == 0)  // what stays if this rank gives up before it knows better
+  if (call.stages && blockIdx.x == 0)  // what stays if this rank gives up before it knows better
     for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kBlockThreads)
       call.dispatch.out_tokens_per_expert[e] = call.dispatch.out_rows_per_expert[e] = 0;
   bool ok = !__syncthreads_or(has_failed(context));  // here and below: all threads or none
@@ -101,7 +102,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   call.new_plan = args.topk_idx != nullptr;
   call.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   call.tail_bytes = tail_bytes(sizes, args);
-  call.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0;
+  call.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMostScales;
   const uint32_t scale_bytes = call.bulk_scales ? args.scale_bytes : 0;
   const size_t room = kMaxShared - 1024;
   size_t shared = 0;

@@ -32,14 +32,6 @@ struct Interleave {
     }
   }
 
-  // Items among the first `num` of each rank.
-  __device__ int prefix(int num) const {
-    int total = 0;
-#pragma unroll
-    for (int p = 0; p < kMaxRanks; ++p) total += min(count[p], num);
-    return total;
-  }
-
   __device__ int most() const {
     int most = 0;
 #pragma unroll

@@ -435,8 +435,14 @@ __device__ bool make_plan(const Context& context, const DispatchCall& args, char
   Movers::sync();
   if (usable) {
     list_items(context, args, scratch);
-  } else if (blockIdx.x == 0) {  // then no token has an item
+  } else if (blockIdx.x == 0) {  // then no token has an item, and no row is counted
     const Plan& plan = args.plan;
+    const int local = context.sizes.num_local_experts();
+    for (int e = threadIdx.x; e <= local; e += Movers::kThreads) plan.expert_begin[e] = 0;
+    for (int e = threadIdx.x; e < local; e += Movers::kThreads) {
+      plan.expert_rows[e] = 0;
+      args.dispatch.out_tokens_per_expert[e] = args.dispatch.out_rows_per_expert[e] = 0;
+    }
     for (int i = threadIdx.x; i < args.dispatch.num_tokens * context.sent_ints; i += Movers::kThreads)
       plan.sent_item[i] = -1;
     for (int t = threadIdx.x; t < args.dispatch.num_tokens; t += Movers::kThreads) plan.sent_k[t] = 0;

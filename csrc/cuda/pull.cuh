@@ -1,5 +1,5 @@
-// The rows of a dispatch, by the movers: from the staging of all ranks, and this rank's own rows from where they are,
-// straight into their final place.
+// The rows of a dispatch, by the movers: from the staging of all ranks (this rank's own rows, unless they are
+// quantised, from where the caller has them) straight into their final place.
 #pragma once
 #include "cuda/deliver.cuh"
 #include "cuda/dispatch.cuh"

@@ -7,10 +7,10 @@
 
 namespace ep::cuda {
 
-// a / b as IEEE 754 rounds it, given 1 / b: for magnitudes that keep all remainders normal.
+// a / b as IEEE 754 rounds it, given 1 / b, unless it is so small (2^-45) that float8 has 0 for it.
 __device__ inline float divide(float a, float b, float reciprocal) {
   const float near = a * reciprocal, nearer = __fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near);
-  return __fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer);
+  return copysignf(__fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer), a);  // the sums lose the sign of -0
 }
 
 // The same for any magnitudes.
