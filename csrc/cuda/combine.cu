@@ -27,7 +27,7 @@ struct Part {
   int block, num_blocks;
 };
 
-struct Shared {  // of the producing warp, behind the pipeline's
+struct Shared {  // of the preparing warp, behind the pipeline's
   char* records;
   Interleave::Place* places;  // [2, kBatch]
 };
@@ -35,7 +35,7 @@ struct Shared {  // of the producing warp, behind the pipeline's
 __device__ Records make_records(char* memory, int bytes, int num) {
   Records records(memory, bytes, num);
   __syncwarp();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x % 32 == 0) {
     ptx::barrier_init(records.barriers, 1);
     ptx::barrier_init(records.barriers + 1, 1);
     ptx::fence_barrier_init();
@@ -44,21 +44,23 @@ __device__ Records make_records(char* memory, int bytes, int num) {
   return records;
 }
 
-// Issues works that the first `num` lanes give, piece by piece of their rows. A work's chunk counts once all pieces of
-// the works before it have been issued.
-__device__ void issue_pieces(const Context& context, const AllArgs& args, Work work, int num, Producer& producer) {
+// Prepares works that the first `num` lanes give, piece by piece of their rows. A work's chunk counts once all pieces
+// of the works before it have been prepared.
+template <class Fill>
+__device__ void prepare_pieces(const Context& context, const AllArgs& args, Work work, int num, Preparer& preparer,
+                               const Fill& fill) {
   const int its_chunk = work.chunk;
   work.chunk = __shfl_sync(~0u, work.chunk, 0);
   for (uint32_t piece = 0; piece < args.num_pieces; ++piece) {
     const uint32_t offset = piece * args.piece_bytes;
     if (piece == args.num_pieces - 1) work.chunk = its_chunk;
-    producer.issue(work, num, offset, min(args.piece_bytes, context.row_bytes - offset));
+    preparer.prepare(work, num, offset, min(args.piece_bytes, context.row_bytes - offset), fill);
   }
 }
 
-// Sums the rows of items and pushes them, by the producing warp.
+// The rows of items, to be summed and pushed; by the preparing warp.
 __device__ void push_items(const Context& context, const AllArgs& args, const Part& part, const Shared& shared,
-                           Producer& producer) {
+                           Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
   const Plan& plan = args.plan;
   const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.sizes.max_copies();
@@ -81,22 +83,21 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
     if (first > 0) records.fetch(where);
     records.wait(first);
     Work work{};
+    const Item item{reinterpret_cast<int32_t*>(records.at(first + lane % kBatch)), max_copies};
+    const Interleave::Place place = shared.places[(first + lane) % (2 * kBatch)];
     if (lane < kBatch && first + lane < num) {
-      const Item item{reinterpret_cast<int32_t*>(records.at(first + lane)), max_copies};
-      const Interleave::Place place = shared.places[(first + lane) % (2 * kBatch)];
       work.to =
           context.region[place.rank].slots +
           (static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + place.number) * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       work.chunk = place.number / kChunk;
-      const char** addends = producer.pipeline.addends + lane * producer.pipeline.max_addends;
+    }
+    prepare_pieces(context, args, work, min(kBatch, num - first), preparer, [&](const char** addends) {
       for (int j = 0; j < work.num_rows; ++j)
         addends[j] = args.combine.y + (expert_layout ? item.value(j) : row_of(place)) * context.row_bytes;
-    }
-    __syncwarp();
-    issue_pieces(context, args, work, min(kBatch, num - first), producer);
+    });
   }
-  producer.end_chunks((order.most() + kChunk - 1) / kChunk, false);
+  preparer.end_chunks((order.most() + kChunk - 1) / kChunk, false);
 }
 
 // The weights of some tokens whose partial sums have come, by a warp.
@@ -120,10 +121,10 @@ __device__ void take_weights(const Context& context, const AllArgs& args, int fi
   }
 }
 
-// Sums the partial sums of tokens, by the producing warp. Blocks take batches of tokens as they come to them. False
-// when this rank has given up.
+// The partial sums of tokens, to be summed; by the preparing warp. Blocks take batches of tokens as they come to them.
+// False when this rank has given up.
 __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const Shared& shared, uint64_t epoch,
-                              Producer& producer) {
+                              Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
   const Plan& plan = args.plan;
   const Sizes& sizes = context.sizes;
@@ -149,7 +150,6 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
     records.wait(n);
     Work work{};
     work.to = args.combine.out + static_cast<size_t>(begin + lane) * context.row_bytes;
-    const char** addends = producer.pipeline.addends + lane * producer.pipeline.max_addends;
     const auto* items = reinterpret_cast<const int32_t*>(records.at(n + min(lane, num - 1)));
     int chunk = -1;      // of the lane's rank, the last one that one of the tokens needs
     int last_node = -1;  // of an addend
@@ -165,14 +165,18 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
         work.nodes.last |= bit;
       }
       last_node = node_of(rank);
-      addends[work.num_rows++] =
-          context.own().slots + (static_cast<size_t>(rank) * sizes.max_tokens + item) * context.slot_stride;
+      ++work.num_rows;
     }
     if (!wait_for_chunks(context, kCombine, Phase::kSums, epoch, context.own().pushed, chunk, arrived)) {
       records.drain();
       return false;
     }
-    issue_pieces(context, args, work, num, producer);
+    prepare_pieces(context, args, work, num, preparer, [&](const char** addends) {
+      for (int rank = 0; rank < sizes.num_ranks; ++rank)
+        if (items[rank] >= 0)
+          *addends++ =
+              context.own().slots + (static_cast<size_t>(rank) * sizes.max_tokens + items[rank]) * context.slot_stride;
+    });
     if (args.combine.out_weights) take_weights(context, args, begin, num);
     if (begin + num == num_tokens) break;
     begins[0] = begins[1];
@@ -222,16 +226,20 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     push_weights(context, args, push);
     __syncthreads();
   }
-  if (threadIdx.x < 32) {
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) {
+    issue(pipeline);
+  } else if (warp == 1) {
     char* own =
         memory + static_cast<size_t>(args.num_slots) * args.piece_bytes + Pipeline::fixed_bytes(args.max_addends);
     const Shared shared{own + 2 * Records::kBatch * sizeof(Interleave::Place),
                         reinterpret_cast<Interleave::Place*>(own)};
-    Producer producer{pipeline};
-    if (pushes) push_items(context, args, push, shared, producer);
     const Shared others{shared.records + Records::shared_bytes(context.item_ints * 4), nullptr};
-    ok = reduce_tokens(context, args, others, epoch, producer);
-    producer.end_chunks(0, true);
+    Preparer preparer{pipeline};
+    if (pushes) push_items(context, args, push, shared, preparer);
+    ok = reduce_tokens(context, args, others, epoch, preparer);
+    preparer.end_chunks(0, true);
+    preparer.end();
   } else {
     const uint32_t warps = pushing * Pipeline::kGroups * Pipeline::kGroupWarps;
     consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, &Region::pushed, chunk, warps, epoch); });
