@@ -179,8 +179,8 @@ class Buffer:
                       what each rank needs, if that is too few for one of them. With the CUDA engine no host waits then,
                       so that this error and others that need the counts come from a later call, and what was received
                       is not of use: out.event.synchronize() or check(), if all ranks ask so before their next
-                      operation, and the buffer is as good as before; or the next operation, which also ends the
-                      buffer's use, because other ranks may have launched what this one refuses; or destroy()
+                      operation, and the buffer is as good as before; or the next operation, or they after it, which
+                      also ends the buffer's use, because some ranks may have launched what others refuse; or destroy()
         async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
                       complete in the order of the current stream; this one runs in a stream of the buffer's own.)
 

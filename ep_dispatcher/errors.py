@@ -13,11 +13,10 @@ class PeerTimeoutError(RuntimeError):
     Ranks are those of the buffer's group. note: what the caller was about (``Buffer.note``), first in the text.
     """
 
-    note = ""
-
     def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], waited_s: float):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
+        self.note = ""
         late = ", ".join(str(r) for r in self.late_ranks)
         super().__init__(
             f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited {waited_s:.1f} s for "

@@ -1,6 +1,7 @@
 """A hard life for the CUDA engine: dirty memory, many steps, more than 2^31 bytes, other streams, one queue."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from test_dispatch_combine import (
     to,
 )
 from test_steps import resources
+from torch.utils import deterministic
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
@@ -40,21 +42,26 @@ def assert_step(case: Case, seen, expected, where: str) -> None:
 
 # ---- dirty memory ---------------------------------------------------------------------------------------------------
 
-SIZES = [2**n for n in range(9, 21)] * 8 + [2**22, 2**24, 2**26] * 4  # bytes of both of the allocator's pools
 
-
-def soil() -> None:
-    """Whatever is allocated next holds NaN, or -1 where it is integers."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in SIZES]
-    del blocks
-    for size in (100, 5000, 300_000, 3_000_000):
-        assert torch.empty(size, device="cuda").isnan().all(), "this test does not do what it should"
+@contextmanager
+def dirty_memory():
+    """Whatever is allocated inside holds NaN, or the largest number where it is integers."""
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        kept = torch.zeros(1, device="cuda")
+        for dirty in (torch.empty(5000, device="cuda"), kept.new_empty(30, 3, dtype=torch.bfloat16)):
+            assert dirty.isnan().all(), "this test does not do what it should"
+        assert (torch.empty(50, dtype=torch.int32, device="cuda") == 2**31 - 1).all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        deterministic.fill_uninitialized_memory = before[1]
 
 
 def soil_region(buffer: ep.Buffer) -> None:
-    """The same for all that peers read and write, but for the flags."""
+    """All that peers read and write, but for the flags, holds NaN, or -1 where it is integers."""
     from ep_dispatcher import _C_cuda
 
     torch.cuda.synchronize()
@@ -73,13 +80,13 @@ def in_dirty_memory(rank: int, case: Case, inputs: Inputs, max_recv_rows: int | 
         handle = None
         for given in ((topk_idx, options), (None, {})):
             soil_region(buffer)
-            soil()
-            out = buffer.dispatch(x, given[0], weights, handle=handle, **given[1])
+            with dirty_memory():
+                out = buffer.dispatch(x, given[0], weights, handle=handle, **given[1])
             handle = out.handle
             y, row_weights = to(device, expert_rows(case, out, rank))
             soil_region(buffer)
-            soil()
-            result = buffer.combine(y, handle, topk_weights=row_weights)
+            with dirty_memory():
+                result = buffer.combine(y, handle, topk_weights=row_weights)
             steps.append((Received.of(out), (result.x, result.topk_weights)))
     return steps
 
@@ -140,8 +147,9 @@ def many_steps(rank: int):
             one_step(buffer, number, checked=number % 50 == 0 or number >= NUM_STEPS - 3)
             if number in (WARM_UP, NUM_STEPS - 1):
                 torch.cuda.synchronize()
+                process = resources()  # collects garbage first
                 gpu = dict(allocated=torch.cuda.memory_allocated(), reserved=torch.cuda.memory_reserved())
-                used.append(resources() | gpu)
+                used.append(process | gpu)
     return used
 
 
@@ -250,9 +258,10 @@ def in_two_streams(rank: int) -> None:
     streams = [torch.cuda.Stream() for _ in cases]
     with make_buffer(cases[0], "cuda", 64) as first, make_buffer(cases[1], "cuda", 64) as second:
         buffers = (first, second)
-        for b in (0, 1):  # the first use loads kernels, for which the host waits
-            run_in(streams[b], buffers[b], cases[b], *given[b][0])
-        torch.cuda.synchronize()
+        for b in (0, 1):  # the first use loads kernels and takes memory, and for both the host may wait
+            kept = [run_in(streams[b], buffers[b], cases[b], *given[b][turn]) for turn in range(turns)]
+            torch.cuda.synchronize()
+            del kept
         for turn in range(turns):
             for b in (0, 1) if (rank + turn) % 2 else (1, 0):
                 results[b].append(run_in(streams[b], buffers[b], cases[b], *given[b][turn]))

@@ -139,6 +139,7 @@ def full_step(rank: int, engine: str, case: Case, inputs: Inputs, buffer: ep.Buf
 
 def interleave(rank: int, engine: str, cases: list[Case], inputs: list[Inputs], buffer_of: list[int], order: list[int]):
     """Advance the steps in ``order``, where several of them may share a buffer."""
+    device_of(engine, rank)
     buffers = {}
     for case, b in zip(cases, buffer_of):
         if b not in buffers:

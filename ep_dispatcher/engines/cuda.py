@@ -14,6 +14,7 @@ from torch import Tensor
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.topology import host_id
@@ -64,7 +65,7 @@ class StreamEvent:
     def synchronize(self) -> None:
         """Let the host wait for the operation; raises what went wrong on the device.
 
-        After a ValueError that all ranks ask for at the same place the buffer is as good as before.
+        After a ValueError that all ranks ask for before their next operation the buffer is as good as before.
         """
         self._engine.synchronize()
 
@@ -82,6 +83,7 @@ class CudaEngine:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._in_use = threading.Lock()
         self._ticket = 0
+        self._followed: bool | None = None  # whether others were launched behind a dispatch whose mistakes come late
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
@@ -115,7 +117,7 @@ class CudaEngine:
                 raise ValueError(
                     "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
                 )
-            self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
+            self._symmetric = rendezvous(self._memory, topology, config.store, f"ep_dispatcher/{config.buffer_id}")
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
             self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, self._num_sms)
@@ -130,6 +132,8 @@ class CudaEngine:
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
+            if new and not torch.cuda.is_current_stream_capturing():
+                self._followed = None if counted else False
             rows, scales, args = _aligned(rows), _aligned(scales), _C_cuda.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
@@ -250,7 +254,10 @@ class CudaEngine:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        self._check(ends=False)
+        # A dispatch that is complete has had all ranks in it. Of what was launched behind it a rank cannot know that:
+        # others may have found the mistake first, and refused it.
+        followed, self._followed = self._followed, None
+        self._check(ends=bool(followed))
 
     def check(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -282,6 +289,8 @@ class CudaEngine:
                     if not torch.cuda.is_current_stream_capturing() or self._is_captured():
                         self.join()
                     self._stream = stream
+                if self._followed is not None:
+                    self._followed = not torch.cuda.is_current_stream_capturing()
                 yield stream.cuda_stream
         except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
             if self._failure is None:
@@ -297,7 +306,8 @@ class CudaEngine:
         """Raises what kernels have found so far; the host waits for nothing.
 
         A mistake that an operation finds at its start ``ends`` the use of the buffer: when ranks find it depends on
-        their speed, so that others may be in the operation that this one refuses. They are told, and find it too.
+        their speed, so that others may be in the operation that this one refuses. They are told, and find it too. So
+        does one that is found behind such an operation.
         """
         if self._failure is None and self._c is not None:  # destroyed, it has raised what there was
             late = self._c.late()
