@@ -14,7 +14,6 @@ from torch import Tensor
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
-from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.topology import host_id
@@ -117,7 +116,7 @@ class CudaEngine:
                 raise ValueError(
                     "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
                 )
-            self._symmetric = rendezvous(self._memory, topology, config.store, f"ep_dispatcher/{config.buffer_id}")
+            self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
             self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, self._num_sms)
