@@ -124,7 +124,7 @@ CUDA_MODULE = "ep_dispatcher._C_cuda"
 
 
 def extensions():
-    headers = files("csrc/common/*.h", "csrc/cpu/*.h")
+    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cpu/*.h")
     cpu = Pybind11Extension(
         "ep_dispatcher._C_cpu",
         files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),
@@ -137,7 +137,7 @@ def extensions():
     if find_nvcc() is None:
         return [cpu]
     sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*.cu")
-    headers = files("csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
+    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
     include_dirs = ["csrc", pybind11.get_include()]
     return [cpu, Extension(CUDA_MODULE, sources, depends=headers, include_dirs=include_dirs, language="c++")]
 

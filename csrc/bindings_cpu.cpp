@@ -1,7 +1,5 @@
-// The Python face of the CPU engine. Tensors come as addresses (int), 0 for "none"; memory goes out as memoryviews.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+// The Python face of the CPU engine. Memory goes out as memoryviews.
+#include "bindings.h"
 #include "cpu/engine.h"
 #include "cpu/sum_rows.h"
 
@@ -9,12 +7,8 @@ namespace py = pybind11;
 
 namespace {
 
-using Address = uintptr_t;
-
-template <class T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+using ep::Address;
+using ep::pointer;
 
 py::memoryview view(ep::Span span) {
   return py::memoryview::from_memory(span.data, static_cast<py::ssize_t>(span.size));
@@ -58,14 +52,7 @@ PYBIND11_MODULE(_C_cpu, m) {
 
   py::register_local_exception<ep::RefusedByAll>(m, "RefusedByAll", PyExc_ValueError);
 
-  // Local to this module, because the CUDA module has some of the same types.
-  py::enum_<ep::DType>(m, "DType", py::module_local())
-      .value("float32", ep::DType::kFloat32)
-      .value("bfloat16", ep::DType::kBFloat16)
-      .value("float16", ep::DType::kFloat16);
-  py::enum_<ep::Layout>(m, "Layout", py::module_local())
-      .value("rank", ep::Layout::kRank)
-      .value("expert", ep::Layout::kExpert);
+  ep::bind_types(m);
 
   py::class_<ep::Config>(m, "Config", py::module_local())
       .def(py::init<>())

@@ -1,22 +1,15 @@
-// The Python face of the CUDA engine. Tensors come as addresses (int), 0 for "none"; streams as the integers that
-// PyTorch calls cuda_stream.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+// The Python face of the CUDA engine. Streams come as the integers that PyTorch calls cuda_stream.
 #include <atomic>
 
+#include "bindings.h"
 #include "cuda/engine.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Address = uintptr_t;
-
-template <class T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+using ep::Address;
+using ep::pointer;
 
 // A field that holds an address, as Python sees it.
 template <class Struct, class T>
@@ -42,13 +35,7 @@ void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArg
 PYBIND11_MODULE(_C_cuda, m) {
   using namespace ep::cuda;
 
-  py::enum_<ep::DType>(m, "DType", py::module_local())
-      .value("float32", ep::DType::kFloat32)
-      .value("bfloat16", ep::DType::kBFloat16)
-      .value("float16", ep::DType::kFloat16);
-  py::enum_<ep::Layout>(m, "Layout", py::module_local())
-      .value("rank", ep::Layout::kRank)
-      .value("expert", ep::Layout::kExpert);
+  ep::bind_types(m);
 
   py::class_<Sizes>(m, "Sizes")
       .def(py::init<>())
