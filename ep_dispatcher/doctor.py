@@ -303,7 +303,7 @@ def look_for_nvlink() -> str:
 @probe(
     "NVSHMEM",
     OPTIONAL,
-    'only for several nodes with engine="cuda"',
+    'nothing here uses it yet; it is for engine="cuda" on several nodes',
     "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME",
 )
 def look_for_nvshmem() -> str:
@@ -352,7 +352,7 @@ def choose_engine() -> str:
     return engines.choose(envs.engine())
 
 
-def what_is_used(findings: list[Finding]) -> dict[str, str]:
+def what_is_used() -> dict[str, str]:
     try:
         engine, ranks_per_node = choose_engine(), _load("envs").ranks_per_node()
     except Exception as error:  # as for the probes
@@ -361,8 +361,7 @@ def what_is_used(findings: list[Finding]) -> dict[str, str]:
     if engine == "cpu":
         inside, between = "POSIX shared memory", "torch.distributed (gloo)"
     else:
-        nvshmem = any(finding.what == "NVSHMEM" and finding.state == OK for finding in findings)
-        inside, between = "NVLink peer memory", "NVSHMEM puts" if nvshmem else "nothing: NVSHMEM is missing"
+        inside, between = "NVLink peer memory", "nothing yet: all ranks have to be on one host"
     return {"engine": engine, "a node is": node, "inside a node": inside, "between nodes": between}
 
 
@@ -388,8 +387,9 @@ def self_test() -> None:
         dtype=torch.float32,
         timeout_s=20.0,
     )
-    out = buffer.dispatch(x, topk_idx, torch.ones(5, 2))
-    y = buffer.combine(out.x, out.handle).x
+    device = torch.device(buffer.engine)  # both engines have the name of their tensors' device
+    out = buffer.dispatch(x.to(device), topk_idx.to(device), torch.ones(5, 2, device=device))
+    y = buffer.combine(out.x, out.handle).x.cpu()
     buffer.destroy()
     dist.destroy_process_group()
     expected = x * (topk_idx >= 0).sum(1, keepdim=True)
@@ -415,7 +415,7 @@ def run_self_test() -> Finding:
 def report(run: bool = True) -> dict:
     """{"ok": bool, "findings": [Finding as a dict], "used": {what: by what}}; never raises."""
     findings = [probe.run() for probe in PROBES]
-    used = what_is_used(findings)
+    used = what_is_used()
     ok = all(finding.state != ERROR for finding in findings) and not used["engine"].startswith("none")
     if run and ok:
         findings.append(run_self_test())

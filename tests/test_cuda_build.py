@@ -123,7 +123,7 @@ def engine_with(reports: Reports):
             raise RuntimeError("gone")
 
     engine = CudaEngine.__new__(CudaEngine)
-    engine._c, engine._failure, engine._stream = reports, None, None
+    engine._c, engine._failure, engine._stream, engine._followed = reports, None, None, None
     engine._config = SimpleNamespace(num_experts=8, store=Store())
     engine._topology = SimpleNamespace(rank=0, num_ranks=3)
     engine._symmetric, engine._one, engine._to_peers = Regions(3), torch.ones(1, dtype=torch.int64), None
@@ -177,6 +177,19 @@ def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake
             ask()
         seen.append(str(caught.value))
     assert len(set(seen)) == 1 and seen[0].startswith(f"{said}. Found when other") and "destroy() this" in seen[0]
+    assert told(engine) == [1, 1, 1]
+
+
+@needs_module
+def test_a_mistake_found_behind_a_later_operation_ends_the_use_of_the_buffer():
+    """What this rank launched behind the dispatch, others may have refused."""
+    mistake, said = MISTAKES[0]
+    engine = engine_with(Reports(mistake=mistake))
+    engine._followed = True
+    for _ in range(2):
+        with pytest.raises(ValueError) as caught:
+            engine.synchronize()
+        assert str(caught.value).startswith(f"{said}. Found when other")
     assert told(engine) == [1, 1, 1]
 
 

@@ -121,21 +121,18 @@ def test_switches(monkeypatch):
 
 
 def test_what_is_used(monkeypatch):
-    def used(nvshmem: bool) -> dict[str, str]:
-        return doctor.what_is_used([doctor.Finding("NVSHMEM", "ok" if nvshmem else "optional", "")])
-
+    used = doctor.what_is_used
     monkeypatch.setenv("EP_DISPATCHER_ENGINE", "cpu")
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "2")
-    assert used(nvshmem=True)["engine"] == "cpu" and used(nvshmem=True)["a node is"].startswith("2 ranks")
+    assert used()["engine"] == "cpu" and used()["a node is"].startswith("2 ranks")
     monkeypatch.setattr(doctor, "choose_engine", lambda: "cuda")
-    assert used(nvshmem=True)["between nodes"] == "NVSHMEM puts"
-    assert "missing" in used(nvshmem=False)["between nodes"]
+    assert used()["between nodes"] == "nothing yet: all ranks have to be on one host"
 
     def none():
         raise ValueError("engine: given 'cuda', allowed: 'cpu'")
 
     monkeypatch.setattr(doctor, "choose_engine", none)
-    assert used(nvshmem=True) == {"engine": "none: ValueError: engine: given 'cuda', allowed: 'cpu'"}
+    assert used() == {"engine": "none: ValueError: engine: given 'cuda', allowed: 'cpu'"}
 
 
 def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
