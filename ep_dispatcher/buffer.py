@@ -189,7 +189,7 @@ class Buffer:
         """
         options = dict(layout=layout, expert_alignment=expert_alignment, quantize=quantize)
         inputs = (x, topk_idx, topk_weights, getattr(handle, "plan", None))
-        with self._live_engine().asynchronous(*inputs) if async_finish else nullcontext():
+        with self._when_asked(async_finish, *inputs):
             return self._dispatch(
                 self._run_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
             )
@@ -209,11 +209,7 @@ class Buffer:
 
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
         """
-        with (
-            self._live_engine().asynchronous(y, topk_weights, getattr(handle, "plan", None))
-            if async_finish
-            else nullcontext()
-        ):
+        with self._when_asked(async_finish, y, topk_weights, getattr(handle, "plan", None)):
             return self._combine(self._run_combine, y, handle, topk_weights)
 
     def check(self) -> None:
@@ -251,6 +247,9 @@ class Buffer:
         except (ValueError, RuntimeError):  # what an operation found late must not hide what went wrong first
             if error is None:
                 raise
+
+    def _when_asked(self, async_finish: bool, *inputs):
+        return self._live_engine().asynchronous(*inputs) if async_finish else nullcontext()
 
     def _live_engine(self):
         if self._engine is None:

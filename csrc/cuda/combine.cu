@@ -22,6 +22,32 @@ struct AllArgs {
   int num_push_blocks;               // blocks from 0 push before they reduce; the others only reduce
 };
 
+// Called by one thread of `num_arrivals`, which comes after all that its warp did: the last tells every rank that the
+// sums of the chunk are pushed.
+__device__ void finish_chunk(const Context& context, int chunk, uint32_t num_arrivals, uint64_t epoch) {
+  uint32_t* done = context.arrays.chunk_done + chunk;
+  ptx::fence_system();
+  if (atomicAdd(done, 1u) != num_arrivals - 1) return;
+  *done = 0;
+  ptx::fence_system();
+  const size_t flag = static_cast<size_t>(context.sizes.rank) * context.max_chunks + chunk;
+  for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
+    ptx::store_relaxed(context.region[rank].pushed + flag, epoch);
+}
+
+// Called by a whole warp, in which lane r knows of rank r: until the sums of this chunk of the lane's rank have come.
+// `arrived` is the last chunk that the lane knows to have come. False when this rank has given up.
+__device__ bool wait_for_chunks(const Context& context, uint64_t epoch, int chunk, int& arrived) {
+  if (!__any_sync(~0u, chunk > arrived)) return true;
+  const int lane = threadIdx.x % 32;
+  const size_t flag = static_cast<size_t>(lane) * context.max_chunks + chunk;
+  const uint64_t* pushed = chunk > arrived ? context.own().pushed + flag : nullptr;
+  if (!wait_until(context, kCombine, Phase::kSums, epoch, pushed, epoch, lane)) return false;
+  arrived = max(arrived, chunk);
+  ptx::fence_before_bulk();
+  return true;
+}
+
 // A part of the blocks, and this block's number in it.
 struct Part {
   int block, num_blocks;
@@ -64,7 +90,7 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
   constexpr int kBatch = Records::kBatch;
   const Plan& plan = args.plan;
   const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.sizes.max_copies();
-  const bool expert_layout = plan.head->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_layout = plan.head->has_expert_layout();
   const Interleave order{context.sizes.num_ranks, context.sizes.rank, plan.head->item_begin};
   const int total = plan.head->num_items;
   const int num = part.block < total ? (total - 1 - part.block) / part.num_blocks + 1 : 0;
@@ -167,7 +193,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
       last_node = node_of(rank);
       ++work.num_rows;
     }
-    if (!wait_for_chunks(context, kCombine, Phase::kSums, epoch, context.own().pushed, chunk, arrived)) {
+    if (!wait_for_chunks(context, epoch, chunk, arrived)) {
       records.drain();
       return false;
     }
@@ -189,7 +215,7 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
 __device__ void push_weights(const Context& context, const AllArgs& args, const Part& part) {
   const Plan& plan = args.plan;
   const int max_copies = context.sizes.max_copies(), num_topk = context.sizes.num_topk;
-  const bool expert_layout = plan.head->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_layout = plan.head->has_expert_layout();
   const int num_items = plan.head->num_items;
   int source = 0;
   for (int i = part.block * blockDim.x + threadIdx.x; i < num_items; i += part.num_blocks * blockDim.x) {
@@ -242,7 +268,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     preparer.end();
   } else {
     const uint32_t warps = pushing * Pipeline::kGroups * Pipeline::kGroupWarps;
-    consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, &Region::pushed, chunk, warps, epoch); });
+    consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, chunk, warps, epoch); });
   }
   if (!__syncthreads_and(ok)) return;
   if (!last_block<Block>(&state->combine_done, gridDim.x)) return;

@@ -59,7 +59,7 @@ struct Region {
   uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items`, `staging` and `tails`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
-  int32_t* heads;        // [num_ranks, head_ints] (head.cuh)
+  int32_t* heads;        // [num_ranks, head_ints] (plan.cuh)
   int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
   char* staging;         // [max_tokens, row_stride of the operation]
   char* tails;           // [max_tokens, tail bytes of the operation] scales and weights

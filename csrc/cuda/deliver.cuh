@@ -6,10 +6,6 @@
 
 namespace ep::cuda {
 
-__device__ inline bool has_expert_layout(const Plan& plan) {
-  return plan.head->layout == static_cast<int32_t>(Layout::kExpert);
-}
-
 // Weights of one item, and its experts, by one thread. `weights`: of its token.
 __device__ inline void deliver_weights(const Context& context, const DispatchCall& call, const Item& item, int number,
                                        bool expert_layout, const float* weights) {
@@ -46,7 +42,7 @@ __device__ inline void deliver_weights(const Context& context, const DispatchCal
 __device__ inline void deliver_tails(const Context& context, const DispatchCall& call) {
   const DispatchArgs& out = call.dispatch;
   const PlanHead& head = *call.plan.head;
-  const bool expert_layout = has_expert_layout(call.plan);
+  const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, warp = Helpers::thread() / 32, num_items = head.num_items;
   const int num_scales = out.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
   const auto item_at = [&](int number) {
@@ -62,9 +58,8 @@ __device__ inline void deliver_tails(const Context& context, const DispatchCall&
       while (number >= head.item_begin[source + 1]) ++source;
       const Item item = item_at(number);
       if (call.new_plan) {
-        const size_t place =
-            static_cast<size_t>(context.sizes.rank) * context.sizes.max_tokens + number - head.item_begin[source];
-        const auto* from = reinterpret_cast<const int4*>(context.region[source].items + place * context.item_ints);
+        const auto* from = reinterpret_cast<const int4*>(
+            item_at_source(context, source, context.sizes.rank, number - head.item_begin[source]));
 #pragma unroll 4
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
       }
@@ -109,7 +104,7 @@ __device__ inline void clear_rows(const Context& context, const DispatchCall& ca
   const Plan& plan = call.plan;
   const int lane = threadIdx.x % 32, num_warps = gridDim.x * Helpers::kWarps, local = context.sizes.num_local_experts();
   const int warp = blockIdx.x + gridDim.x * (Helpers::thread() / 32);
-  if (plan.head->usable && has_expert_layout(plan))
+  if (plan.head->usable && plan.head->has_expert_layout())
     for (int first = 0; first < local; first += 32) {
       const int e = min(first + lane, local - 1);
       const int begin = plan.expert_begin[e] + plan.expert_rows[e];

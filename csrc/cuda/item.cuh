@@ -18,6 +18,12 @@ struct Item {
   __device__ uint8_t& k(int copy) const { return reinterpret_cast<uint8_t*>(data + 2 + max_copies)[copy]; }
 };
 
+// Where `source` has the item of this number that `receiver` gets.
+__device__ inline int32_t* item_at_source(const Context& context, int source, int receiver, int number) {
+  return context.region[source].items +
+         (static_cast<size_t>(receiver) * context.sizes.max_tokens + number) * context.item_ints;
+}
+
 // The items of several ranks in one order: the first of each rank, then the second of each, and so on, so that all
 // links are busy; every rank starts at a different one.
 struct Interleave {

@@ -364,8 +364,7 @@ __device__ void list_items(const Context& context, const DispatchCall& args, con
   const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = args.dispatch.layout == Layout::kExpert;
   const auto item_of = [&](int rank, int number) {
-    const size_t place = static_cast<size_t>(rank) * context.sizes.max_tokens + number;
-    return Item{context.own().items + place * context.item_ints, max_copies};
+    return Item{item_at_source(context, context.sizes.rank, rank, number), max_copies};
   };
   const int32_t* block_tokens =
       context.arrays.block_tokens + static_cast<size_t>(blockIdx.x) * context.sizes.num_experts;

@@ -13,6 +13,10 @@ struct PlanHead {
   int32_t usable;                     // 0: the rows do not fit; then there are no items
   int32_t num_items;                  // (source rank, source token) pairs that this rank receives
   int32_t item_begin[kMaxRanks + 1];  // items by source rank
+
+#ifdef __CUDACC__
+  __device__ bool has_expert_layout() const { return layout == static_cast<int32_t>(Layout::kExpert); }
+#endif
 };
 
 struct Plan {

@@ -99,7 +99,7 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// A barrier among `threads` threads of the block, one of those numbered 1 to 15.
+// A barrier among `threads` threads of the block, one of those numbered 0 (also that of __syncthreads) to 15.
 __device__ __forceinline__ void named_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }

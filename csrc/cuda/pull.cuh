@@ -44,7 +44,7 @@ __device__ inline bool pull_rows(const Context& context, const DispatchCall& cal
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = context.sizes.rank;
   const int item_ints = context.item_ints, max_copies = context.sizes.max_copies();
   const Pieces& pieces = call.pulled;
-  const bool expert_layout = has_expert_layout(plan);
+  const bool expert_layout = plan.head->has_expert_layout();
 
   const Interleave order(context.sizes.num_ranks, rank, plan.head->item_begin);
   const int total = plan.head->num_items, step = gridDim.x * Movers::kWarps;
@@ -67,8 +67,7 @@ __device__ inline bool pull_rows(const Context& context, const DispatchCall& cal
     source.number = plan.head->item_begin[place.rank] + place.number;
     source.rank = static_cast<int16_t>(place.rank);
     if (!call.new_plan) return plan.items + static_cast<size_t>(source.number) * item_ints;
-    return context.region[place.rank].items +
-           (static_cast<size_t>(rank) * context.sizes.max_tokens + place.number) * item_ints;
+    return item_at_source(context, place.rank, rank, place.number);
   };
   const auto item_at = [&](int n) { return Item{reinterpret_cast<int32_t*>(records.at(n)), max_copies}; };
   const auto find_rows = [&](int begin) {  // of a batch whose records have come

@@ -107,33 +107,6 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   return last;
 }
 
-// Called by one thread of `num_arrivals`, which comes after all that its warp did: the last raises this rank's flag of
-// the chunk at every rank.
-__device__ inline void finish_chunk(const Context& context, uint64_t* Region::* flags, int chunk, uint32_t num_arrivals,
-                                    uint64_t epoch) {
-  uint32_t* done = context.arrays.chunk_done + chunk;
-  ptx::fence_system();
-  if (atomicAdd(done, 1u) != num_arrivals - 1) return;
-  *done = 0;
-  ptx::fence_system();
-  const size_t flag = static_cast<size_t>(context.sizes.rank) * context.max_chunks + chunk;
-  for (int rank = 0; rank < context.sizes.num_ranks; ++rank)
-    ptx::store_relaxed(context.region[rank].*flags + flag, epoch);
-}
-
-// Called by a whole warp, in which lane r knows of rank r: until the chunk of the lane's rank has come. `arrived` is
-// the last chunk that the lane knows to have come. False when this rank has given up.
-__device__ inline bool wait_for_chunks(const Context& context, Operation operation, Phase phase, uint64_t epoch,
-                                       const uint64_t* flags, int chunk, int& arrived) {
-  if (!__any_sync(~0u, chunk > arrived)) return true;
-  const int lane = threadIdx.x % 32;
-  const uint64_t* flag = chunk > arrived ? flags + static_cast<size_t>(lane) * context.max_chunks + chunk : nullptr;
-  if (!wait_until(context, operation, phase, epoch, flag, epoch, lane)) return false;
-  arrived = max(arrived, chunk);
-  ptx::fence_before_bulk();
-  return true;
-}
-
 // Called by the threads of a team after its barrier: raises this rank's flag at every rank.
 template <class Team>
 __device__ void raise_at_all(const Context& context, uint64_t* Region::* flags, uint64_t epoch) {
