@@ -35,6 +35,18 @@ def step(buffer: ep.Buffer, x, idx, weights, **options):
     return out.x.detach(), y.detach(), *grads
 
 
+def with_different_pasts(rank: int) -> None:
+    alone = [dist.new_group([member]) for member in range(2)]  # collective
+    for _ in range(1 + 2 * rank):
+        make_buffer(alone[rank]).destroy()
+    with make_buffer() as buffer:
+        step(buffer, *inputs(rank, 0))
+
+
+def test_ranks_that_have_made_different_numbers_of_buffers(pools):
+    pools(2).run(with_different_pasts)
+
+
 def replay(rank: int) -> None:
     with make_buffer() as buffer:
         given = inputs(rank, 0)
