@@ -7,7 +7,8 @@ from ep_dispatcher.engines.rendezvous import Renumbered
 
 def test_ranks_that_count_otherwise_find_each_other():
     shared = HashStore()
-    ranks = [PrefixStore("exchange", Renumbered(shared)) for _ in range(2)]  # asks as PyTorch's own code does
+    stores = [Renumbered(shared) for _ in range(2)]
+    ranks = [PrefixStore("exchange", store) for store in stores]  # asks as PyTorch's own code does
     for turn in range(3):
         keys = [[f"Memory/{number + turn}/{rank}" for rank in range(2)] for number in (0, 17)]
         for rank in range(2):

@@ -52,7 +52,7 @@ class Renumbered(Store):
 
 def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str) -> _SymmetricMemory:
     """Collective: the memory of all ranks. ``store`` is theirs alone, ``name`` used once."""
-    store = Renumbered(store)
+    store = Renumbered(store)  # lives as long as it is asked: C++ alone does not keep what Python adds to it
     group = dist.ProcessGroup(store, topology.rank, topology.num_ranks)
     _SymmetricMemory.set_group_info(name, topology.rank, topology.num_ranks, store)  # where PyTorch 2.9 looks it up
     _register_process_group(name, group)  # where later versions do
