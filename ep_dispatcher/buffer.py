@@ -174,7 +174,7 @@ class Buffer:
                       token), every group padded with zero rows to a multiple of expert_alignment; "rank": rows in the
                       order of (source rank, source token), expert_alignment counting only in rows_per_expert
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
-        handle        of an earlier dispatch on this buffer: the same routing again, without topk_idx
+        handle        of an earlier dispatch on this buffer, the same on all ranks: its routing again, without topk_idx
         max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
                       what each rank needs, if that is too few for one of them. With the CUDA engine no host waits then,
                       so that this error and others that need the counts come from a later call, and what was received
@@ -204,7 +204,7 @@ class Buffer:
 
         y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank
                       layout the caller has summed a token's local experts
-        handle        of the dispatch
+        handle        of the dispatch, the same on all ranks (the CUDA engine tells late if not: see max_recv_rows)
         topk_weights  float32, shaped as dispatch gave them, or None on every rank: brought back, for their gradient
 
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.

@@ -123,7 +123,7 @@ def engine_with(reports: Reports):
             raise RuntimeError("gone")
 
     engine = CudaEngine.__new__(CudaEngine)
-    engine._c, engine._failure, engine._stream, engine._followed = reports, None, None, None
+    engine._c, engine._failure, engine._stream, engine._launched = reports, None, None, 0
     engine._config = SimpleNamespace(num_experts=8, store=Store())
     engine._topology = SimpleNamespace(rank=0, num_ranks=3)
     engine._symmetric, engine._one, engine._to_peers = Regions(3), torch.ones(1, dtype=torch.int64), None
@@ -137,6 +137,7 @@ def told(engine) -> list[int]:
     return flags[:, 0].tolist()
 
 
+HANDLES = "handle: rank 1 gave the plan of epoch 2, rank 0 gave the plan of epoch 1; all ranks must give the same"
 MISTAKES = [
     ((1, [3, 1, 0], [9, 0, 0, 0]), "topk_idx[3, 1]: given 9, allowed: -1 (no expert), or an expert from 0 to 7"),
     ((1, [3, 1, 1], [5, 0, 0, 0]), "topk_idx[3, 1]: given expert 5 again, allowed: every expert at most once in a row"),
@@ -146,9 +147,10 @@ MISTAKES = [
         f"expert_alignment: given 64, with which rank 0 receives {2**40} rows; allowed: up to 2147483647 rows of a "
         "rank in one dispatch",
     ),
-    ((4, [0, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
-    ((4, [3, 2, 0], [1, 0, 0, 0]), "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same"),
-    ((4, [4, 1, 64], [128, 0, 0]), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same"),
+    ((4, [1, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
+    ((4, [4, 2, 0], [1, 0, 0, 0]), "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same"),
+    ((4, [5, 1, 64], [128, 0, 0]), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same"),
+    ((4, [0, 1, 2], [1, 0, 0, 0]), HANDLES),
 ]
 
 
@@ -157,6 +159,7 @@ MISTAKES = [
 def test_mistakes_become_value_errors(mistake, said):
     """At once after the operation, where all ranks find them: raised once, and the buffer is as good as before."""
     engine = engine_with(Reports(mistake=mistake))
+    engine._launched = 1
     with pytest.raises(ValueError) as caught:
         engine.synchronize()
     assert str(caught.value) == said
@@ -185,7 +188,7 @@ def test_a_mistake_found_behind_a_later_operation_ends_the_use_of_the_buffer():
     """What this rank launched behind the dispatch, others may have refused."""
     mistake, said = MISTAKES[0]
     engine = engine_with(Reports(mistake=mistake))
-    engine._followed = True
+    engine._launched = 2
     for _ in range(2):
         with pytest.raises(ValueError) as caught:
             engine.synchronize()

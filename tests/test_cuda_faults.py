@@ -87,7 +87,7 @@ def test_a_rank_that_is_delayed_for_more_than_the_limit(operation):
 
 
 def die_in_flight(rank: int, victim: int, operation: str) -> None:
-    """The victim's kernels are launched, and behind one that spins, when its process is killed."""
+    """The victim's kernels are launched, and behind one that spins for long, when its process is killed."""
     buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S)
     round_trip(buffer)
     given = inputs(rank, device=device(buffer))
@@ -96,7 +96,7 @@ def die_in_flight(rank: int, victim: int, operation: str) -> None:
     dist.barrier()
     begin = time.monotonic()
     if rank == victim:
-        spin(0.5)
+        spin(LIMIT_S + 4)
     with pytest.raises(ep.PeerTimeoutError) as caught:
         if operation == "combine":
             done = buffer.combine(outputs(rank, NUM_ROWS, device=device(buffer)), out.handle)

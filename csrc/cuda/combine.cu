@@ -2,6 +2,7 @@
 // others wait for the chunks that the next tokens need and sum the sums, and all blocks do once they have pushed.
 #include <type_traits>
 
+#include "cuda/agree.cuh"
 #include "cuda/engine.h"
 #include "cuda/item.cuh"
 #include "cuda/launch.h"
@@ -21,6 +22,8 @@ struct AllArgs {
   int num_slots, max_addends;        // of the pipeline
   int num_push_blocks;               // blocks from 0 push before they reduce; the others only reduce
 };
+
+constexpr int num_chunks(int num_items) { return (num_items + kChunk - 1) / kChunk; }
 
 // Called by one thread of `num_arrivals`, which comes after all that its warp did: the last tells every rank that the
 // sums of the chunk are pushed.
@@ -123,7 +126,7 @@ __device__ void push_items(const Context& context, const AllArgs& args, const Pa
         addends[j] = args.combine.y + (expert_layout ? item.value(j) : row_of(place)) * context.row_bytes;
     });
   }
-  preparer.end_chunks((order.most() + kChunk - 1) / kChunk, false);
+  preparer.end_chunks(num_chunks(order.most()), false);
 }
 
 // The weights of some tokens whose partial sums have come, by a warp.
@@ -147,6 +150,31 @@ __device__ void take_weights(const Context& context, const AllArgs& args, int fi
   }
 }
 
+// Tells all ranks what this rank was given, which have read what it told them before; by one warp.
+__device__ void tell_call(const Context& context, const AllArgs& args, uint64_t epoch) {
+  const int rank = context.sizes.rank, peer = threadIdx.x % 32;
+  if (peer >= context.sizes.num_ranks) return;
+  const PlanHead& head = *args.plan.head;
+  const int most = Interleave(context.sizes.num_ranks, rank, head.item_begin).most();
+  context.region[peer].calls[rank] = {head.made, args.combine.topk_weights != nullptr, num_chunks(most)};
+  ptx::fence_system();
+  ptx::store_relaxed(context.region[peer].called + rank, epoch);
+}
+
+enum class Go { kYes, kNo, kGaveUp };
+
+// Called by a whole warp: whether the partial sums that come belong together. If not, all of them have come.
+__device__ Go agree_on_call(const Context& context, uint64_t epoch) {
+  const uint64_t* called = context.own().called;
+  if (!wait_for_ranks(context, kCombine, Phase::kSums, epoch, called, epoch)) return Go::kGaveUp;
+  const int lane = threadIdx.x % 32, last = context.sizes.num_ranks - 1;
+  const CombineCall* call = context.own().calls + min(lane, last);
+  const int plan = __ldcg(&call->plan), has_weights = __ldcg(&call->has_weights), chunks = __ldcg(&call->num_chunks);
+  if (agree(context, Given::kPlan, plan) && agree(context, Given::kWeights, has_weights)) return Go::kYes;
+  int arrived = -1;
+  return wait_for_chunks(context, epoch, lane <= last ? chunks - 1 : -1, arrived) ? Go::kNo : Go::kGaveUp;
+}
+
 // The partial sums of tokens, to be summed; by the preparing warp. Blocks take batches of tokens as they come to them.
 // False when this rank has given up.
 __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const Shared& shared, uint64_t epoch,
@@ -155,6 +183,8 @@ __device__ bool reduce_tokens(const Context& context, const AllArgs& args, const
   const Plan& plan = args.plan;
   const Sizes& sizes = context.sizes;
   const int lane = threadIdx.x % 32, num_tokens = args.combine.num_tokens;
+  const Go go = agree_on_call(context, epoch);
+  if (go != Go::kYes) return go == Go::kNo;
   const int batch = min(kBatch, num_tokens / static_cast<int>(2 * gridDim.x) + 1);  // tokens; few when there are few
   const auto node_of = [&](int rank) { return rank / sizes.ranks_per_node; };
   Records records = make_records(shared.records, context.sent_ints * 4, INT32_MAX);
@@ -230,7 +260,7 @@ __device__ void push_weights(const Context& context, const AllArgs& args, const 
   }
 }
 
-template <class T, bool kNodes>
+template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ AllArgs args) {
   extern __shared__ __align__(1024) char memory[];
@@ -240,12 +270,14 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const int block = blockIdx.x, pushing = args.num_push_blocks;
   const bool pushes = block < pushing;
   const Part push{block, pushing};
-  const Pipeline pipeline(memory, args.num_slots, args.piece_bytes, args.max_addends);
+  const Pipeline pipeline(memory, args.num_slots, args.piece_bytes, args.max_addends,
+                          Pipeline::kSummingWarps / Summing::kWarps);
   bool ok = true;
   if (threadIdx.x < 32) {
     pipeline.init();
     ok = !pushes ||
          wait_for_ranks(context, kCombine, Phase::kFreeSlots, epoch, context.own().slots_free, state->pushed_epoch);
+    if (ok && block == 0) tell_call(context, args, epoch);
   }
   if (!__syncthreads_and(ok)) return;
   if (pushes && args.combine.topk_weights) {
@@ -253,9 +285,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     __syncthreads();
   }
   const int warp = threadIdx.x / 32;
-  if (warp == 0) {
-    issue(pipeline);
-  } else if (warp == 1) {
+  if (warp < Pipeline::kIssuingWarps) {
+    issue(pipeline, warp);
+  } else if (warp == Pipeline::kIssuingWarps) {
     char* own =
         memory + static_cast<size_t>(args.num_slots) * args.piece_bytes + Pipeline::fixed_bytes(args.max_addends);
     const Shared shared{own + 2 * Records::kBatch * sizeof(Interleave::Place),
@@ -267,8 +299,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     preparer.end_chunks(0, true);
     preparer.end();
   } else {
-    const uint32_t warps = pushing * Pipeline::kGroups * Pipeline::kGroupWarps;
-    consume<T, kNodes>(pipeline, [&](int chunk) { finish_chunk(context, chunk, warps, epoch); });
+    const uint32_t warps = pushing * Pipeline::kSummingWarps;
+    consume<Summing>(pipeline, [&](int chunk) { finish_chunk(context, chunk, warps, epoch); });
   }
   if (!__syncthreads_and(ok)) return;
   if (!last_block<Block>(&state->combine_done, gridDim.x)) return;
@@ -304,21 +336,22 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;
   all.num_slots = static_cast<int>(std::min<size_t>(room / all.piece_bytes, Pipeline::kMaxSlots));
   // As measured on 4 H200: the sums of short rows take longer than the wire does.
-  const int pushing = row >= 8192 ? num_sms_ * 2 / 3 : num_sms_ * 5 / 6;
+  const bool is_long = row > 8192;
+  const int pushing = is_long ? num_sms_ * 5 / 7 : num_sms_ * 5 / 6;
   all.num_push_blocks = num_sms_ < 4 ? num_sms_ : pushing;
   const size_t shared = static_cast<size_t>(all.num_slots) * all.piece_bytes + fixed;
-  const auto run = [&](auto element, auto nodes) {
-    launch(combine_kernel<decltype(element), nodes.value>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);
+  const auto run = [&](auto summing) {
+    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);
   };
-  const auto with_nodes = [&](auto element) {
-    if (sizes.ranks_per_node < sizes.num_ranks)
-      run(element, std::true_type{});
-    else
-      run(element, std::false_type{});
+  const auto run_with = [&](auto element) {
+    using T = decltype(element);
+    if (sizes.ranks_per_node < sizes.num_ranks) return run(Summing<T, true, 4, 2>{});
+    if (is_long) return run(Summing<T, false, 4, 7>{});
+    run(Summing<T, false, 2, 4>{});
   };
-  if (sizes.dtype == DType::kFloat32) return with_nodes(Float32{});
-  if (sizes.dtype == DType::kBFloat16) return with_nodes(BFloat16{});
-  with_nodes(Float16{});
+  if (sizes.dtype == DType::kFloat32) return run_with(Float32{});
+  if (sizes.dtype == DType::kBFloat16) return run_with(BFloat16{});
+  run_with(Float16{});
 }
 
 }  // namespace ep::cuda

@@ -48,6 +48,12 @@ struct Sizes {
   size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
+// What a rank tells the others of a combine.
+struct CombineCall {
+  int32_t plan, has_weights;  // for which all must be given the same
+  int32_t num_chunks;         // that it announces to all ranks
+};
+
 // The symmetric memory of one rank. A flag holds the epoch of the last operation for which it was raised; `staged`,
 // which is raised twice in an operation, holds 2 * epoch - 1 and then 2 * epoch.
 struct Region {
@@ -59,7 +65,9 @@ struct Region {
   uint64_t* consumed;    // [num_ranks] the rank has read all that it needs of `items`, `staging` and `tails`
   uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk are in `slots`
   uint64_t* slots_free;  // [num_ranks] the rank has read its own `slots`
+  uint64_t* called;      // [num_ranks] what the rank was given for a combine is in `calls`
   int32_t* heads;        // [num_ranks, head_ints] (plan.cuh)
+  CombineCall* calls;    // [num_ranks]
   int32_t* items;        // [num_ranks, max_tokens, item_ints] by the rank that receives them
   char* staging;         // [max_tokens, row_stride of the operation]
   char* tails;           // [max_tokens, tail bytes of the operation] scales and weights
@@ -80,8 +88,10 @@ inline Region carve_region(Cursor& c, const Sizes& sizes) {
   region.staged = c.take<uint64_t>(ranks);
   region.consumed = c.take<uint64_t>(ranks);
   region.slots_free = c.take<uint64_t>(ranks);
+  region.called = c.take<uint64_t>(ranks);
   region.pushed = c.take<uint64_t>(ranks * sizes.max_chunks());
   region.heads = c.take<int32_t>(ranks * head_ints(sizes));
+  region.calls = c.take<CombineCall>(ranks);
   region.items = c.take<int32_t>(ranks * tokens * sizes.item_ints());
   region.tails = c.take<char>(tokens * sizes.max_tail_bytes());
   region.staging = c.take<char>(tokens * row_stride(sizes.row_bytes()), kLine);

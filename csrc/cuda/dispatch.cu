@@ -36,6 +36,8 @@ __device__ bool prepare(const Context& context, const DispatchCall& call, char* 
     return wait_for_free_staging<Movers>(context, epoch) && make_plan(context, call, shared, epoch);
   if (!moves && call.stages) {
     if (!wait_for_free_staging<Helpers>(context, epoch)) return false;
+    if (!call.new_plan && blockIdx.x == 0 && Helpers::thread() < context.sizes.num_ranks)
+      tell_given(context, call, Helpers::thread());  // peers see it with the first rows
     stage(context, call, shared, epoch, true);
   }
   return true;
@@ -49,6 +51,8 @@ __device__ bool wait_for_rows(const Context& context, const DispatchCall& call, 
 }
 
 __device__ bool help(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
+  // A difference does not keep rows from being pulled: of what they hold nothing is of use, but all are there.
+  if (!call.new_plan && blockIdx.x == 0 && Helpers::thread() < 32) agree_on_call(context, head_of_lane(context));
   if (call.stages) stage(context, call, shared, epoch, false);
   const uint64_t* staged = context.own().staged;
   if (call.tail_bytes > 0 && !team_waits<Helpers>(context, kDispatch, Phase::kRows, epoch, staged, 2 * epoch))

@@ -109,6 +109,7 @@ struct Records {
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive_expect(barrier, here * bytes);
     __syncwarp();
+    ptx::fence_shared_before_bulk();
     if (lane < here) ptx::bulk_load(at(begin + lane), where(begin + lane), bytes, barrier);
     __syncwarp();
     ++fetched;

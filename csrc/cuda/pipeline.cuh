@@ -1,6 +1,6 @@
-// One block that sums rows. One warp prepares the work, a batch at a time; one brings the rows to shared memory; groups
+// One block that sums rows. One warp prepares the work, a batch at a time; some bring the rows to shared memory; groups
 // of warps sum them and store the sums where they belong, also in the memory of other ranks. Work stands in a queue;
-// the n-th work is done by group n % kGroups.
+// the n-th work is done by group n % num_groups.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "cuda/sum_rows.cuh"
@@ -18,11 +18,10 @@ struct alignas(16) Work {
 };
 
 struct Pipeline {
-  static constexpr int kGroups = 3;
-  static constexpr int kGroupThreads = 128;
-  static constexpr int kGroupWarps = kGroupThreads / 32;
-  static constexpr int kFirstGroupThread = 64;  // after the issuing and the preparing warp
-  static constexpr int kThreads = kFirstGroupThread + kGroups * kGroupThreads;
+  static constexpr int kIssuingWarps = 2;  // a row takes one of them long, so that they share the rows of each work
+  static constexpr int kFirstSummingThread = 32 * (kIssuingWarps + 1);  // after these and the preparing warp
+  static constexpr int kSummingWarps = 12;
+  static constexpr int kThreads = kFirstSummingThread + 32 * kSummingWarps;
   static constexpr int kBatch = 16;     // works that are prepared together
   static constexpr int kBatches = 2;    // prepared, and not yet issued
   static constexpr int kMaxSlots = 48;  // also of works that are issued and not yet done
@@ -45,6 +44,8 @@ struct Pipeline {
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends]
   int max_addends;
+  int num_groups;
+  int lanes_per_work;  // of a warp that issues: a power of two
 
   static constexpr size_t fixed_bytes(int max_addends) {
     return kQueue * (sizeof(Work) + 2 * sizeof(uint64_t)) + kBatches * (2 * sizeof(uint64_t) + sizeof(Batch)) +
@@ -52,8 +53,9 @@ struct Pipeline {
   }
   static_assert((2 * sizeof(uint64_t) + sizeof(Batch)) * kBatches % 16 == 0, "what comes behind is aligned");
 
-  __device__ Pipeline(char* shared, int num_slots, uint32_t slot_bytes, int max_addends)
-      : ring(shared), num_slots(num_slots), slot_bytes(slot_bytes), max_addends(max_addends) {
+  __device__ Pipeline(char* shared, int num_slots, uint32_t slot_bytes, int max_addends, int num_groups)
+      : ring(shared), num_slots(num_slots), slot_bytes(slot_bytes), max_addends(max_addends), num_groups(num_groups) {
+    for (lanes_per_work = 1; kIssuingWarps * lanes_per_work < max_addends;) lanes_per_work *= 2;
     queue = reinterpret_cast<Work*>(shared + static_cast<size_t>(num_slots) * slot_bytes);
     full = reinterpret_cast<uint64_t*>(queue + kQueue);
     empty = full + kQueue;
@@ -66,12 +68,12 @@ struct Pipeline {
   // By one warp, before a barrier of the block.
   __device__ void init() const {
     for (int i = threadIdx.x % 32; i < kQueue; i += 32) {
-      ptx::barrier_init(full + i, 1);
-      ptx::barrier_init(empty + i, kGroupWarps);
+      ptx::barrier_init(full + i, kIssuingWarps);
+      ptx::barrier_init(empty + i, kSummingWarps / num_groups);
     }
     for (int i = threadIdx.x % 32; i < kBatches; i += 32) {
       ptx::barrier_init(prepared + i, 1);
-      ptx::barrier_init(issued + i, 1);
+      ptx::barrier_init(issued + i, kIssuingWarps);
     }
     ptx::fence_barrier_init();
     __syncwarp();
@@ -120,7 +122,7 @@ struct Preparer {
     Work work{};
     work.chunk = chunk;
     work.stops = stops;
-    prepare(work, Pipeline::kGroups, 0, 0, [](const char**) {});
+    prepare(work, pipeline.num_groups, 0, 0, [](const char**) {});
   }
 
   __device__ void end() {
@@ -128,37 +130,73 @@ struct Preparer {
   }
 };
 
-// The side of the warp that issues: all works, in their order, as slots become free.
-__device__ inline void issue(const Pipeline& pipeline) {
-  const int lane = threadIdx.x % 32;
-  int issued = 0, released = 0, used = 0;  // works, works, slots
+// The side of a warp that issues: all works, in their order, as slots become free; of each work the rows that are this
+// warp's. As many works as there are lanes for are looked at together, so that little is left to do once there are
+// slots.
+__device__ inline void issue(const Pipeline& pipeline, int warp) {
+  constexpr int kWarps = Pipeline::kIssuingWarps;
+  const int lane = threadIdx.x % 32, width = pipeline.lanes_per_work;
+  const int number = lane / width;            // of the lane's work among those together
+  int issued = 0, released = 0, used = 0;     // works, works, slots
+  const auto release = [&](int num_issued) {  // the oldest work, for which it waits, and those behind it that are done
+    const int work = released + lane, place = work % Pipeline::kQueue;
+    const int num_rows = work < num_issued ? pipeline.queue[place].num_rows : 0;
+    ptx::barrier_wait(pipeline.empty + released % Pipeline::kQueue, released / Pipeline::kQueue % 2);
+    const bool done = work < num_issued && ptx::barrier_ended_now(pipeline.empty + place, work / Pipeline::kQueue % 2);
+    const int num = __clz(__brev(~__ballot_sync(~0u, done)));  // in a row
+    used -= __reduce_add_sync(~0u, lane < num ? num_rows : 0);
+    released += num;
+  };
   for (int n = 0;; ++n) {
     const int in_ring = n % Pipeline::kBatches;
     ptx::barrier_wait(pipeline.prepared + in_ring, n / Pipeline::kBatches % 2);
     const Pipeline::Batch batch = pipeline.batches[in_ring];
     if (batch.num == 0) return;
-    for (int i = 0; i < batch.num; ++i, ++issued) {
-      const int place = issued % Pipeline::kQueue;
-      const Work& work = pipeline.queue[place];
-      const int num_rows = work.num_rows;
-      while (used + num_rows > pipeline.num_slots || issued - released == Pipeline::kMaxSlots) {
-        const int oldest = released % Pipeline::kQueue;
-        ptx::barrier_wait(pipeline.empty + oldest, released / Pipeline::kQueue % 2);
-        used -= pipeline.queue[oldest].num_rows;
-        ++released;
+    for (int begin = 0; begin < batch.num; begin += 32 / width) {
+      const int here = min(32 / width, batch.num - begin), place = (issued + number) % Pipeline::kQueue;
+      const int first = (warp + issued + number) % kWarps,
+                row = first + lane % width * kWarps;  // of this warp's, the lane's
+      int num_rows = 0;
+      uint32_t bytes = 0;
+      char* slot = nullptr;
+      const char* addend = nullptr;
+      if (number < here) {
+        const Work& work = pipeline.queue[place];
+        num_rows = work.num_rows;
+        bytes = work.bytes;
+        slot = pipeline.slot(work.first_slot + row);
+        if (row < num_rows)
+          addend = batch.offset +
+                   pipeline.addends[(in_ring * Pipeline::kBatch + begin + number) * pipeline.max_addends + row];
       }
-      used += num_rows;
-      if (lane == 0) {
-        if (num_rows > 0)
-          ptx::barrier_arrive_expect(pipeline.full + place, num_rows * work.bytes);
-        else
-          ptx::barrier_arrive(pipeline.full + place);
+      int end = num_rows;  // slots of the works together, up to the lane's
+      for (int step = width; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, end, step);
+        if (lane >= step) end += other;
       }
-      __syncwarp();
-      if (lane < num_rows) {
-        const char* addend = pipeline.addends[(in_ring * Pipeline::kBatch + i) * pipeline.max_addends + lane];
-        ptx::bulk_load(pipeline.slot(work.first_slot + lane), addend + batch.offset, work.bytes, pipeline.full + place);
+      for (int count = 0; count < here;) {
+        const bool fits = number >= count && number < here && used + end <= pipeline.num_slots &&
+                          issued + number - released < Pipeline::kMaxSlots;
+        const uint32_t fitting = __ballot_sync(~0u, fits);
+        if (fitting == 0) {
+          release(issued + count);
+          continue;
+        }
+        __syncwarp();
+        if (fits && lane % width == 0) {
+          if (num_rows > first)
+            ptx::barrier_arrive_expect(pipeline.full + place, (num_rows - first + kWarps - 1) / kWarps * bytes);
+          else
+            ptx::barrier_arrive(pipeline.full + place);
+        }
+        if (fits && row < num_rows) {
+          ptx::fence_shared_before_bulk();
+          ptx::bulk_load(slot, addend, bytes, pipeline.full + place);
+        }
+        count = (31 - __clz(fitting)) / width + 1;
       }
+      issued += here;
+      used += __shfl_sync(~0u, end, 31);
     }
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(pipeline.issued + in_ring);
@@ -167,12 +205,12 @@ __device__ inline void issue(const Pipeline& pipeline) {
 
 // A group's side: all its threads, until its last work.
 //   finish(chunk): called by one thread of every warp, after all that the warp stored for the chunk and those before
-template <class T, bool kNodes, class Finish>
+template <class Summing, class Finish>
 __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
-  const int group = (threadIdx.x - Pipeline::kFirstGroupThread) / Pipeline::kGroupThreads;
-  const int thread = threadIdx.x % Pipeline::kGroupThreads;  // in the group, in some order
+  const int group = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
+  const int thread = threadIdx.x % Summing::kThreads;  // in the group, in some order
   int chunk = 0;
-  for (int n = group;; n += Pipeline::kGroups) {
+  for (int n = group;; n += Pipeline::kSummingWarps / Summing::kWarps) {
     const int place = n % Pipeline::kQueue;
     ptx::barrier_wait(pipeline.full + place, n / Pipeline::kQueue % 2);
     const Work work = pipeline.queue[place];
@@ -180,13 +218,17 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) finish(chunk);
     }
+    const auto release = [&] {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
+    };
     if (work.bytes > 0) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
-      sum_rows<T, kNodes>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, Pipeline::kGroupThreads);
+      sum_rows<Summing>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, release);
+    } else {
+      release();
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
     if (work.stops) return;
   }
 }

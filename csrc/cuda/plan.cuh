@@ -3,33 +3,21 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/agree.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
 
-// What the ranks tell each other of a routing: int32 [head_ints].
+// What the ranks tell each other of a dispatch: int32 [head_ints]. Of one with a new plan also the counts.
 struct Head {
   int32_t* data;
-  enum Field { kLayout, kAlignment, kMaxRows, kWeights, kRowBytes, kScaleBytes, kNumChecked = 6 };
 
-  __device__ int32_t& field(int i) const { return data[i]; }
+  __device__ int32_t& given(int field) const { return data[field]; }
   __device__ int32_t& items(int rank) const { return data[8 + rank]; }
   __device__ int32_t& tokens(int expert) const { return data[kHeadFixedInts + expert]; }
 };
-
-__device__ __noinline__ inline void report_mistake(const Context& context, Mistake mistake, int a, int b, int c,
-                                                   int64_t value) {
-  Report* report = context.report;
-  if (*static_cast<volatile int32_t*>(&report->mistake) != 0) return;
-  report->detail[0] = a;
-  report->detail[1] = b;
-  report->detail[2] = c;
-  report->values[0] = value;
-  __threadfence_system();
-  *static_cast<volatile int32_t*>(&report->mistake) = static_cast<int32_t>(mistake);
-}
 
 // Shared memory of a block that plans.
 struct Scratch {
@@ -140,18 +128,19 @@ struct Scan {
   // Moves the places of the batch's experts behind the batch, and takes the marks away.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
+    const bool has_token = first + lane < end;
     __syncwarp();
-    if (first + lane < end)
 #pragma unroll 1
-      for (int k = 0; k < context.sizes.num_topk; ++k) {
-        const int expert = own()[k];
-        if (expert < 0) continue;
-        const uint32_t lanes = *static_cast<volatile uint32_t*>(marks + expert);
-        if (lane != __ffs(lanes) - 1) continue;  // also when the lane for it has taken them away already
+    for (int k = 0; k < context.sizes.num_topk; ++k) {
+      const int expert = has_token ? own()[k] : -1;
+      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // none when another column had the expert before
+      __syncwarp();
+      if (lane == __ffs(lanes) - 1) {
         expert_place[expert] += __popc(lanes);
         marks[expert] = 0;
       }
-    __syncwarp();
+      __syncwarp();
+    }
   }
 };
 
@@ -203,25 +192,52 @@ __device__ void share_counts(const Context& context, const DispatchCall& args, c
              [&](int rank, int sum) { items[rank] = sum; });
 }
 
+// Where `peer` has what this rank tells it.
+__device__ inline Head own_head(const Context& context, int peer) {
+  return {context.region[peer].heads + context.sizes.rank * context.head_ints};
+}
+
+// Tells a rank what this rank was given; by one thread.
+__device__ inline void tell_given(const Context& context, const DispatchCall& call, int peer) {
+  const DispatchArgs& args = call.dispatch;
+  const Head head = own_head(context, peer);
+  head.given(Given::kPlan) = call.new_plan ? 0 : call.plan.head->made;
+  head.given(Given::kLayout) = static_cast<int32_t>(args.layout);
+  head.given(Given::kAlignment) = args.expert_alignment;
+  head.given(Given::kMaxRows) = args.num_rows;
+  head.given(Given::kWeights) = args.topk_weights != nullptr;
+  head.given(Given::kRowBytes) = static_cast<int32_t>(args.row_bytes);
+  head.given(Given::kScaleBytes) = static_cast<int32_t>(args.scale_bytes);
+}
+
+// Called by a whole warp: whether all ranks were given the same, as far as they must be.
+__device__ inline bool agree_on_call(const Context& context, const Head& head_of_lane) {
+  int given[Given::kNum];
+#pragma unroll
+  for (int i = 0; i < Given::kNum; ++i) given[i] = __ldcg(&head_of_lane.given(i));
+#pragma unroll
+  for (int i = 0; i < Given::kNum; ++i)
+    if (i != Given::kMaxRows && !agree(context, static_cast<Given::Field>(i), given[i])) return false;
+  return true;
+}
+
+// The head of the lane's rank, or of the last one.
+__device__ inline Head head_of_lane(const Context& context) {
+  const int rank = min(static_cast<int>(threadIdx.x) % 32, context.sizes.num_ranks - 1);
+  return {context.own().heads + rank * context.head_ints};
+}
+
 // Tells all ranks what this rank sends to whom; by the last block that has counted.
 __device__ void send_heads(const Context& context, const DispatchCall& args, uint64_t epoch) {
-  const int rank = context.sizes.rank, num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
-  const auto head_at = [&](int peer) { return Head{context.region[peer].heads + rank * context.head_ints}; };
+  const int num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
+  const auto head_at = [&](int peer) { return own_head(context, peer); };
   sum_before(context.arrays.block_tokens, experts, experts, args.plan_blocks, [&](int expert, int sum) {
     for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).tokens(expert) = sum;
   });
   sum_before(context.arrays.block_items, kMaxRanks, num_ranks, args.plan_blocks, [&](int to, int sum) {
     for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).items(to) = sum;
   });
-  if (static_cast<int>(threadIdx.x) < num_ranks) {
-    const Head head = head_at(threadIdx.x);
-    head.field(Head::kLayout) = static_cast<int32_t>(args.dispatch.layout);
-    head.field(Head::kAlignment) = args.dispatch.expert_alignment;
-    head.field(Head::kMaxRows) = args.dispatch.num_rows;
-    head.field(Head::kWeights) = args.dispatch.topk_weights != nullptr;
-    head.field(Head::kRowBytes) = static_cast<int32_t>(args.dispatch.row_bytes);
-    head.field(Head::kScaleBytes) = static_cast<int32_t>(args.dispatch.scale_bytes);
-  }
+  if (static_cast<int>(threadIdx.x) < num_ranks) tell_given(context, args, threadIdx.x);
   Movers::sync();
   raise_at_all<Movers>(context, &Region::headed, epoch);
 }
@@ -283,21 +299,9 @@ __device__ void place_groups(const Context& context, const DispatchCall& args, c
 // why.
 __device__ bool check_heads(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int num_ranks = context.sizes.num_ranks, rank = min(static_cast<int>(threadIdx.x), num_ranks - 1);
-  const Head head{context.own().heads + rank * context.head_ints};  // of the lane's rank
-  int fields[Head::kNumChecked];
-#pragma unroll
-  for (int i = 0; i < Head::kNumChecked; ++i) fields[i] = __ldcg(&head.field(i));
-#pragma unroll
-  for (int i = 0; i < Head::kNumChecked; ++i) {
-    const int first = __shfl_sync(~0u, fields[i], 0);
-    const uint32_t others = __ballot_sync(~0u, fields[i] != first);
-    if (i == Head::kMaxRows || others == 0) continue;
-    const int theirs = __shfl_sync(~0u, fields[i], __ffs(others) - 1);
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-      report_mistake(context, Mistake::kDisagree, i, __ffs(others) - 1, theirs, first);
-    return false;
-  }
-  const int given = fields[Head::kMaxRows];
+  const Head head = head_of_lane(context);
+  const int given = __ldcg(&head.given(Given::kMaxRows));
+  if (!agree_on_call(context, head)) return false;
   const int64_t needed = scratch.needed[rank];
   const bool countable = __all_sync(~0u, needed <= INT32_MAX);
   if (countable && __all_sync(~0u, given < 0 || needed <= given)) return true;
@@ -315,7 +319,8 @@ __device__ bool check_heads(const Context& context, const DispatchCall& args, co
 }
 
 // The head of the plan.
-__device__ void write_head(const Context& context, const DispatchCall& args, const Scratch& scratch, bool usable) {
+__device__ void write_head(const Context& context, const DispatchCall& args, const Scratch& scratch, bool usable,
+                           uint64_t epoch) {
   PlanHead& head = *args.plan.head;
   int from[kMaxRanks], items = 0;
 #pragma unroll
@@ -329,6 +334,7 @@ __device__ void write_head(const Context& context, const DispatchCall& args, con
     items += from[source];
   }
   head.item_begin[context.sizes.num_ranks] = items;
+  head.made = static_cast<int32_t>(epoch);
   head.layout = static_cast<int32_t>(args.dispatch.layout);
   head.num_rows = usable ? static_cast<int32_t>(scratch.needed[context.sizes.rank]) : 0;
   head.usable = usable;
@@ -428,7 +434,7 @@ __device__ bool make_plan(const Context& context, const DispatchCall& args, char
     const bool ok = check_heads(context, args, scratch);
     if (threadIdx.x == 0) {
       usable = ok;
-      if (blockIdx.x == 0) write_head(context, args, scratch, ok);
+      if (blockIdx.x == 0) write_head(context, args, scratch, ok, epoch);
     }
   }
   Movers::sync();

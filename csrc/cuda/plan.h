@@ -8,6 +8,7 @@
 namespace ep::cuda {
 
 struct PlanHead {
+  int32_t made;  // the epoch of the dispatch that made it, its last 32 bits
   int32_t layout;
   int32_t num_rows;                   // rows of the output that the plan fills, padding included
   int32_t usable;                     // 0: the rows do not fit; then there are no items

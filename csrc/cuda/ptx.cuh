@@ -41,6 +41,16 @@ __device__ __forceinline__ bool barrier_ended(uint64_t* barrier, uint32_t parity
   return ended;
 }
 
+// The same without the short sleep in which the hardware would wait for the end.
+__device__ __forceinline__ bool barrier_ended_now(uint64_t* barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}"
+               : "=r"(ended)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return ended;
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   while (!barrier_ended(barrier, parity)) {
   }
@@ -75,8 +85,12 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders ordinary accesses to global memory before bulk copies that come after.
-__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Orders ordinary accesses before bulk copies that come after; also those of other threads that this one has waited
+// for.
+__device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_shared_before_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Ordered accesses that peers see.
 

@@ -67,29 +67,37 @@ struct Nodes {
   uint32_t last;    // ... and the last of that node
 };
 
-// Called by `num_threads` threads: the sum of rows of num_vectors vectors in shared memory, to global memory.
+// Who sums rows: groups of kWarps warps, of which every thread has kVectors vectors at a time in registers.
+template <class Element, bool kSeveralNodes, int kNumWarps, int kNumVectors>
+struct Summing {
+  using T = Element;
+  static constexpr bool kNodes = kSeveralNodes;
+  static constexpr int kWarps = kNumWarps, kThreads = 32 * kWarps, kVectors = kNumVectors;
+};
+
+// Called by a group: the sum of rows of num_vectors vectors in shared memory, to global memory.
 //   row(j) -> the j-th row
-template <class T, bool kNodes, class Row>
+//   release(): called by every thread once it has read all
+template <class Summing, class Row, class Release>
 __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, Nodes nodes, uint4* to,
-                                         int thread, int num_threads) {
-  constexpr int kUnroll = kNodes ? 2 : 7;
-  if (num_rows == 1) {
-    const uint4* from = row(0);
-    for (int v = thread; v < num_vectors; v += num_threads) to[v] = from[v];
-    return;
-  }
-  for (int first = thread; first < num_vectors; first += kUnroll * num_threads) {
-    float total[kUnroll][T::kElements] = {};
-    float of_node[kNodes ? kUnroll : 1][T::kElements] = {};
+                                         int thread, const Release& release) {
+  using T = typename Summing::T;
+  constexpr bool kNodes = Summing::kNodes;
+  constexpr int kVectors = Summing::kVectors, kStep = kVectors * Summing::kThreads;
+  for (int begin = 0; begin < num_vectors; begin += kStep) {
+    const auto at = [&](int i) { return begin + thread + i * Summing::kThreads; };
+    float total[kVectors][T::kElements] = {};
+    float of_node[kNodes ? kVectors : 1][T::kElements] = {};
+    uint4 vectors[kVectors];
     for (int j = 0; j < num_rows; ++j) {
       const uint4* from = row(j);
-      uint4 vectors[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i)
-        if (first + i * num_threads < num_vectors) vectors[i] = from[first + i * num_threads];
+      for (int i = 0; i < kVectors; ++i)
+        if (at(i) < num_vectors) vectors[i] = from[at(i)];
+      if (num_rows == 1) break;
       const bool remote = kNodes && (nodes.remote >> j & 1), last = kNodes && (nodes.last >> j & 1);
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         float values[T::kElements];
         T::load(vectors[i], values);
 #pragma unroll
@@ -106,9 +114,10 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
         }
       }
     }
+    if (begin + kStep >= num_vectors) release();
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i)
-      if (first + i * num_threads < num_vectors) to[first + i * num_threads] = T::round(total[i]);
+    for (int i = 0; i < kVectors; ++i)
+      if (at(i) < num_vectors) to[at(i)] = num_rows == 1 ? vectors[i] : T::round(total[i]);
   }
 }
 

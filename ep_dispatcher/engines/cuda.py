@@ -14,6 +14,7 @@ from torch import Tensor
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.topology import host_id
@@ -27,7 +28,8 @@ _LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
 _OPERATIONS = ("dispatch", "combine")
 _PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
 _BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
-_AGREED = (  # what ranks give alike, and how a number stands for it
+_AGREED = (  # what ranks give alike, as Given in csrc has it, and how a number stands for it
+    ("handle", lambda n: f"the plan of epoch {n}"),
     ("layout", lambda n: repr(_C_cuda.Layout(n).name)),
     ("expert_alignment", str),
     ("max_recv_rows", str),
@@ -82,7 +84,7 @@ class CudaEngine:
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
         self._in_use = threading.Lock()
         self._ticket = 0
-        self._followed: bool | None = None  # whether others were launched behind a dispatch whose mistakes come late
+        self._launched = 0  # operations since the host knew all of them to be complete
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
@@ -116,7 +118,8 @@ class CudaEngine:
                 raise ValueError(
                     "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
                 )
-            self._symmetric = symmetric_memory.rendezvous(self._memory, config.group)
+            name = f"ep_dispatcher/{config.buffer_id}"  # used once
+            self._symmetric = rendezvous(self._memory, topology, config.store, name)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
             self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, self._num_sms)
@@ -131,8 +134,6 @@ class CudaEngine:
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
-            if new and not torch.cuda.is_current_stream_capturing():
-                self._followed = None if counted else False
             rows, scales, args = _aligned(rows), _aligned(scales), _C_cuda.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
@@ -174,6 +175,7 @@ class CudaEngine:
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(*received)
         if counted:  # all ranks that wait for counts find the same mistake here, and none has gone on
+            self._launched = 0
             self._check(ends=False)
         return received
 
@@ -253,10 +255,10 @@ class CudaEngine:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        # A dispatch that is complete has had all ranks in it. Of what was launched behind it a rank cannot know that:
+        # An operation that is complete has had all ranks in it. Of what was launched behind it a rank cannot know that:
         # others may have found the mistake first, and refused it.
-        followed, self._followed = self._followed, None
-        self._check(ends=bool(followed))
+        launched, self._launched = self._launched, 0
+        self._check(ends=launched > 1)
 
     def check(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -288,8 +290,7 @@ class CudaEngine:
                     if not torch.cuda.is_current_stream_capturing() or self._is_captured():
                         self.join()
                     self._stream = stream
-                if self._followed is not None:
-                    self._followed = not torch.cuda.is_current_stream_capturing()
+                self._launched = 0 if torch.cuda.is_current_stream_capturing() else self._launched + 1
                 yield stream.cuda_stream
         except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
             if self._failure is None:
