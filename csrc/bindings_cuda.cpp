@@ -111,16 +111,17 @@ PYBIND11_MODULE(_C_cuda, m) {
                if (late >> rank & 1) ranks.push_back(rank);
              return py::make_tuple(report.operation, report.phase, report.epoch, ranks, report.waited_ms / 1e3);
            })
-      // None, or the caller's mistake that a kernel found: (kind, details, values).
+      // None, or the caller's mistake that a kernel found: (kind, epoch, details, values).
       .def("take_mistake", [](const Engine& e) -> py::object {
         const Report& report = e.report();
         const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
         if (kind == 0) return py::none();
         std::atomic_thread_fence(std::memory_order_acquire);
+        const uint64_t epoch = report.mistake_epoch;
         std::vector<int32_t> details(report.detail, report.detail + 3);
         std::vector<int64_t> values(report.values, report.values + 2 * e.sizes().num_ranks);
         std::atomic_thread_fence(std::memory_order_release);  // a kernel may write them again once it is cleared
         e.clear_mistake();
-        return py::make_tuple(kind, details, values);
+        return py::make_tuple(kind, epoch, details, values);
       });
 }

@@ -87,13 +87,19 @@ def test_the_host_reads_what_kernels_report(host_side):
     words[4], words[5], words[6], words[7], longs[4] = 0b10, 1, 5, 2500, 42
     assert engine.late() == (1, 5, 42, [1], 2.5)
     assert engine.wait_for_counts(8) == -1  # at once: a kernel gave up
+    words[10], words[11], words[12], words[13], longs[7] = 4, 3, 1, 0, 2**40
+    longs[8:12] = torch.tensor([5, 6, 7, 8])
+    assert engine.take_mistake() == (4, 2**40, [3, 1, 0], [5, 6, 7, 8]) and engine.take_mistake() is None
+
+
+EPOCH = 6  # of the operation with the mistake
 
 
 class Reports:
     """Stands for the compiled engine, with what its kernels have reported."""
 
     def __init__(self, late=None, mistake=None):
-        self._late, self._mistake = late, mistake
+        self._late, self._mistake = late, mistake and (mistake[0], EPOCH, *mistake[1:])
 
     def late(self):
         return self._late
@@ -124,6 +130,7 @@ def engine_with(reports: Reports):
 
     engine = CudaEngine.__new__(CudaEngine)
     engine._c, engine._failure, engine._stream, engine._launched = reports, None, None, 0
+    engine._state = torch.tensor([EPOCH]).view(torch.uint8)
     engine._config = SimpleNamespace(num_experts=8, store=Store())
     engine._topology = SimpleNamespace(rank=0, num_ranks=3)
     engine._symmetric, engine._one, engine._to_peers = Regions(3), torch.ones(1, dtype=torch.int64), None
@@ -155,11 +162,12 @@ MISTAKES = [
 
 
 @needs_module
+@pytest.mark.parametrize("launched", [0, 1, 5])
 @pytest.mark.parametrize("mistake,said", MISTAKES)
-def test_mistakes_become_value_errors(mistake, said):
+def test_mistakes_become_value_errors(mistake, said, launched):
     """At once after the operation, where all ranks find them: raised once, and the buffer is as good as before."""
     engine = engine_with(Reports(mistake=mistake))
-    engine._launched = 1
+    engine._launched = launched
     with pytest.raises(ValueError) as caught:
         engine.synchronize()
     assert str(caught.value) == said
@@ -188,7 +196,7 @@ def test_a_mistake_found_behind_a_later_operation_ends_the_use_of_the_buffer():
     """What this rank launched behind the dispatch, others may have refused."""
     mistake, said = MISTAKES[0]
     engine = engine_with(Reports(mistake=mistake))
-    engine._launched = 2
+    engine._launched, engine._state = 2, torch.tensor([EPOCH + 1]).view(torch.uint8)
     for _ in range(2):
         with pytest.raises(ValueError) as caught:
             engine.synchronize()

@@ -123,6 +123,30 @@ def test_a_rank_that_dies_while_its_kernels_run(operation):
 # ---- errors that come late ------------------------------------------------------------------------------------------
 
 
+def give_a_handle_alone(rank: int, odd: int) -> str:
+    with make_buffer(engine="cuda", timeout_s=30) as buffer:
+        round_trip(buffer)
+        given = inputs(rank, device=device(buffer))
+        for _ in range(3):  # no host waits for these, and what comes behind is still found for itself
+            handle = buffer.dispatch(*given, max_recv_rows=NUM_ROWS).handle
+        with pytest.raises(ValueError) as caught:
+            if rank == odd:
+                buffer.dispatch(given[0], None, given[2], handle=handle)
+            else:
+                buffer.dispatch(*given, max_recv_rows=NUM_ROWS)
+            buffer.check()
+        round_trip(buffer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_one_rank_gives_a_handle_and_the_others_a_routing(pools, odd):
+    gave = ["the plan of epoch 5", "None"]
+    first, other = (0, 1) if odd == 0 else (1, 0)
+    said = f"handle: rank {odd or 1} gave {gave[other]}, rank 0 gave {gave[first]}; all ranks must give the same"
+    assert pools(3).run(give_a_handle_alone, odd) == [said] * 3
+
+
 def find_late(rank: int, slow: int) -> list[str]:
     """Every rank gives too few rows; all but one know it when they come to the combine, which they refuse."""
     messages = []

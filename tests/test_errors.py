@@ -534,7 +534,6 @@ def make_disagreement(rank: int, engine: str, kind: str, odd: int, ranks_per_nod
     }
     try:
         right()
-        buffer.check()
         # On a GPU it is found once the operation is complete.
         message = error_of(lambda: (calls[kind](), buffer.check()))
         right()

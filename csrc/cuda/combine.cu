@@ -20,7 +20,8 @@ struct AllArgs {
   Plan plan;
   uint32_t piece_bytes, num_pieces;  // of a row
   int num_slots, max_addends;        // of the pipeline
-  int num_push_blocks;               // blocks from 0 push before they reduce; the others only reduce
+  float reduce_weight;               // of a row that is reduced, beside one that is pushed
+  float saturating;                  // blocks that saturate the links if they push rows as they are
 };
 
 constexpr int num_chunks(int num_items) { return (num_items + kChunk - 1) / kChunk; }
@@ -49,6 +50,19 @@ __device__ bool wait_for_chunks(const Context& context, uint64_t epoch, int chun
   arrived = max(arrived, chunk);
   ptx::fence_before_bulk();
   return true;
+}
+
+// How many blocks, from the first, push before they reduce; the others only reduce. By the rows to read and to write
+// for either, so that a rank that has received much pushes with nearly all; but not more than the links can take.
+__device__ int num_push_blocks(const AllArgs& args) {
+  const int blocks = static_cast<int>(gridDim.x);
+  if (blocks < 4) return blocks;
+  const PlanHead& head = *args.plan.head;
+  const float push = static_cast<float>(head.num_rows) + head.num_items;
+  const float reduce = args.reduce_weight * (static_cast<float>(head.num_sent) + args.combine.num_tokens);
+  if (head.num_items == 0) return 1;
+  const float most = args.saturating * push / head.num_items;
+  return min(max(static_cast<int>(min(blocks * push / (push + reduce), most)), 1), blocks - 1);
 }
 
 // A part of the blocks, and this block's number in it.
@@ -170,7 +184,10 @@ __device__ Go agree_on_call(const Context& context, uint64_t epoch) {
   const int lane = threadIdx.x % 32, last = context.sizes.num_ranks - 1;
   const CombineCall* call = context.own().calls + min(lane, last);
   const int plan = __ldcg(&call->plan), has_weights = __ldcg(&call->has_weights), chunks = __ldcg(&call->num_chunks);
-  if (agree(context, Given::kPlan, plan) && agree(context, Given::kWeights, has_weights)) return Go::kYes;
+  Difference found = compare(Given::kPlan, plan);
+  if (!found.found) found = compare(Given::kWeights, has_weights);
+  if (!found.found) return Go::kYes;
+  if (blockIdx.x == 0 && lane == 0) context.state->difference = found;
   int arrived = -1;
   return wait_for_chunks(context, epoch, lane <= last ? chunks - 1 : -1, arrived) ? Go::kNo : Go::kGaveUp;
 }
@@ -267,7 +284,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   State* state = context.state;
   const uint64_t epoch = state->epoch + 1;
   if (__syncthreads_or(has_failed(context))) return;  // all threads or none
-  const int block = blockIdx.x, pushing = args.num_push_blocks;
+  const int block = blockIdx.x, pushing = num_push_blocks(args);
   const bool pushes = block < pushing;
   const Part push{block, pushing};
   const Pipeline pipeline(memory, args.num_slots, args.piece_bytes, args.max_addends,
@@ -311,6 +328,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   }
   raise_at_all<Block>(context, &Region::slots_free, epoch);
   if (threadIdx.x == 0) {
+    report_kept_difference(context);
     state->next_token = 0;
     state->epoch = epoch;
     state->pushed_epoch = epoch;
@@ -335,10 +353,9 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   }
   all.num_pieces = (row + all.piece_bytes - 1) / all.piece_bytes;
   all.num_slots = static_cast<int>(std::min<size_t>(room / all.piece_bytes, Pipeline::kMaxSlots));
-  // As measured on 4 H200: the sums of short rows take longer than the wire does.
   const bool is_long = row > 8192;
-  const int pushing = is_long ? num_sms_ * 5 / 7 : num_sms_ * 5 / 6;
-  all.num_push_blocks = num_sms_ < 4 ? num_sms_ : pushing;
+  all.reduce_weight = is_long ? 1.2f : 0.45f;  // both as measured on 4 H200
+  all.saturating = is_long ? 5.2f : 1000.0f;
   const size_t shared = static_cast<size_t>(all.num_slots) * all.piece_bytes + fixed;
   const auto run = [&](auto summing) {
     launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context_, all);

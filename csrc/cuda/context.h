@@ -58,7 +58,7 @@ struct CombineCall {
 // which is raised twice in an operation, holds 2 * epoch - 1 and then 2 * epoch.
 struct Region {
   uint64_t* gave_up;     // [num_ranks] not an epoch: the rank has given up, nobody need wait for it; at offset 0
-  uint64_t* headed;      // [num_ranks] the rank's counts are in `heads`
+  uint64_t* headed;      // [num_ranks] the rank's head is in `heads`
   uint64_t* listed;      // [num_ranks] the rank's items are in its own `items`
   uint64_t* staged;      // [num_ranks] the rank's rows are in its own `staging`, scales and weights in its `tails`: of
                          // its early tokens, and then of all
@@ -112,6 +112,11 @@ inline size_t region_bytes(const Sizes& sizes) {
   return c.size();
 }
 
+// What ranks were given differently (agree.cuh): `theirs` of `rank`, `first` of rank 0.
+struct Difference {
+  int32_t found, field, rank, theirs, first;
+};
+
 // What the kernels of one rank remember between operations; in the device's memory, 0 at the start.
 struct State {
   uint64_t epoch;                     // of the last complete operation
@@ -121,7 +126,8 @@ struct State {
   uint64_t bytes_written[kMaxRanks];  // to every rank's slots
   uint32_t failed;                    // this rank has given up: kernels do nothing any more
   uint32_t count_done, list_done, stage_done, pull_done, combine_done;  // blocks that are through; 0 between operations
-  uint32_t next_token;  // to be reduced by whoever comes first; 0 between operations
+  uint32_t next_token;    // to be reduced by whoever comes first; 0 between operations
+  Difference difference;  // to be reported at the end of the operation; `found` is 0 between operations
 };
 
 struct StateArrays {
@@ -156,6 +162,7 @@ struct Report {
 
   int32_t mistake;  // the first one that was not yet taken
   int32_t detail[3];
+  uint64_t mistake_epoch;
   int64_t values[2 * kMaxRanks];
 };
 

@@ -31,13 +31,17 @@ __device__ bool wait_for_free_staging(const Context& context, uint64_t epoch) {
 // What comes before rows can be pulled; false when this rank has given up.
 __device__ bool prepare(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
   const bool moves = Movers::has_thread();
-  if (moves && !call.new_plan && blockIdx.x == 0) repeat_counts(context, call);
+  if (moves && !call.new_plan && blockIdx.x == 0) {
+    repeat_counts(context, call);
+    if (!wait_for_free_staging<Movers>(context, epoch)) return false;
+    if (Movers::thread() < context.sizes.num_ranks) tell_given(context, call, Movers::thread());
+    raise_at_all<Movers>(context, &Region::headed, epoch);
+    raise_at_all<Movers>(context, &Region::listed, epoch);  // for a rank that plans, and finds that this one does not
+  }
   if (moves && call.plans() && static_cast<int>(blockIdx.x) < call.plan_blocks)
     return wait_for_free_staging<Movers>(context, epoch) && make_plan(context, call, shared, epoch);
   if (!moves && call.stages) {
     if (!wait_for_free_staging<Helpers>(context, epoch)) return false;
-    if (!call.new_plan && blockIdx.x == 0 && Helpers::thread() < context.sizes.num_ranks)
-      tell_given(context, call, Helpers::thread());  // peers see it with the first rows
     stage(context, call, shared, epoch, true);
   }
   return true;
@@ -51,10 +55,15 @@ __device__ bool wait_for_rows(const Context& context, const DispatchCall& call, 
 }
 
 __device__ bool help(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
-  // A difference does not keep rows from being pulled: of what they hold nothing is of use, but all are there.
-  if (!call.new_plan && blockIdx.x == 0 && Helpers::thread() < 32) agree_on_call(context, head_of_lane(context));
+  const uint64_t *headed = context.own().headed, *staged = context.own().staged;
+  if (!call.new_plan && blockIdx.x == 0) {
+    if (!team_waits<Helpers>(context, kDispatch, Phase::kCounts, epoch, headed, epoch)) return false;
+    if (Helpers::thread() < 32) {  // a difference does not keep rows from being pulled, of which nothing is of use then
+      const Difference found = compare_calls(head_of_lane(context));
+      if (Helpers::thread() == 0 && found.found) context.state->difference = found;
+    }
+  }
   if (call.stages) stage(context, call, shared, epoch, false);
-  const uint64_t* staged = context.own().staged;
   if (call.tail_bytes > 0 && !team_waits<Helpers>(context, kDispatch, Phase::kRows, epoch, staged, 2 * epoch))
     return false;
   deliver_tails(context, call);
@@ -89,6 +98,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
   raise_at_all<Block>(context, &Region::consumed, epoch);
   if (threadIdx.x == 0) {
+    report_kept_difference(context);
     state->epoch = epoch;
     state->staged_epoch = epoch;
   }

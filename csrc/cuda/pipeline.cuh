@@ -68,12 +68,12 @@ struct Pipeline {
   // By one warp, before a barrier of the block.
   __device__ void init() const {
     for (int i = threadIdx.x % 32; i < kQueue; i += 32) {
-      ptx::barrier_init(full + i, kIssuingWarps * lanes_per_work);
-      ptx::barrier_init(empty + i, 32 * kSummingWarps / num_groups);
+      ptx::barrier_init(full + i, kIssuingWarps);
+      ptx::barrier_init(empty + i, kSummingWarps / num_groups);
     }
     for (int i = threadIdx.x % 32; i < kBatches; i += 32) {
-      ptx::barrier_init(prepared + i, 32);
-      ptx::barrier_init(issued + i, 32 * kIssuingWarps);
+      ptx::barrier_init(prepared + i, 1);
+      ptx::barrier_init(issued + i, kIssuingWarps);
     }
     ptx::fence_barrier_init();
     __syncwarp();
@@ -111,7 +111,8 @@ struct Preparer {
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     head = (head + __shfl_sync(~0u, sum, Pipeline::kBatch - 1)) % pipeline.num_slots;
-    ptx::barrier_arrive(pipeline.prepared + place);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(pipeline.prepared + place);
     num_works += num;
     ++num_batches;
   }
@@ -143,10 +144,6 @@ __device__ inline void issue(const Pipeline& pipeline, int warp) {
     ptx::barrier_wait(pipeline.empty + released % Pipeline::kQueue, released / Pipeline::kQueue % 2);
     const bool done = work < num_issued && ptx::barrier_ended_now(pipeline.empty + place, work / Pipeline::kQueue % 2);
     const int num = __clz(__brev(~__ballot_sync(~0u, done)));  // in a row
-    for (int i = 1; i < num; ++i) {                            // each lane has to see them itself
-      const int other = released + i;
-      ptx::barrier_wait(pipeline.empty + other % Pipeline::kQueue, other / Pipeline::kQueue % 2);
-    }
     used -= __reduce_add_sync(~0u, lane < num ? num_rows : 0);
     released += num;
   };
@@ -157,7 +154,8 @@ __device__ inline void issue(const Pipeline& pipeline, int warp) {
     if (batch.num == 0) return;
     for (int begin = 0; begin < batch.num; begin += 32 / width) {
       const int here = min(32 / width, batch.num - begin), place = (issued + number) % Pipeline::kQueue;
-      const int row = (warp + issued + number) % kWarps + lane % width * kWarps;
+      const int first = (warp + issued + number) % kWarps;  // row of this warp
+      const int row = first + lane % width * kWarps;        // of the lane
       int num_rows = 0;
       uint32_t bytes = 0;
       char* slot = nullptr;
@@ -184,19 +182,24 @@ __device__ inline void issue(const Pipeline& pipeline, int warp) {
           release(issued + count);
           continue;
         }
+        __syncwarp();
+        if (fits && lane % width == 0) {
+          if (num_rows > first)
+            ptx::barrier_arrive_expect(pipeline.full + place, (num_rows - first + kWarps - 1) / kWarps * bytes);
+          else
+            ptx::barrier_arrive(pipeline.full + place);
+        }
         if (fits && row < num_rows) {
-          ptx::barrier_arrive_expect(pipeline.full + place, bytes);
           ptx::fence_shared_before_bulk();
           ptx::bulk_load(slot, addend, bytes, pipeline.full + place);
-        } else if (fits) {
-          ptx::barrier_arrive(pipeline.full + place);
         }
         count = (31 - __clz(fitting)) / width + 1;
       }
       issued += here;
       used += __shfl_sync(~0u, end, 31);
     }
-    ptx::barrier_arrive(pipeline.issued + in_ring);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(pipeline.issued + in_ring);
   }
 }
 
@@ -215,7 +218,10 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) finish(chunk);
     }
-    const auto release = [&] { ptx::barrier_arrive(pipeline.empty + place); };
+    const auto release = [&] {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
+    };
     if (work.bytes > 0) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.slot(work.first_slot + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);

@@ -210,15 +210,18 @@ __device__ inline void tell_given(const Context& context, const DispatchCall& ca
   head.given(Given::kScaleBytes) = static_cast<int32_t>(args.scale_bytes);
 }
 
-// Called by a whole warp: whether all ranks were given the same, as far as they must be.
-__device__ inline bool agree_on_call(const Context& context, const Head& head_of_lane) {
+// Called by a whole warp: whether ranks were not given the same where they must be.
+__device__ inline Difference compare_calls(const Head& head_of_lane) {
   int given[Given::kNum];
 #pragma unroll
   for (int i = 0; i < Given::kNum; ++i) given[i] = __ldcg(&head_of_lane.given(i));
 #pragma unroll
-  for (int i = 0; i < Given::kNum; ++i)
-    if (i != Given::kMaxRows && !agree(context, static_cast<Given::Field>(i), given[i])) return false;
-  return true;
+  for (int i = 0; i < Given::kNum; ++i) {
+    if (i == Given::kMaxRows) continue;
+    const Difference found = compare(static_cast<Given::Field>(i), given[i]);
+    if (found.found) return found;
+  }
+  return {};
 }
 
 // The head of the lane's rank, or of the last one.
@@ -301,7 +304,10 @@ __device__ bool check_heads(const Context& context, const DispatchCall& args, co
   const int num_ranks = context.sizes.num_ranks, rank = min(static_cast<int>(threadIdx.x), num_ranks - 1);
   const Head head = head_of_lane(context);
   const int given = __ldcg(&head.given(Given::kMaxRows));
-  if (!agree_on_call(context, head)) return false;
+  if (const Difference found = compare_calls(head); found.found) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) report_difference(context, found);
+    return false;
+  }
   const int64_t needed = scratch.needed[rank];
   const bool countable = __all_sync(~0u, needed <= INT32_MAX);
   if (countable && __all_sync(~0u, given < 0 || needed <= given)) return true;
@@ -322,11 +328,14 @@ __device__ bool check_heads(const Context& context, const DispatchCall& args, co
 __device__ void write_head(const Context& context, const DispatchCall& args, const Scratch& scratch, bool usable,
                            uint64_t epoch) {
   PlanHead& head = *args.plan.head;
-  int from[kMaxRanks], items = 0;
+  const Head own{context.own().heads + context.sizes.rank * context.head_ints};
+  int from[kMaxRanks], items = 0, sent = 0;
 #pragma unroll
   for (int source = 0; source < kMaxRanks; ++source) {
     const Head theirs{context.own().heads + source * context.head_ints};
-    from[source] = usable && source < context.sizes.num_ranks ? __ldcg(&theirs.items(context.sizes.rank)) : 0;
+    const bool counts = usable && source < context.sizes.num_ranks;
+    from[source] = counts ? __ldcg(&theirs.items(context.sizes.rank)) : 0;
+    sent += counts ? __ldcg(&own.items(source)) : 0;
   }
 #pragma unroll
   for (int source = 0; source < kMaxRanks; ++source) {
@@ -339,6 +348,7 @@ __device__ void write_head(const Context& context, const DispatchCall& args, con
   head.num_rows = usable ? static_cast<int32_t>(scratch.needed[context.sizes.rank]) : 0;
   head.usable = usable;
   head.num_items = items;
+  head.num_sent = sent;
   if (args.dispatch.num_rows >= 0) return;  // nobody waits for the counts
   context.report->num_rows = head.num_rows;
   __threadfence_system();

@@ -13,6 +13,7 @@ struct PlanHead {
   int32_t num_rows;                   // rows of the output that the plan fills, padding included
   int32_t usable;                     // 0: the rows do not fit; then there are no items
   int32_t num_items;                  // (source rank, source token) pairs that this rank receives
+  int32_t num_sent;                   // ... and (receiving rank, token) pairs that it sends
   int32_t item_begin[kMaxRanks + 1];  // items by source rank
 
 #ifdef __CUDACC__

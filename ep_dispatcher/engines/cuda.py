@@ -29,7 +29,7 @@ _OPERATIONS = ("dispatch", "combine")
 _PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
 _BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
 _AGREED = (  # what ranks give alike, as Given in csrc has it, and how a number stands for it
-    ("handle", lambda n: f"the plan of epoch {n}"),
+    ("handle", lambda n: f"the plan of epoch {n}" if n else "None"),
     ("layout", lambda n: repr(_C_cuda.Layout(n).name)),
     ("expert_alignment", str),
     ("max_recv_rows", str),
@@ -255,10 +255,8 @@ class CudaEngine:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        # An operation that is complete has had all ranks in it. Of what was launched behind it a rank cannot know that:
-        # others may have found the mistake first, and refused it.
         launched, self._launched = self._launched, 0
-        self._check(ends=launched > 1)
+        self._check(ends=None if launched > 1 else False)  # a graph is replayed by all ranks or none
 
     def check(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -302,16 +300,18 @@ class CudaEngine:
 
     # ---- what went wrong ------------------------------------------------------------------------------------------
 
-    def _check(self, ends: bool = True) -> None:
+    def _check(self, ends: bool | None = True) -> None:
         """Raises what kernels have found so far; the host waits for nothing.
 
         A mistake that an operation finds at its start ``ends`` the use of the buffer: when ranks find it depends on
         their speed, so that others may be in the operation that this one refuses. They are told, and find it too. So
-        does one that is found behind such an operation.
+        does one that was found behind such an operation (None, when all are complete: it depends on that).
         """
         if self._failure is None and self._c is not None:  # destroyed, it has raised what there was
             late = self._c.late()
-            mistake = self._take_mistake()  # after `late`: of two reports the mistake came first, and led to the other
+            mistake, epoch = self._take_mistake()  # after `late`: of two reports it came first, and led to the other
+            if mistake is not None and ends is None:
+                ends = epoch != self._epoch()
             if mistake is not None and late is None and not ends:
                 raise ValueError(mistake)
             if mistake is not None:
@@ -340,12 +340,19 @@ class CudaEngine:
         where = (_OPERATIONS[operation], epoch, _PHASES[phase], self._topology.rank)
         return partial(PeerTimeoutError, *where, late_ranks=late_ranks, waited_s=waited_s)
 
-    def _take_mistake(self) -> str | None:
-        """What the caller did wrong, as far as kernels have found it; each is found once."""
+    def _epoch(self) -> int:
+        """Of the last complete operation."""
+        return self._state[:8].view(torch.int64).item()  # first in csrc's State
+
+    def _take_mistake(self) -> tuple[str | None, int]:
+        """What the caller did wrong in which epoch, as far as kernels have found it; each is found once."""
         found = self._c.take_mistake()
         if found is None:
-            return None
-        kind, details, values = found
+            return None, 0
+        kind, epoch, details, values = found
+        return self._explain(kind, details, values), epoch
+
+    def _explain(self, kind: int, details: list[int], values: list[int]) -> str:
         if kind == _BAD_ENTRY:
             token, k, repeated = details
             return checks.bad_entry((token, k, values[0], bool(repeated)), self._config.num_experts)
