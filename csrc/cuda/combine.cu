@@ -62,7 +62,7 @@ __device__ int num_push_blocks(const AllArgs& args) {
   const float reduce = args.reduce_weight * (static_cast<float>(head.num_sent) + args.combine.num_tokens);
   if (head.num_items == 0) return 1;
   const float most = args.saturating * push / head.num_items;
-  return min(max(static_cast<int>(min(blocks * push / (push + reduce), most)), 1), blocks - 1);
+  return min(max(static_cast<int>(min(blocks * push / (push + reduce) + 0.5f, most)), 1), blocks - 1);
 }
 
 // A part of the blocks, and this block's number in it.

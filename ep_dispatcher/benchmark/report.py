@@ -16,6 +16,7 @@ from ep_dispatcher.benchmark.parts import ALL_TO_ALL, DEEP_EP, ENGINE, GRAPH, ME
 BEGIN = "<!-- begin: python -m ep_dispatcher.bench --report -->"
 END = "<!-- end -->"
 NOTHING = "No figures of GPUs are here yet."
+CASES = "Cases, in microseconds (hot_rank: one rank receives four times the mean, or all there is if ranks are fewer):"
 STANDARD = ("tokens", "hidden", "experts", "topk", "routing", "dtype", "layout", "sms")
 
 
@@ -81,7 +82,7 @@ def part(runs: list[dict], folder: Path, root: Path) -> str:
 def _group(group: list[dict], folder: Path, root: Path) -> list[str]:
     blocks = [f"### {group[0]['case']['ranks']} x {_processor(group[0])}", _machine(group)]
     blocks += [_operations(run) for run in group if is_standard(run)]
-    blocks += ["Cases, in microseconds:", _cases(group)]
+    blocks += [CASES, _cases(group)]
     image = chart_path(group, folder)
     blocks.append(f"![times]({os.path.relpath(image, root)})")
     missing = dict.fromkeys(note for run in group for note in run["notes"])
