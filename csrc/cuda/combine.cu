@@ -1,7 +1,5 @@
 // Combine: most blocks sum the rows of every item and push the sums to the owners of the tokens, chunk by chunk; the
 // others wait for the chunks that the next tokens need and sum the sums, and all blocks do once they have pushed.
-#include <type_traits>
-
 #include "cuda/agree.cuh"
 #include "cuda/engine.h"
 #include "cuda/item.cuh"
