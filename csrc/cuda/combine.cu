@@ -162,15 +162,15 @@ __device__ void take_weights(const Context& context, const AllArgs& args, int fi
   }
 }
 
-// Tells all ranks what this rank was given, which have read what it told them before; by one warp.
+// Tells all ranks what this rank was given, which have read what it told them before; by the first warp.
 __device__ void tell_call(const Context& context, const AllArgs& args, uint64_t epoch) {
-  const int rank = context.sizes.rank, peer = threadIdx.x % 32;
-  if (peer >= context.sizes.num_ranks) return;
-  const PlanHead& head = *args.plan.head;
-  const int most = Interleave(context.sizes.num_ranks, rank, head.item_begin).most();
-  context.region[peer].calls[rank] = {head.made, args.combine.topk_weights != nullptr, num_chunks(most)};
-  ptx::fence_system();
-  ptx::store_relaxed(context.region[peer].called + rank, epoch);
+  const int rank = context.sizes.rank, peer = Block::thread();
+  if (peer < context.sizes.num_ranks) {
+    const PlanHead& head = *args.plan.head;
+    const int most = Interleave(context.sizes.num_ranks, rank, head.item_begin).most();
+    context.region[peer].calls[rank] = {head.made, args.combine.topk_weights != nullptr, num_chunks(most)};
+  }
+  raise_at_all<Block>(context, &Region::called, epoch);
 }
 
 enum class Go { kYes, kNo, kGaveUp };

@@ -192,15 +192,15 @@ __device__ void share_counts(const Context& context, const DispatchCall& args, c
              [&](int rank, int sum) { items[rank] = sum; });
 }
 
-// Where `peer` has what this rank tells it.
-__device__ inline Head own_head(const Context& context, int peer) {
-  return {context.region[peer].heads + context.sizes.rank * context.head_ints};
+// What `rank` has been told by `source`.
+__device__ inline Head head_at(const Context& context, int rank, int source) {
+  return {context.region[rank].heads + source * context.head_ints};
 }
 
 // Tells a rank what this rank was given; by one thread.
 __device__ inline void tell_given(const Context& context, const DispatchCall& call, int peer) {
   const DispatchArgs& args = call.dispatch;
-  const Head head = own_head(context, peer);
+  const Head head = head_at(context, peer, context.sizes.rank);
   head.given(Given::kPlan) = call.new_plan ? 0 : call.plan.head->made;
   head.given(Given::kLayout) = static_cast<int32_t>(args.layout);
   head.given(Given::kAlignment) = args.expert_alignment;
@@ -227,18 +227,18 @@ __device__ inline Difference compare_calls(const Head& head_of_lane) {
 // The head of the lane's rank, or of the last one.
 __device__ inline Head head_of_lane(const Context& context) {
   const int rank = min(static_cast<int>(threadIdx.x) % 32, context.sizes.num_ranks - 1);
-  return {context.own().heads + rank * context.head_ints};
+  return head_at(context, context.sizes.rank, rank);
 }
 
 // Tells all ranks what this rank sends to whom; by the last block that has counted.
 __device__ void send_heads(const Context& context, const DispatchCall& args, uint64_t epoch) {
   const int num_ranks = context.sizes.num_ranks, experts = context.sizes.num_experts;
-  const auto head_at = [&](int peer) { return own_head(context, peer); };
+  const auto head_of = [&](int peer) { return head_at(context, peer, context.sizes.rank); };
   sum_before(context.arrays.block_tokens, experts, experts, args.plan_blocks, [&](int expert, int sum) {
-    for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).tokens(expert) = sum;
+    for (int peer = 0; peer < num_ranks; ++peer) head_of(peer).tokens(expert) = sum;
   });
   sum_before(context.arrays.block_items, kMaxRanks, num_ranks, args.plan_blocks, [&](int to, int sum) {
-    for (int peer = 0; peer < num_ranks; ++peer) head_at(peer).items(to) = sum;
+    for (int peer = 0; peer < num_ranks; ++peer) head_of(peer).items(to) = sum;
   });
   if (static_cast<int>(threadIdx.x) < num_ranks) tell_given(context, args, threadIdx.x);
   Movers::sync();
@@ -249,7 +249,7 @@ __device__ void send_heads(const Context& context, const DispatchCall& args, uin
 __device__ void place_groups(const Context& context, const DispatchCall& args, const Scratch& scratch) {
   const int experts = context.sizes.num_experts, local = context.sizes.num_local_experts();
   const int num_ranks = context.sizes.num_ranks, rank = context.sizes.rank;
-  const auto head_of = [&](int source) { return Head{context.own().heads + source * context.head_ints}; };
+  const auto head_of = [&](int source) { return head_at(context, rank, source); };
 #pragma unroll 1
   for (int e = threadIdx.x; e < experts; e += Movers::kThreads) {
     int total = 0, before = 0;
@@ -328,13 +328,14 @@ __device__ bool check_heads(const Context& context, const DispatchCall& args, co
 __device__ void write_head(const Context& context, const DispatchCall& args, const Scratch& scratch, bool usable,
                            uint64_t epoch) {
   PlanHead& head = *args.plan.head;
-  const Head own{context.own().heads + context.sizes.rank * context.head_ints};
+  const int rank = context.sizes.rank;
+  const Head own = head_at(context, rank, rank);
   int from[kMaxRanks], items = 0, sent = 0;
 #pragma unroll
   for (int source = 0; source < kMaxRanks; ++source) {
-    const Head theirs{context.own().heads + source * context.head_ints};
+    const Head theirs = head_at(context, rank, source);
     const bool counts = usable && source < context.sizes.num_ranks;
-    from[source] = counts ? __ldcg(&theirs.items(context.sizes.rank)) : 0;
+    from[source] = counts ? __ldcg(&theirs.items(rank)) : 0;
     sent += counts ? __ldcg(&own.items(source)) : 0;
   }
 #pragma unroll
