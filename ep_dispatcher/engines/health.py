@@ -1,0 +1,149 @@
+"""Health of an engine: who is inside an operation, what ended the buffer's use, and how destroy() gets in between."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from ep_dispatcher import checks
+
+
+class Operation:
+    """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch."""
+
+    def __init__(self, name: str):
+        self.name, self.thread = name, threading.get_ident()
+
+
+class Health:
+    """Let one operation run at a time, remember what ended the buffer's use, and tell the peers of it once.
+
+        health = Health(tell_peers)
+        with health.operation("dispatch"):   # ValueError while another one runs; any exception ends the buffer's use
+            ...
+        health.raise_if_ended()              # raises what ended it, a new exception each time
+        health.stop(interrupt, free)         # destroy(): free() once nobody is inside
+
+    ``tell_peers()`` is called once, when the buffer's use ends. What it raises is dropped: the peers then wait until
+    their limit, and the failure is what the caller has to see. It is called by the thread that is inside, or when
+    none is, so it needs no lock of its own. It should not hold the engine: memory would stay until the next garbage
+    collection where a buffer is dropped without destroy().
+
+    Python's signal handlers may run between any two lines here, and may call destroy(). So the lock is reentrant, and
+    an operation enters first and looks for the end after that.
+    """
+
+    def __init__(self, tell_peers: Callable[[], None]):
+        self._tell_peers = tell_peers
+        self._pid = os.getpid()
+        self._changed = threading.Condition()  # its lock is reentrant
+        self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of the buffer
+        self._told = False
+        self._inside: Operation | None = None
+        self._stopped = False
+        self._free: Callable[[], None] | None = None  # until it has run
+
+    @property
+    def ended(self) -> bool:
+        """Whether the buffer can only be destroyed, or is."""
+        return self._stopped or self._failure is not None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the buffer."""
+        return os.getpid() != self._pid
+
+    def raise_if_ended(self) -> None:
+        if self.is_forked:
+            checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
+        if self._stopped:
+            checks.fail("buffer", "one that was destroyed", "a living buffer")
+        failure = self._failure
+        if failure is not None:
+            raise failure()
+
+    def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
+        """End the buffer's use and tell the peers. The first failure stays, unless a later one is to ``replace`` it."""
+        with self._changed:
+            if self._failure is None or replace:
+                self._failure = failure
+        self._tell_once()
+
+    @contextmanager
+    def operation(self, name: str) -> Iterator[Operation]:
+        """Be inside an operation, alone. An exception ends the buffer's use."""
+        operation, entered = Operation(name), False
+        try:
+            self._enter(operation)
+            entered = True
+            yield operation
+        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
+            if not entered:
+                raise
+            text = f"this buffer gave up in {operation.name}, by {type(error).__name__}: {error}; destroy() it"
+            self.end(partial(RuntimeError, text))
+            if self._stopped and isinstance(error, Exception):
+                raise RuntimeError(
+                    "this buffer was destroyed, by another thread or a signal handler, while this thread was in "
+                    f"{operation.name}"
+                ) from error
+            raise
+        finally:
+            if self._inside is operation:
+                self._leave()
+
+    def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
+        """Refuse all further operations, make the one under way end, tell the peers, and call ``free`` once.
+
+        ``interrupt()`` must make the thread that is inside raise soon wherever it waits. If it is still inside after
+        ``timeout_s``, or is this very thread (a signal handler destroys the buffer), it frees when it leaves. Return
+        whether all is free. A forked child frees nothing: what it has belongs to its parent.
+        """
+        if self.is_forked:
+            return False
+        with self._changed:
+            if not self._stopped:
+                self._stopped, self._free = True, free
+            inside = self._inside
+            if inside is not None:
+                interrupt()
+                if inside.thread != threading.get_ident():
+                    self._changed.wait_for(lambda: self._inside is None, timeout_s)
+            if self._inside is None:
+                self._release()
+            return self._free is None
+
+    def _enter(self, operation: Operation) -> None:
+        self.raise_if_ended()
+        with self._changed:
+            if self._inside is not None:
+                checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
+            self._inside = operation
+        self.raise_if_ended()  # again: from here on nothing is freed before this operation leaves
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._inside = None
+            if self._stopped and self._free is not None:
+                self._release()
+            self._changed.notify_all()
+
+    def _release(self) -> None:
+        """Tell the peers and free, with the lock held and nobody inside."""
+        free, self._free = self._free, None
+        if free is not None:
+            self._tell_once()
+            free()
+
+    def _tell_once(self) -> None:
+        with self._changed:
+            told, self._told = self._told, True
+        if told:
+            return
+        try:
+            self._tell_peers()
+        except Exception:  # a lost device, a store that is gone: none of them may hide the failure
+            pass
