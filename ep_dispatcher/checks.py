@@ -1,7 +1,11 @@
-"""Every mistake of a caller, found before anything is sent: ValueErrors that name argument, given and allowed."""
+"""Every mistake of a caller: ValueErrors that name the argument, what was given and what is allowed.
+
+The functions that raise run before anything is sent. Those that return a text word what an engine has found.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -97,3 +101,55 @@ def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> str:
     if repeated:
         return mistake(where, f"expert {expert} again", "every expert at most once in a row")
     return mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
+
+
+def _plan(epoch: int) -> str:
+    return f"the plan of epoch {epoch}" if epoch else "None"
+
+
+def _them(given: int) -> str:
+    return "them" if given else "None"
+
+
+# What all ranks give alike, in the order in which engines compare it, and how a number stands for it.
+AGREED: dict[str, Callable[[int], str]] = {
+    "operation": lambda n: ("a dispatch", "a combine")[n],
+    "handle": _plan,
+    "layout": lambda n: ("'rank'", "'expert'")[n],
+    "expert_alignment": str,
+    "max_recv_rows": str,
+    "topk_weights": _them,
+    "x: bytes per row": str,
+    "x: bytes of scales": str,
+}
+
+
+def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> str:
+    """What ``rank`` gave for a field of ``AGREED``, and what rank ``other`` gave instead."""
+    say = AGREED[field]
+    verb = "is in" if field == "operation" else "gave"
+    return (
+        f"{field}: rank {rank} {verb} {say(theirs)}, rank {other} {verb} {say(ours)}; "
+        f"all ranks must {'call' if field == 'operation' else 'give'} the same"
+    )
+
+
+def too_few_rows(needs: Iterable[tuple[int, int]]) -> str:
+    """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
+    short = [
+        f"rank {rank} needs {needed} rows, given {given}"
+        for rank, (needed, given) in enumerate(needs)
+        if needed > given >= 0
+    ]
+    return "max_recv_rows: too small: " + "; ".join(short)
+
+
+def too_many_rows(alignment: int, rank: int, needed: int) -> str:
+    return (
+        f"expert_alignment: given {alignment}, with which rank {rank} receives {needed} rows; allowed: up to {MAX_INT} "
+        "rows of a rank in one dispatch"
+    )
+
+
+def too_many_choices(rank: int, choices: int) -> str:
+    return f"topk_idx: rank {rank} is given {choices} choices; allowed: up to {MAX_INT} of a rank in one dispatch"
