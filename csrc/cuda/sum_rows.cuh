@@ -7,7 +7,8 @@
 
 namespace ep::cuda {
 
-// Elements of a 16-byte vector to float32 and back, rounding to nearest.
+// Elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each element: it turns -0
+// into +0, as a sum that begins with +0 does.
 struct Float32 {
   static constexpr int kElements = 4;
   static __device__ void load(const uint4& v, float* to) {
@@ -16,6 +17,9 @@ struct Float32 {
   }
   static __device__ uint4 round(const float* from) {
     return {__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]), __float_as_uint(from[3])};
+  }
+  static __device__ uint32_t plus_zero(uint32_t word) {
+    return __float_as_uint(__fadd_rn(__uint_as_float(word), 0.0f));
   }
 };
 
@@ -38,6 +42,10 @@ struct BFloat16 {
     }
     return {words[0], words[1], words[2], words[3]};
   }
+  static __device__ uint32_t plus_zero(uint32_t word) {
+    const __nv_bfloat162 sum = __hadd2_rn(reinterpret_cast<const __nv_bfloat162&>(word), __nv_bfloat162{});
+    return reinterpret_cast<const uint32_t&>(sum);
+  }
 };
 
 struct Float16 {
@@ -59,15 +67,19 @@ struct Float16 {
     }
     return {words[0], words[1], words[2], words[3]};
   }
+  static __device__ uint32_t plus_zero(uint32_t word) {
+    const __half2 sum = __hadd2_rn(reinterpret_cast<const __half2&>(word), __half2{});
+    return reinterpret_cast<const uint32_t&>(sum);
+  }
 };
 
-// Rows that are summed first and rounded before they count: those of one remote node. Bit j stands for row j.
+// Rows that are added and rounded before they count: those of one remote node. Bit j stands for row j.
 struct Nodes {
   uint32_t remote;  // the row is of a remote node ...
   uint32_t last;    // ... and the last of that node
 };
 
-// Who sums rows: groups of kWarps warps, of which every thread has kVectors vectors at a time in registers.
+// How rows are summed: by groups of kWarps warps. Each thread has kVectors vectors at a time in registers.
 template <class Element, bool kSeveralNodes, int kNumWarps, int kNumVectors>
 struct Summing {
   using T = Element;
@@ -75,7 +87,12 @@ struct Summing {
   static constexpr int kWarps = kNumWarps, kThreads = 32 * kWarps, kVectors = kNumVectors;
 };
 
-// Called by a group: the sum of rows of num_vectors vectors in shared memory, to global memory.
+template <class T>
+__device__ __forceinline__ uint4 plus_zero(const uint4& v) {
+  return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
+}
+
+// [group] Sum rows of num_vectors vectors from shared memory to global memory.
 //   row(j) -> the j-th row
 //   release(): called by every thread once it has read all
 template <class Summing, class Row, class Release>
@@ -94,7 +111,7 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
         if (at(i) < num_vectors) vectors[i] = from[at(i)];
-      if (num_rows == 1) break;
+      if (num_rows == 1) break;  // needs no float32
       const bool remote = kNodes && (nodes.remote >> j & 1), last = kNodes && (nodes.last >> j & 1);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -117,7 +134,7 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
     if (begin + kStep >= num_vectors) release();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
-      if (at(i) < num_vectors) to[at(i)] = num_rows == 1 ? vectors[i] : T::round(total[i]);
+      if (at(i) < num_vectors) to[at(i)] = num_rows == 1 ? plus_zero<T>(vectors[i]) : T::round(total[i]);
   }
 }
 

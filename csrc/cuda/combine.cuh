@@ -1,0 +1,45 @@
+// One launch of the combine kernel: its parameters, and the shared memory of a block.
+#pragma once
+#include "cuda/call.cuh"
+#include "cuda/engine.h"
+#include "cuda/item.cuh"
+#include "cuda/pipeline.cuh"
+#include "cuda/records.cuh"
+
+namespace ep::cuda {
+
+struct CombineParams {
+  CombineArgs args;
+  Plan plan;
+  uint32_t bay_bytes;  // of the pipeline, as the next two
+  int num_bays, max_addends;
+  float reduce_weight;  // time to reduce a row, that to push one being 1
+  float saturating;     // pushing blocks that saturate the links if they sum nothing
+};
+
+// Chunks of items, each announced by a flag of its own.
+constexpr int num_chunks(int num_items) { return (num_items + kChunk - 1) / kChunk; }
+
+struct CombineMemory {
+  Pipeline pipeline;
+  Interleave::Position* positions;  // [2, Records::kBatch] of the items at work
+  Records items;                    // while this block pushes
+  Records sent_items;               // while it reduces
+
+  // Lay the memory out. Without a base the cursor measures.
+  EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, int item_ints, int sent_ints) {
+    CombineMemory memory;
+    memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
+    memory.positions = c.take<Interleave::Position>(2 * Records::kBatch);
+    memory.items = Records::carve(c, item_ints * 4);
+    memory.sent_items = Records::carve(c, sent_ints * 4);
+    return memory;
+  }
+};
+
+// Some blocks, and this block's number among them.
+struct Part {
+  int block, num_blocks;
+};
+
+}  // namespace ep::cuda

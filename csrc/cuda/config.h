@@ -1,0 +1,60 @@
+// How large one buffer is, and the limits that are compiled in.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "common/args.h"
+#include "common/layout.h"
+
+namespace ep::cuda {
+
+constexpr int kMaxLocal = 8;  // ranks of one node; kernels give each a lane, a warp and a byte (scan.cuh)
+constexpr int kMaxNodes = 1;  // nodes of one buffer
+constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
+constexpr int kMaxTopk = 32;  // a token's choices have a bit each (Plan::sent_k)
+constexpr int kChunk = 512;       // staged tokens, or items whose partial sums were pushed, per chunk flag
+constexpr int kVector = 16;       // bytes; bulk copies and vector accesses need multiples
+constexpr int kLine = 1024;       // bytes; rows begin at multiples, in shared memory too, so that no request is split
+constexpr int kScaleBlock = 128;  // elements of a float8 row that share a scale
+
+EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// [bytes] from one row to the next where rows are staged or pushed.
+EP_HOST_DEVICE constexpr size_t row_stride(size_t row_bytes) {
+  return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine);
+}
+
+// One buffer: the same on every rank but for `rank`. Ranks are numbered by node: those of a node are neighbours.
+struct Config {
+  int rank = 0;
+  int num_nodes = 1;       // NVLink domains
+  int ranks_per_node = 1;  // ranks that reach each other's memory
+  int ranks_per_sum = 1;   // neighbouring ranks whose partial sums are added and rounded first (reference.py's node)
+  int num_experts = 1;
+  int num_topk = 1;
+  int max_tokens = 1;  // tokens a rank may bring to one dispatch
+  int hidden = 1;
+  DType dtype = DType::kBFloat16;
+
+  EP_HOST_DEVICE int num_ranks() const { return num_nodes * ranks_per_node; }
+  EP_HOST_DEVICE int node_of(int r) const { return kMaxNodes == 1 ? 0 : r / ranks_per_node; }
+  EP_HOST_DEVICE int local_of(int r) const { return kMaxNodes == 1 ? r : r % ranks_per_node; }
+  EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks(); }
+  // Local experts that one token can have on one rank.
+  EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
+  // Chunks of tokens of one rank, and of items that one rank sends to another.
+  EP_HOST_DEVICE int max_chunks() const { return (max_tokens + kChunk - 1) / kChunk; }
+
+  size_t row_bytes() const { return hidden * size_of(dtype); }
+  size_t slot_stride() const { return row_stride(row_bytes()); }  // from one partial sum to the next
+  size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
+  size_t weights_bytes() const { return num_topk * sizeof(float); }
+  // [int32] of an item (item.cuh): token, number of copies, a value per copy, a byte per copy.
+  int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
+  // [int32] per token of Plan::sent_item.
+  int sent_ints() const { return static_cast<int>(round_up(num_ranks(), 4)); }
+  // [bytes] of a token's tail: scales, then weights. Float8 rows are shorter than rows of the dtype, but have scales.
+  size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
+};
+
+}  // namespace ep::cuda
