@@ -37,16 +37,38 @@ PYBIND11_MODULE(_C_cuda, m) {
 
   ep::bind_types(m);
 
-  py::class_<Sizes>(m, "Sizes")
+  py::enum_<Operation>(m, "Operation").value("dispatch", Operation::kDispatch).value("combine", Operation::kCombine);
+  py::enum_<Phase>(m, "Phase")
+      .value("free_staging", Phase::kFreeStaging)
+      .value("counts", Phase::kCounts)
+      .value("lists", Phase::kItems)
+      .value("rows", Phase::kRows)
+      .value("free_slots", Phase::kFreeSlots)
+      .value("partial_sums", Phase::kSums);
+  py::enum_<Mistake>(m, "Mistake")
+      .value("bad_entry", Mistake::kBadEntry)
+      .value("too_few_rows", Mistake::kTooFewRows)
+      .value("too_many_rows", Mistake::kTooManyRows)
+      .value("differ", Mistake::kDiffer);
+  py::enum_<Field>(m, "Field")
+      .value("operation", Field::kOperation)
+      .value("handle", Field::kPlan)
+      .value("layout", Field::kLayout)
+      .value("expert_alignment", Field::kAlignment)
+      .value("topk_weights", Field::kWeights)
+      .value("row_bytes", Field::kRowBytes)
+      .value("scale_bytes", Field::kScaleBytes);
+
+  py::class_<Config>(m, "Config")
       .def(py::init<>())
-      .def_readwrite("rank", &Sizes::rank)
-      .def_readwrite("num_ranks", &Sizes::num_ranks)
-      .def_readwrite("ranks_per_node", &Sizes::ranks_per_node)
-      .def_readwrite("num_experts", &Sizes::num_experts)
-      .def_readwrite("num_topk", &Sizes::num_topk)
-      .def_readwrite("max_tokens", &Sizes::max_tokens)
-      .def_readwrite("hidden", &Sizes::hidden)
-      .def_readwrite("dtype", &Sizes::dtype);
+      .def_readwrite("rank", &Config::rank)
+      .def_readwrite("ranks_per_node", &Config::ranks_per_node)
+      .def_readwrite("ranks_per_sum", &Config::ranks_per_sum)
+      .def_readwrite("num_experts", &Config::num_experts)
+      .def_readwrite("num_topk", &Config::num_topk)
+      .def_readwrite("max_tokens", &Config::max_tokens)
+      .def_readwrite("hidden", &Config::hidden)
+      .def_readwrite("dtype", &Config::dtype);
 
   py::class_<DispatchArgs> dispatch(m, "DispatchArgs");
   dispatch.def(py::init<>())
@@ -79,18 +101,20 @@ PYBIND11_MODULE(_C_cuda, m) {
   m.attr("max_ranks") = kMaxRanks;
   m.attr("report_bytes") = sizeof(Report);
   m.def("region_bytes", &region_bytes);
-  m.def("flag_bytes", &flag_bytes);  // at the start of a region: these must be 0 at first
+  m.def("flag_bytes", &flag_bytes);          // at the start of a region: these must be 0 at first
+  m.def("aborted_offset", &aborted_offset);  // in a region: uint64 [num_ranks], not 0 where a rank has aborted
   m.def("state_bytes", &state_bytes);
   // int32 elements that hold any plan of `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
-  // Where the counters of bytes read and written, uint64 [max_ranks] each, begin in the state.
+  // In the state: uint32, not 0 once this rank has aborted; counters of bytes, uint64 [max_ranks] each.
+  m.attr("state_aborted_offset") = offsetof(State, aborted);
   m.attr("bytes_read_offset") = offsetof(State, bytes_read);
   m.attr("bytes_written_offset") = offsetof(State, bytes_written);
 
   py::class_<Engine>(m, "Engine")
-      .def(py::init([](const Sizes& sizes, const std::vector<Address>& regions, Address state, Address report,
+      .def(py::init([](const Config& config, const std::vector<Address>& regions, Address state, Address report,
                        double timeout_s, int num_sms) {
-        return Engine(sizes, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
+        return Engine(config, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
       }))
       // Plan (without a plan made before) and stage; then bring the rows. `dispatch` is both in one launch.
       .def("prepare", launch_dispatch<true, false>)
@@ -98,30 +122,34 @@ PYBIND11_MODULE(_C_cuda, m) {
       .def("dispatch", launch_dispatch<true, true>)
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      // Rows of the dispatch with this ticket; -1 if a kernel has aborted, -2 if neither is so within slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
-      // None, or what this rank gave up: (operation, phase, epoch, [ranks waited for], seconds).
+      // None, or where this rank has aborted: (Operation, Phase, epoch, [ranks waited for], seconds waited).
       .def("late",
            [](const Engine& e) -> py::object {
              const Report& report = e.report();
              const uint32_t late = *static_cast<const volatile uint32_t*>(&report.late);
              if (late == 0) return py::none();
-             std::atomic_thread_fence(std::memory_order_acquire);  // the fields come after their first one
+             std::atomic_thread_fence(std::memory_order_acquire);  // the fields were written before the first one
              std::vector<int> ranks;
              for (int rank = 0; rank < kMaxRanks; ++rank)
                if (late >> rank & 1) ranks.push_back(rank);
-             return py::make_tuple(report.operation, report.phase, report.epoch, ranks, report.waited_ms / 1e3);
+             return py::make_tuple(static_cast<Operation>(report.operation), static_cast<Phase>(report.phase),
+                                   report.epoch, ranks, report.waited_ms / 1e3);
            })
-      // None, or the caller's mistake that a kernel found: (kind, epoch, details, values).
+      // None, or a caller's mistake that a kernel has found: (Mistake, detail, value, [(needed, given) by rank]).
       .def("take_mistake", [](const Engine& e) -> py::object {
         const Report& report = e.report();
         const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
         if (kind == 0) return py::none();
         std::atomic_thread_fence(std::memory_order_acquire);
-        const uint64_t epoch = report.mistake_epoch;
-        std::vector<int32_t> details(report.detail, report.detail + 3);
-        std::vector<int64_t> values(report.values, report.values + 2 * e.sizes().num_ranks);
-        std::atomic_thread_fence(std::memory_order_release);  // a kernel may write them again once it is cleared
+        const MistakeFacts facts = report.facts;
+        std::atomic_thread_fence(std::memory_order_release);  // kernels may write the facts again once it is cleared
         e.clear_mistake();
-        return py::make_tuple(kind, epoch, details, values);
+        std::vector<std::pair<int64_t, int64_t>> rows;
+        for (int rank = 0; rank < e.config().num_ranks(); ++rank)
+          rows.emplace_back(facts.rows[rank][0], facts.rows[rank][1]);
+        const std::vector<int32_t> detail(facts.detail, facts.detail + 4);
+        return py::make_tuple(static_cast<Mistake>(kind), detail, facts.value, rows);
       });
 }

@@ -69,37 +69,40 @@ def host_side():
     """An engine whose kernels never run, and the fields of the report that they would write."""
     from ep_dispatcher import _C_cuda
 
-    sizes = _C_cuda.Sizes()
-    sizes.num_ranks, sizes.num_experts, sizes.num_topk, sizes.max_tokens, sizes.hidden = 2, 8, 2, 64, 64
-    state = torch.zeros(_C_cuda.state_bytes(sizes, 4), dtype=torch.uint8)
+    config = _C_cuda.Config()
+    config.ranks_per_node, config.num_experts, config.num_topk, config.max_tokens, config.hidden = 2, 8, 2, 64, 64
+    state = torch.zeros(_C_cuda.state_bytes(config, 4), dtype=torch.uint8)
     report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8)
     regions = [1 << 20, 1 << 30]
-    engine = _C_cuda.Engine(sizes, regions, state.data_ptr(), report.data_ptr(), 0.1, 4)
+    engine = _C_cuda.Engine(config, regions, state.data_ptr(), report.data_ptr(), 0.1, 4)
     return engine, report.view(torch.int32), report.view(torch.int64), (state, report)
 
 
 @needs_module
 def test_the_host_reads_what_kernels_report(host_side):
+    from ep_dispatcher import _C_cuda
+
     engine, words, longs, _ = host_side
     assert engine.late() is None and engine.take_mistake() is None
+    assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
     longs[0], longs[1] = 7, 123
-    assert engine.wait_for_counts(7) == 123
+    assert engine.wait_for_counts(7, 0.01) == 123
     words[4], words[5], words[6], words[7], longs[4] = 0b10, 1, 5, 2500, 42
-    assert engine.late() == (1, 5, 42, [1], 2.5)
-    assert engine.wait_for_counts(8) == -1  # at once: a kernel gave up
-    words[10], words[11], words[12], words[13], longs[7] = 4, 3, 1, 0, 2**40
-    longs[8:12] = torch.tensor([5, 6, 7, 8])
-    assert engine.take_mistake() == (4, 2**40, [3, 1, 0], [5, 6, 7, 8]) and engine.take_mistake() is None
+    assert engine.late() == (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1], 2.5)
+    assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
+    words[10] = 4
+    words[12:16] = torch.tensor([3, 1, 0, 2])
+    longs[8] = 2**40
+    longs[9:13] = torch.tensor([5, 6, 7, 8])
+    assert engine.take_mistake() == (_C_cuda.Mistake.differ, [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
+    assert engine.take_mistake() is None
 
 
-EPOCH = 6  # of the operation with the mistake
-
-
-class Reports:
+class Compiled:
     """Stands for the compiled engine, with what its kernels have reported."""
 
     def __init__(self, late=None, mistake=None):
-        self._late, self._mistake = late, mistake and (mistake[0], EPOCH, *mistake[1:])
+        self._late, self._mistake = late, mistake
 
     def late(self):
         return self._late
@@ -109,127 +112,118 @@ class Reports:
         return mistake
 
 
-class Regions:
-    """Stands for the symmetric memory of all ranks."""
+class Gone:
+    """Stands for a store whose host is gone."""
 
-    def __init__(self, num_ranks: int):
-        self.flags = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
-
-    def get_buffer(self, rank, sizes, dtype):
-        assert dtype == self.flags.dtype and sizes == self.flags[rank].shape
-        return self.flags[rank]
+    def set(self, *_):
+        raise RuntimeError("gone")
 
 
-def engine_with(reports: Reports):
-    """Rank 0 of 3; what it has told its peers is in ``engine._symmetric.flags``."""
-    from ep_dispatcher.engines.cuda import CudaEngine
+def reports_of(late=None, mistake=None):
+    """Rank 0 of 3: (its reports, a list that grows when it signals its peers)."""
+    from ep_dispatcher.engines.health import Health
+    from ep_dispatcher.engines.kernel_reports import KernelReports
 
-    class Store:
-        def set(self, *_):
-            raise RuntimeError("gone")
-
-    engine = CudaEngine.__new__(CudaEngine)
-    engine._c, engine._failure, engine._stream, engine._launched = reports, None, None, 0
-    engine._state = torch.tensor([EPOCH]).view(torch.uint8)
-    engine._config = SimpleNamespace(num_experts=8, store=Store())
-    engine._topology = SimpleNamespace(rank=0, num_ranks=3)
-    engine._symmetric, engine._one, engine._to_peers = Regions(3), torch.ones(1, dtype=torch.int64), None
-    return engine
+    told = []
+    config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))
+    return KernelReports(Compiled(late, mistake), config, Health(lambda: told.append("peers"))), told
 
 
-def told(engine) -> list[int]:
-    """Which ranks rank 0 has told that it gave up; it speaks for nobody else."""
-    flags = engine._symmetric.flags
-    assert not flags[:, 1:].any()
-    return flags[:, 0].tolist()
+def late_report():
+    from ep_dispatcher import _C_cuda
+
+    return _C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1], 2.5
 
 
 HANDLES = "handle: rank 1 gave the plan of epoch 2, rank 0 gave the plan of epoch 1; all ranks must give the same"
-MISTAKES = [
-    ((1, [3, 1, 0], [9, 0, 0, 0]), "topk_idx[3, 1]: given 9, allowed: -1 (no expert), or an expert from 0 to 7"),
-    ((1, [3, 1, 1], [5, 0, 0, 0]), "topk_idx[3, 1]: given expert 5 again, allowed: every expert at most once in a row"),
-    ((2, [1, 0, 0], [40, 39, 3, 39]), "max_recv_rows: too small: rank 0 needs 40 rows, given 39"),
+MISTAKES = [  # kind, detail, value, rows by rank
+    (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1]: given 9, allowed: -1 (no expert), or an expert from 0 to 7"),
     (
-        (3, [64, 0, 0], [2**40, -1, 0, -1]),
-        f"expert_alignment: given 64, with which rank 0 receives {2**40} rows; allowed: up to 2147483647 rows of a "
+        ("bad_entry", [3, 1, 1, 0], 5, []),
+        "topk_idx[3, 1]: given expert 5 again, allowed: every expert at most once in a row",
+    ),
+    (
+        ("too_few_rows", [1, 0, 0, 0], 0, [(40, 39), (3, 39)]),
+        "max_recv_rows: too small: rank 0 needs 40 rows, given 39",
+    ),
+    (
+        ("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]),
+        f"expert_alignment: given 64, with which rank 1 receives {2**40} rows; allowed: up to 2147483647 rows of a "
         "rank in one dispatch",
     ),
-    ((4, [1, 1, 1], [0, 0, 0, 0]), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
-    ((4, [4, 2, 0], [1, 0, 0, 0]), "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same"),
-    ((4, [5, 1, 64], [128, 0, 0]), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same"),
-    ((4, [0, 1, 2], [1, 0, 0, 0]), HANDLES),
+    (
+        ("differ", ["operation", 1, 1, 0], 0, []),
+        "operation: rank 1 is in a combine, rank 0 is in a dispatch; all ranks must call the same",
+    ),
+    (
+        ("differ", ["layout", 1, 1, 0], 0, []),
+        "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same",
+    ),
+    (
+        ("differ", ["topk_weights", 2, 0, 1], 0, []),
+        "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same",
+    ),
+    (
+        ("differ", ["row_bytes", 1, 64, 128], 0, []),
+        "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same",
+    ),
+    (("differ", ["handle", 1, 2, 1], 0, []), HANDLES),
 ]
 
 
+def report_of(kind, detail, value, rows):
+    from ep_dispatcher import _C_cuda
+
+    if kind == "differ":
+        detail = [int(getattr(_C_cuda.Field, detail[0])), *detail[1:]]
+    return getattr(_C_cuda.Mistake, kind), detail, value, rows
+
+
 @needs_module
-@pytest.mark.parametrize("launched", [0, 1, 5])
 @pytest.mark.parametrize("mistake,said", MISTAKES)
-def test_mistakes_become_value_errors(mistake, said, launched):
-    """At once after the operation, where all ranks find them: raised once, and the buffer is as good as before."""
-    engine = engine_with(Reports(mistake=mistake))
-    engine._launched = launched
+def test_mistakes_become_value_errors(mistake, said):
+    """Where all ranks ask before their next operation: raised once, and the buffer stays usable."""
+    reports, told = reports_of(mistake=report_of(*mistake))
     with pytest.raises(ValueError) as caught:
-        engine.synchronize()
+        reports.raise_found(ends=False)
     assert str(caught.value) == said
-    engine.synchronize()
-    engine._check()
-    assert told(engine) == [0, 0, 0]
+    reports.raise_found(ends=False)
+    reports.raise_found(ends=True)
+    assert not told
 
 
 @needs_module
 @pytest.mark.parametrize("mistake,said", MISTAKES[:3])
-@pytest.mark.parametrize("late", [None, (1, 5, 42, [1], 2.5)])
-def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake, said, late):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake, said, is_late):
     """Also where a peer has found it first, and refused what this rank had launched."""
-    engine = engine_with(Reports(mistake=mistake, late=late))
+    reports, told = reports_of(late_report() if is_late else None, report_of(*mistake))
     seen = []
-    for ask in (engine._check if late is None else engine.synchronize, engine._check, engine.synchronize):
+    for ends in (not is_late, True, False):
         with pytest.raises(ValueError) as caught:
-            ask()
+            reports.raise_found(ends=ends)
         seen.append(str(caught.value))
     assert len(set(seen)) == 1 and seen[0].startswith(f"{said}. Found when other") and "destroy() this" in seen[0]
-    assert told(engine) == [1, 1, 1]
-
-
-@needs_module
-def test_a_mistake_found_behind_a_later_operation_ends_the_use_of_the_buffer():
-    """What this rank launched behind the dispatch, others may have refused."""
-    mistake, said = MISTAKES[0]
-    engine = engine_with(Reports(mistake=mistake))
-    engine._launched, engine._state = 2, torch.tensor([EPOCH + 1]).view(torch.uint8)
-    for _ in range(2):
-        with pytest.raises(ValueError) as caught:
-            engine.synchronize()
-        assert str(caught.value).startswith(f"{said}. Found when other")
-    assert told(engine) == [1, 1, 1]
-
-
-@needs_module
-def test_a_rank_that_gives_up_tells_its_peers():
-    engine = engine_with(Reports())
-    engine._give_up(lambda: RuntimeError("no memory"))
-    assert told(engine) == [1, 1, 1]
-    with pytest.raises(RuntimeError, match="no memory"):
-        engine._check()
-
-
-@needs_module
-def test_a_lost_device_does_not_hide_why_a_rank_gives_up():
-    engine = engine_with(Reports())
-    engine._symmetric = SimpleNamespace()
-    engine._symmetric.get_buffer = lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error"))
-    engine._give_up(lambda: RuntimeError("no memory"))
-    with pytest.raises(RuntimeError, match="no memory"):
-        engine._check()
+    assert told == ["peers"]
 
 
 @needs_module
 def test_a_late_peer_ends_the_use_of_the_buffer():
-    engine = engine_with(Reports(late=(1, 5, 42, [1], 2.5)))
-    for ask in (engine.synchronize, engine._check):
+    reports, _ = reports_of(late_report())
+    for ends in (False, True):
         with pytest.raises(PeerTimeoutError) as caught:
-            ask()
+            reports.raise_found(ends=ends)
         error = caught.value
         assert (error.operation, error.epoch, error.phase) == ("combine", 42, "partial sums")
         assert (error.rank, error.late_ranks, error.waited_s) == (0, (1,), 2.5)
-    assert told(engine) == [0, 0, 0]  # its kernel has told them
+
+
+@needs_module
+def test_every_field_that_ranks_give_alike_has_words():
+    """The order of checks.AGREED is that of no enum: fields are found by name."""
+    from ep_dispatcher import _C_cuda
+
+    for field in _C_cuda.Field.__members__.values():
+        reports, _ = reports_of(mistake=(_C_cuda.Mistake.differ, [int(field), 1, 0, 1], 0, []))
+        with pytest.raises(ValueError, match="all ranks must (give|call) the same"):
+            reports.raise_found(ends=False)

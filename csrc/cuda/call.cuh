@@ -37,8 +37,9 @@ __device__ inline const Call* call_of_lane(const Op& op) {
 }
 
 // [warp] Wait for every rank's Call and compare them. All ranks reach the same verdict. After kDiffer every rank has
-// received all partial sums that are on their way to it, and none reads anything else.
-__device__ __noinline__ inline Verdict agree(const Op& op) {
+// received all partial sums that are on their way to it, and none reads anything else. If `keeps`, a difference is kept
+// as the operation's mistake.
+__device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
   const Context& context = op.context;
   const Phase phase = op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
   if (!wait_for_ranks(op, phase, context.own.called, op.epoch)) return Verdict::kAborted;
@@ -52,16 +53,14 @@ __device__ __noinline__ inline Verdict agree(const Op& op) {
     if (!found.found) found = compare(field, values[field]);
   if (!found.found) return Verdict::kAgree;
   const int lane = threadIdx.x % 32, chunks = lane < op.num_ranks() ? __ldcg(&call->num_chunks) : 0;
-  if (op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
+  if (keeps && op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
     int32_t* detail = context.state->facts.detail;
     detail[0] = found.field;
     detail[1] = found.rank;
     detail[2] = found.theirs;
     detail[3] = found.first;
   }
-  int arrived = -1;
-  return wait_for_chunks(op, Phase::kSums, context.own.pushed, chunks - 1, arrived) ? Verdict::kDiffer
-                                                                                    : Verdict::kAborted;
+  return pushed_flags(context).wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
 }
 
 // [team, last block] End an operation after a difference: peers may have begun the other operation, so both kinds of

@@ -18,21 +18,23 @@ struct CombineParams {
 };
 
 // Chunks of items, each announced by a flag of its own.
-constexpr int num_chunks(int num_items) { return (num_items + kChunk - 1) / kChunk; }
+constexpr int num_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
 
 struct CombineMemory {
   Pipeline pipeline;
   Interleave::Position* positions;  // [2, Records::kBatch] of the items at work
   Records items;                    // while this block pushes
   Records sent_items;               // while it reduces
+  uint32_t* arrivals;               // [max_item_chunks] of ChunkArrivals
 
   // Lay the memory out. Without a base the cursor measures.
-  EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, int item_ints, int sent_ints) {
+  EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, const Context& context) {
     CombineMemory memory;
     memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
     memory.positions = c.take<Interleave::Position>(2 * Records::kBatch);
-    memory.items = Records::carve(c, item_ints * 4);
-    memory.sent_items = Records::carve(c, sent_ints * 4);
+    memory.items = Records::carve(c, context.item_ints * 4);
+    memory.sent_items = Records::carve(c, context.sent_ints * 4);
+    memory.arrivals = c.take<uint32_t>(context.max_item_chunks);
     return memory;
   }
 };

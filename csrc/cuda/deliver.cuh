@@ -1,16 +1,16 @@
-// What a dispatch brings beside the rows, by the helpers: weights, indices and the scales that do not travel with the
-// rows, of every item; and the rows that have no token.
+// Delivery of all that comes beside the rows, by the helpers: weights, indices, the scales that do not travel with the
+// rows, and zeros in the rows that have no token.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
 
 namespace ep::cuda {
 
-// Weights of one item, and its experts, by one thread. `weights`: of its token.
-__device__ inline void deliver_weights(const Context& context, const DispatchCall& call, const Item& item, int number,
+// [thread] Write the weights and, in rank layout, the experts of one item. `weights` are those of its token.
+__device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int number,
                                        bool expert_layout, const float* weights) {
-  const DispatchArgs& out = call.dispatch;
-  const int num_copies = item.num_copies(), num_topk = context.sizes.num_topk;
+  const DispatchArgs& out = params.args;
+  const int num_copies = item.num_copies(), num_topk = op.context.config.num_topk;
   if (expert_layout) {
     constexpr int kTogether = 4;
     for (int begin = 0; out.out_weights && begin < num_copies; begin += kTogether) {
@@ -38,36 +38,56 @@ __device__ inline void deliver_weights(const Context& context, const DispatchCal
   }
 }
 
-// Every warp takes 32 items at a time. Those of a new plan are copied to it from the ranks that made them.
-__device__ inline void deliver_tails(const Context& context, const DispatchCall& call) {
-  const DispatchArgs& out = call.dispatch;
-  const PlanHead& head = *call.plan.head;
+// [warp] Wait until the tokens of a batch of items are staged: lane i has the token and the source of the i-th item, or
+// -1 and any source. Return false when this rank has aborted.
+__device__ inline bool wait_for_tails(const Op& op, ChunkFlags& staged, int token, int source) {
+  int chunk = -1;  // of the lane's rank
+  for (int rank = 0; rank < op.num_ranks(); ++rank) {
+    const int needed = __reduce_max_sync(~0u, token >= 0 && source == rank ? token / kTokenChunk : -1);
+    if (static_cast<int>(threadIdx.x) % 32 == rank) chunk = needed;
+  }
+  if (__any_sync(~0u, chunk > staged.arrived)) staged.look(op);
+  return staged.wait(op, Phase::kRows, chunk);
+}
+
+// [helpers] Deliver the tails of all received items, 32 items per warp at a time. Items of a new plan are copied to it
+// from their sources. Return false when this rank has aborted.
+__device__ inline bool deliver_tails(const Op& op, const DispatchParams& params) {
+  const Context& context = op.context;
+  const DispatchArgs& out = params.args;
+  const PlanHead& head = *params.plan.head;
   const bool expert_layout = head.has_expert_layout();
-  const int lane = threadIdx.x % 32, warp = Helpers::thread() / 32, num_items = head.num_items;
+  const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
   const int num_scales = out.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
   const auto item_at = [&](int number) {
-    return Item{call.plan.items + static_cast<size_t>(number) * context.item_ints, context.sizes.max_copies()};
+    return Item{params.plan.items + static_cast<size_t>(number) * context.item_ints, context.config.max_copies()};
   };
+  ChunkFlags staged = staged_flags(context);
+  if (params.tail_bytes > 0) staged.look(op);
 #pragma unroll 1
-  for (int first = 32 * (blockIdx.x + gridDim.x * warp); first < num_items; first += 32 * gridDim.x * Helpers::kWarps) {
+  for (int first = 32 * (op.block + op.num_blocks * Helpers::warp()); first < num_items; first += step) {
     const int number = first + lane, here = min(32, num_items - first);
     const float* tail = nullptr;
+    int source = 0, token = -1;
     if (lane < here) {
-      int source = 0;
 #pragma unroll 1
       while (number >= head.item_begin[source + 1]) ++source;
       const Item item = item_at(number);
-      if (call.new_plan) {
-        const auto* from = reinterpret_cast<const int4*>(
-            item_at_source(context, source, context.sizes.rank, number - head.item_begin[source]));
+      if (params.new_plan) {
+        const auto* from =
+            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), number - head.item_begin[source]));
 #pragma unroll 4
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
       }
-      tail = reinterpret_cast<const float*>(context.region[source].tails +
-                                            static_cast<size_t>(item.token()) * call.tail_bytes);
-      deliver_weights(context, call, item, number, expert_layout, tail + weights_at);
+      token = item.token();
     }
-    if (num_scales == 0 || call.bulk_scales) continue;
+    if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;
+    if (lane < here) {
+      tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
+                                            static_cast<size_t>(token) * params.tail_bytes);
+      deliver_weights(op, params, item_at(number), number, expert_layout, tail + weights_at);
+    }
+    if (num_scales == 0 || params.bulk_scales) continue;
     __syncwarp();
 #pragma unroll 1
     for (int j = 0; j < here; ++j) {
@@ -82,12 +102,13 @@ __device__ inline void deliver_tails(const Context& context, const DispatchCall&
               scales[s];
     }
   }
+  return true;
 }
 
-// A row without a token, by a warp.
-__device__ inline void clear_row(const Context& context, const DispatchCall& call, int64_t row) {
-  const DispatchArgs& out = call.dispatch;
-  const int lane = threadIdx.x % 32, num_topk = context.sizes.num_topk, num_scales = out.scale_bytes / 4;
+// [warp] Write a row without a token: zeros, and -1 as its experts.
+__device__ inline void clear_row(const Op& op, const DispatchParams& params, int64_t row) {
+  const DispatchArgs& out = params.args;
+  const int lane = threadIdx.x % 32, num_topk = op.context.config.num_topk, num_scales = out.scale_bytes / 4;
   auto* vectors = reinterpret_cast<uint4*>(out.out_rows + row * out.row_bytes);
   for (int v = lane; v < static_cast<int>(out.row_bytes / kVector); v += 32) vectors[v] = uint4{};
   for (int i = lane; i < num_scales; i += 32) out.out_scales[row * num_scales + i] = 0;
@@ -99,12 +120,20 @@ __device__ inline void clear_row(const Context& context, const DispatchCall& cal
   }
 }
 
-// Padding of the groups, and the rows behind the last.
-__device__ inline void clear_rows(const Context& context, const DispatchCall& call) {
-  const Plan& plan = call.plan;
-  const int lane = threadIdx.x % 32, num_warps = gridDim.x * Helpers::kWarps, local = context.sizes.num_local_experts();
-  const int warp = blockIdx.x + gridDim.x * (Helpers::thread() / 32);
-  if (plan.head->usable && plan.head->has_expert_layout())
+// [team of every block] Clear the rows from `begin` to the end of the output.
+template <class Team>
+__device__ void clear_from(const Op& op, const DispatchParams& params, int64_t begin) {
+  const int warp = op.block + op.num_blocks * Team::warp();
+  for (int64_t row = begin + warp; row < params.args.num_rows; row += op.num_blocks * Team::kWarps)
+    clear_row(op, params, row);
+}
+
+// [helpers] Clear the padding of the groups, and the rows behind the last group.
+__device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
+  const Plan& plan = params.plan;
+  const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
+  const int local = op.context.config.num_local_experts(), warp = op.block + op.num_blocks * Helpers::warp();
+  if (plan.head->has_expert_layout())
     for (int first = 0; first < local; first += 32) {
       const int e = min(first + lane, local - 1);
       const int begin = plan.expert_begin[e] + plan.expert_rows[e];
@@ -113,18 +142,10 @@ __device__ inline void clear_rows(const Context& context, const DispatchCall& ca
         const int from = __ffs(padded) - 1;
         const int its_begin = __shfl_sync(~0u, begin, from), its_num = __shfl_sync(~0u, num, from);
         for (int i = (warp + from * Helpers::kWarps) % num_warps; i < its_num; i += num_warps)
-          clear_row(context, call, its_begin + i);
+          clear_row(op, params, its_begin + i);
       }
     }
-  for (int row = plan.head->num_rows + warp; row < call.dispatch.num_rows; row += num_warps)
-    clear_row(context, call, row);
-}
-
-// What a rank that has given up leaves, by the whole block: nothing that leads whoever reads it out of bounds.
-__device__ inline void clear_all(const Context& context, const DispatchCall& call) {
-  for (int64_t row = threadIdx.x / 32 + kBlockWarps * blockIdx.x; row < call.dispatch.num_rows;
-       row += kBlockWarps * gridDim.x)
-    clear_row(context, call, row);
+  clear_from<Helpers>(op, params, plan.head->num_rows);
 }
 
 }  // namespace ep::cuda

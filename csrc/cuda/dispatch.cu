@@ -9,140 +9,154 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMostPiece = 8192;    // bytes of a row that travel at once
-constexpr uint32_t kMostScales = kLine;  // bytes of a row's scales that travel with its last piece
-// Bytes of shared memory for the rings of the helpers, beside the plan and beside the rings of the movers, at least.
-constexpr size_t kLeastStaging = 64 * kLine, kLateStaging = 32 * kLine;
+constexpr uint32_t kMaxPiece = 8192;    // bytes of a row that travel at once
+constexpr uint32_t kMaxScales = kLine;  // bytes of a row's scales that travel with its last piece
 
-// The counts of a routing that was planned before.
-__device__ void repeat_counts(const Context& context, const DispatchCall& call) {
-  for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += Movers::kThreads) {
-    call.dispatch.out_tokens_per_expert[e] = call.plan.expert_rows[e];
-    call.dispatch.out_rows_per_expert[e] = call.plan.expert_begin[e + 1] - call.plan.expert_begin[e];
+// [movers of block 0] Write the counts of a routing that was planned before.
+__device__ void repeat_counts(const Op& op, const DispatchParams& params) {
+  const Plan& plan = params.plan;
+  for (int e = threadIdx.x; e < op.context.config.num_local_experts(); e += Movers::kThreads) {
+    params.args.out_tokens_per_expert[e] = plan.head->usable ? plan.expert_rows[e] : 0;
+    params.args.out_rows_per_expert[e] = plan.head->usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
   }
 }
 
+// [team] Wait until every rank has read what the last dispatch of this rank put into its inbox.
 template <class Team>
-__device__ bool wait_for_free_staging(const Context& context, uint64_t epoch) {
-  return team_waits<Team>(context, kDispatch, Phase::kFreeStaging, epoch, context.own().consumed,
-                          context.state->staged_epoch);
+__device__ bool wait_for_free_staging(const Op& op) {
+  return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
-// What comes before rows can be pulled; false when this rank has given up.
-__device__ bool prepare(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
-  const bool moves = Movers::has_thread();
-  if (moves && !call.new_plan && blockIdx.x == 0) {
-    repeat_counts(context, call);
-    if (!wait_for_free_staging<Movers>(context, epoch)) return false;
-    if (Movers::thread() < context.sizes.num_ranks) tell_given(context, call, Movers::thread());
-    raise_at_all<Movers>(context, &Region::headed, epoch);
-    raise_at_all<Movers>(context, &Region::listed, epoch);  // for a rank that plans, and finds that this one does not
+// [team] Wait until all ranks have begun this dispatch, unless `agreed`, and have listed the items of a new plan.
+template <class Team>
+__device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
+  return first_warp_waits<Team>([&] {
+    // Of two launches the first has kept a difference.
+    const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages);
+    if (verdict != Verdict::kAgree || !params.new_plan) return verdict;
+    return wait_for_ranks(op, Phase::kItems, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
+  });
+}
+
+// [movers] Make the plan or announce the given one, then bring the rows.
+__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
+  const bool plans = params.plans() && op.block < params.plan_blocks;
+  if (plans) {
+    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    const Verdict verdict = make_plan(op, params, shared);
+    if (verdict != Verdict::kAgree) return verdict;
+  } else if (params.stages && !params.new_plan && op.block == 0) {
+    repeat_counts(op, params);
+    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    announce<Movers>(op, call_of(params));
   }
-  if (moves && call.plans() && static_cast<int>(blockIdx.x) < call.plan_blocks)
-    return wait_for_free_staging<Movers>(context, epoch) && make_plan(context, call, shared, epoch);
-  if (!moves && call.stages) {
-    if (!wait_for_free_staging<Helpers>(context, epoch)) return false;
-    stage(context, call, shared, epoch, true);
+  if (!params.pulls) return Verdict::kAgree;
+  const Verdict verdict = wait_for_items<Movers>(op, params, plans);
+  if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
+  return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
+}
+
+// [helpers] Stage this rank's rows and tails, then deliver the received tails and clear the rows without a token.
+__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
+  if (params.stages) {
+    if (!wait_for_free_staging<Helpers>(op)) return Verdict::kAborted;
+    stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
   }
-  return true;
+  if (!params.pulls) return Verdict::kAgree;
+  const Verdict verdict = wait_for_items<Helpers>(op, params, false);
+  if (verdict == Verdict::kAborted) return verdict;
+  if (verdict == Verdict::kDiffer || !params.plan.head->usable) {
+    clear_from<Helpers>(op, params, 0);
+    return verdict;
+  }
+  if (!deliver_tails(op, params)) return Verdict::kAborted;
+  clear_padding(op, params);
+  return verdict;
 }
 
-// By the whole block, until all ranks have listed and have staged early tokens; false when this rank has given up.
-__device__ bool wait_for_rows(const Context& context, const DispatchCall& call, uint64_t epoch) {
-  const Region& own = context.own();
-  if (call.new_plan && !team_waits<Block>(context, kDispatch, Phase::kItems, epoch, own.listed, epoch)) return false;
-  return team_waits<Block>(context, kDispatch, Phase::kRows, epoch, own.staged, 2 * epoch - 1);
-}
-
-__device__ bool help(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
-  const uint64_t *headed = context.own().headed, *staged = context.own().staged;
-  if (!call.new_plan && blockIdx.x == 0) {
-    if (!team_waits<Helpers>(context, kDispatch, Phase::kCounts, epoch, headed, epoch)) return false;
-    if (Helpers::thread() < 32) {  // a difference does not keep rows from being pulled, of which nothing is of use then
-      const Difference found = compare_calls(head_of_lane(context));
-      if (Helpers::thread() == 0 && found.found) context.state->difference = found;
+// [last block] Hand the memory back to the peers, and complete the operation.
+__device__ void complete(const Op& op, const DispatchParams& params, bool differs) {
+  State* state = op.context.state;
+  const int source = threadIdx.x;
+  if (differs) {
+    release_after_difference<Block>(op);
+  } else {
+    if (source < op.num_ranks()) {
+      const int32_t* begin = params.plan.head->item_begin;
+      state->bytes_read[source] +=
+          static_cast<uint64_t>(begin[source + 1] - begin[source]) * (params.args.row_bytes + params.tail_bytes);
     }
+    raise_at_all<Block>(op, &Region::consumed);
+    if (threadIdx.x == 0) state->staged_epoch = op.epoch;
   }
-  if (call.stages) stage(context, call, shared, epoch, false);
-  if (call.tail_bytes > 0 && !team_waits<Helpers>(context, kDispatch, Phase::kRows, epoch, staged, 2 * epoch))
-    return false;
-  deliver_tails(context, call);
-  clear_rows(context, call);
-  return true;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    publish_mistake(op.context);
+    state->epoch = op.epoch;
+  }
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchCall call) {
+    dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
-  State* state = context.state;
-  const uint64_t epoch = state->epoch + 1;
-  if (call.stages && blockIdx.x == 0)  // what stays if this rank gives up before it knows better
-    for (int e = threadIdx.x; e < context.sizes.num_local_experts(); e += kBlockThreads)
-      call.dispatch.out_tokens_per_expert[e] = call.dispatch.out_rows_per_expert[e] = 0;
-  bool ok = !__syncthreads_or(has_failed(context));  // here and below: all threads or none
-  if (ok) ok = __syncthreads_and(prepare(context, call, shared, epoch));
-  if (!call.pulls) return;
-  ok = ok && wait_for_rows(context, call, epoch);
-  if (ok) {
-    const bool done =
-        Movers::has_thread() ? pull_rows(context, call, shared, epoch) : help(context, call, shared, epoch);
-    ok = __syncthreads_and(done);
-  }
-  if (!ok) return clear_all(context, call);
-  if (!last_block<Block>(&state->pull_done, gridDim.x)) return;
-  const int source = threadIdx.x;
-  if (source < context.sizes.num_ranks) {
-    const int32_t* begin = call.plan.head->item_begin;
-    state->bytes_read[source] +=
-        static_cast<uint64_t>(begin[source + 1] - begin[source]) * (call.dispatch.row_bytes + call.tail_bytes);
-  }
-  raise_at_all<Block>(context, &Region::consumed, epoch);
-  if (threadIdx.x == 0) {
-    report_kept_difference(context);
-    state->epoch = epoch;
-    state->staged_epoch = epoch;
-  }
+  const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x)};
+  if (params.stages && op.block == 0)  // the counts, if this rank aborts before it has better ones
+    for (int e = threadIdx.x; e < context.config.num_local_experts(); e += kBlockThreads)
+      params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
+  Verdict verdict = Verdict::kAborted;
+  if (!__syncthreads_or(has_aborted(context)))  // all threads or none
+    verdict = Movers::has_thread() ? move(op, params, shared) : help(op, params, shared);
+  const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
+  const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
+  if (!params.pulls) return;
+  if (!ok) return clear_from<Block>(op, params, 0);  // so that whoever reads the output stays in bounds
+  if (last_block<Block>(&context.state->pull_done, gridDim.x)) complete(op, params, differs);
 }
 
 }  // namespace
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
-  const Sizes& sizes = context_.sizes;
-  DispatchCall call{};
-  call.dispatch = args;
-  call.plan = read_plan(sizes, plan);
-  call.stages = stages;
-  call.pulls = pulls;
-  call.new_plan = args.topk_idx != nullptr;
-  call.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
-  call.tail_bytes = tail_bytes(sizes, args);
-  call.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMostScales;
-  const uint32_t scale_bytes = call.bulk_scales ? args.scale_bytes : 0;
-  const size_t room = kMaxShared - 1024;
+  const Config& config = context_.config;
+  DispatchParams params{};
+  params.args = args;
+  params.plan = read_plan(config, plan);
+  params.stages = stages;
+  params.pulls = pulls;
+  params.new_plan = args.topk_idx != nullptr;
+  params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
+  params.tail_bytes = tail_bytes(config, args);
+  params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
+  const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
+
+  // Shared memory is the movers': first the scratch of a plan, then their rings. Behind it lie the helpers' counters.
+  const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
+  const size_t room = kUsableShared - counters;
   size_t shared = 0;
-  if (call.plans()) {
-    const auto scratch = [&] { return round_up(carve_scratch(nullptr, sizes, call.plan_warps, nullptr), kLine); };
-    call.plan_warps = Movers::kWarps;
-    while (scratch() > room - kLeastStaging) --call.plan_warps;
-    shared = call.early_at = scratch();
-    const int tokens_of_block = 32 * call.plan_warps;
-    call.plan_blocks = std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_);
+  if (params.plans()) {
+    const auto scratch = [&] {
+      Cursor c;
+      Scratch::carve(c, config, params.plan_warps);
+      return c.size();
+    };
+    params.plan_warps = Movers::kWarps;
+    while (scratch() > room) --params.plan_warps;
+    shared = scratch();
+    const int tokens_of_block = 32 * params.plan_warps;
+    params.plan_blocks = std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_);
   }
-  const bool copies = call.stages && !args.quantizes && sizes.num_ranks > 1;
-  if (copies) {
-    call.early = make_pieces(args.row_bytes, scale_bytes, (room - shared) / Helpers::kWarps, kMostPiece);
-    shared += Helpers::kWarps * call.early.ring_bytes();
+  if (params.pulls) {
+    const auto memory = [&] {
+      Cursor c;
+      PullMemory::carve(c, context_.item_ints, params.pulled, 0);
+      return c.size();
+    };
+    const size_t rings = room - memory();
+    params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMaxPiece);
+    shared = std::max(shared, memory());
   }
-  if (call.pulls) {
-    const size_t fixed = round_up(Movers::kWarps * Pull::fixed_bytes(context_.item_ints), 128);
-    const size_t rings = room - fixed - (copies ? kLateStaging : 0);
-    call.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMostPiece);
-    call.late_at = static_cast<uint32_t>(Movers::kWarps * call.pulled.ring_bytes() + fixed);
-    if (copies)
-      call.late = make_pieces(args.row_bytes, scale_bytes, (room - call.late_at) / Helpers::kWarps, kMostPiece);
-    shared = std::max(shared, call.late_at + Helpers::kWarps * call.late.ring_bytes());
-  }
-  launch(dispatch_kernel, num_sms_, kBlockThreads, shared, stream, context_, call);
+  params.counters_at = static_cast<uint32_t>(shared);
+  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context_, params);
 }
 
 }  // namespace ep::cuda

@@ -35,9 +35,9 @@ struct DispatchArgs {
   int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
 };
 
-// Scales and weights of a staged token, each padded to 16 bytes.
-inline uint32_t tail_bytes(const Sizes& sizes, const DispatchArgs& args) {
-  const size_t weights = args.topk_weights ? round_up(sizes.weights_bytes(), kVector) : 0;
+// [bytes] of a staged token's scales and weights, each padded to 16 bytes.
+inline uint32_t tail_bytes(const Config& config, const DispatchArgs& args) {
+  const size_t weights = args.topk_weights ? round_up(config.weights_bytes(), kVector) : 0;
   return static_cast<uint32_t>(round_up(args.scale_bytes, kVector) + weights);
 }
 
@@ -51,25 +51,26 @@ struct CombineArgs {
 
 class Engine {
  public:
-  // `regions`: the symmetric memory of every rank, as this rank reaches it; `state`: state_bytes() of the device, 0;
-  // `report`: sizeof(Report) of pinned memory, 0.
-  Engine(const Sizes& sizes, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
+  // `regions`: the symmetric memory of every rank of the node, as this rank reaches it; `state`: state_bytes() of
+  // device memory, 0; `report`: sizeof(Report) of pinned memory, 0.
+  Engine(const Config& config, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
          int num_sms);
 
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
-  // Until the rows of this ticket are counted: how many they are; -1 when a kernel or this wait gave up.
-  int64_t wait_for_counts(uint64_t ticket) const;
+  // Wait at most `slice_s` seconds until the rows of this ticket are counted. Return how many they are, -1 when a
+  // kernel has aborted, -2 when the time is up.
+  int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
   void clear_mistake() const { context_.report->mistake = 0; }
-  const Sizes& sizes() const { return context_.sizes; }
+  const Config& config() const { return context_.config; }
 
  private:
   Context context_;
   int num_sms_;
 };
 
-size_t state_bytes(const Sizes& sizes, int num_sms);
+size_t state_bytes(const Config& config, int num_sms);
 
 }  // namespace ep::cuda

@@ -11,7 +11,9 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-constexpr size_t kMaxShared = 227 * 1024;  // bytes a block can have on SM90
+// Bytes of dynamic shared memory that a kernel may ask for: 227 KiB a block on SM90, less 1 KiB for its static
+// variables.
+constexpr size_t kUsableShared = 226 * 1024;
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), int blocks, int threads, size_t shared, cudaStream_t stream, Args&&... args) {

@@ -100,7 +100,9 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   return value;
 }
 
-// What this thread did and has seen comes before what it does afterwards, for peers too; with store_relaxed, a release.
+// Order what this thread did and has seen before what it does afterwards: for the block, or for peers too. With
+// store_relaxed, the latter is a release.
+__device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t value) {

@@ -1,156 +1,180 @@
-// The rows of a dispatch, by the movers: from the staging of all ranks (this rank's own rows, unless they are
-// quantised, from where the caller has them) straight into their final place.
+// Pulling: the movers bring rows from the inboxes of all ranks straight to their final place. This rank's own rows come
+// from where the caller has them, unless they are quantised while they are staged.
 #pragma once
-#include "cuda/deliver.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
+#include "cuda/records.cuh"
 
 namespace ep::cuda {
 
-// Where an item's row comes from, worked out for a batch of items at a time.
+// Where the row of an item comes from; found for a batch of items at a time.
 struct alignas(16) Source {
   const char *row, *scales;
   int32_t number;  // of the item, among all: its row in rank layout
-  int16_t rank;
-  bool is_late;  // it is perhaps not staged yet
+  int32_t rank;
+  int32_t chunk;  // of the token, to be awaited; -1 if the row need not be staged
 };
 
-// In shared memory, of one mover.
-struct Pull {
+// Shared memory of one mover.
+struct PullMemory {
   char* ring;
-  char* records;    // Records
-  uint64_t* full;   // [kMostPlaces] of the ring: the piece is there
-  Source* sources;  // [2, kBatch]
+  Records records;
+  uint64_t* full;   // [kMaxPlaces] the place's piece has landed
+  Source* sources;  // [2, Records::kBatch]
 
-  static constexpr size_t fixed_bytes(int item_ints) {
-    return Records::shared_bytes(item_ints * 4) + Pieces::kMostPlaces * sizeof(uint64_t) +
-           2 * Records::kBatch * sizeof(Source);
-  }
-
-  __device__ Pull(const Context& context, const DispatchCall& call, char* shared, int warp) {
-    const size_t bytes = call.pulled.ring_bytes();
-    ring = shared + warp * bytes;
-    records = shared + Movers::kWarps * bytes + warp * fixed_bytes(context.item_ints);
-    full = reinterpret_cast<uint64_t*>(records + Records::shared_bytes(context.item_ints * 4));
-    sources = reinterpret_cast<Source*>(full + Pieces::kMostPlaces);
+  // Lay out the memory of all movers, and return that of one. Without a base the cursor measures.
+  EP_HOST_DEVICE static PullMemory carve(Cursor& c, int item_ints, const Pieces& pieces, int warp) {
+    PullMemory memory;
+    memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
+    memory.records = Records::carve(c, item_ints * 4, Movers::kWarps, warp);
+    memory.full = c.take<uint64_t>(Movers::kWarps * Pieces::kMaxPlaces) + warp * Pieces::kMaxPlaces;
+    memory.sources = c.take<Source>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
+    return memory;
   }
 };
 
-// The items of one mover: pieces come to its ring by bulk loads and leave it by bulk stores. False when this rank has
-// given up.
-__device__ inline bool pull_rows(const Context& context, const DispatchCall& call, char* shared, uint64_t epoch) {
-  const Plan& plan = call.plan;
-  const DispatchArgs& out = call.dispatch;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = context.sizes.rank;
-  const int item_ints = context.item_ints, max_copies = context.sizes.max_copies();
-  const Pieces& pieces = call.pulled;
-  const bool expert_layout = plan.head->has_expert_layout();
+// One mover: pieces come to its ring by bulk loads and leave it by bulk stores.
+struct Puller {
+  static constexpr int kBatch = Records::kBatch;
 
-  const Interleave order(context.sizes.num_ranks, rank, plan.head->item_begin);
-  const int total = plan.head->num_items, step = gridDim.x * Movers::kWarps;
-  const int first = blockIdx.x + gridDim.x * warp;
-  const int num = first < total ? (total - 1 - first) / step + 1 : 0;
+  const Op op;
+  const DispatchParams& params;
+  const Pieces& pieces;
+  const PlanHead& head;
+  const Interleave order;
+  const bool expert_layout;
+  const int lane, first, step;  // this mover takes the items first, first + step, ... of the order
+  int num;                      // of its items
+  PullMemory memory;
+  PieceCursor load, store;
+  int room;  // places of the ring that can be loaded
+  ChunkFlags staged;
 
-  const Pull memory(context, call, shared, warp);
-  Records records(memory.records, item_ints * 4, num);
-  uint64_t* const full = memory.full;
-  if (lane == 0) {
-    for (int i = 0; i < 2; ++i) ptx::barrier_init(records.barriers + i, 1);
-    for (uint32_t i = 0; i < Pieces::kMostPlaces; ++i) ptx::barrier_init(full + i, 1);
-    ptx::fence_barrier_init();
+  __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
+      : op(op),
+        params(params),
+        pieces(params.pulled),
+        head(*params.plan.head),
+        order(op.num_ranks(), op.rank(), head.item_begin),
+        expert_layout(head.has_expert_layout()),
+        lane(threadIdx.x % 32),
+        first(op.block + op.num_blocks * Movers::warp()),
+        step(op.num_blocks * Movers::kWarps),
+        room(pieces.num_places),
+        staged(staged_flags(op.context)) {
+    num = first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0;
+    Cursor c(shared);
+    memory = PullMemory::carve(c, op.context.item_ints, pieces, Movers::warp());
+    memory.records.begin(num);
+    if (lane == 0) init_places(memory.full);
+    __syncwarp();
   }
-  __syncwarp();
-  const auto source_of = [&](int n) -> Source& { return memory.sources[n % (2 * Records::kBatch)]; };
-  const auto where = [&](int n) -> const int32_t* {
-    const Interleave::Place place = order.at(first + n * step, step);
-    Source& source = source_of(n);
-    source.number = plan.head->item_begin[place.rank] + place.number;
-    source.rank = static_cast<int16_t>(place.rank);
-    if (!call.new_plan) return plan.items + static_cast<size_t>(source.number) * item_ints;
-    return item_at_source(context, place.rank, rank, place.number);
-  };
-  const auto item_at = [&](int n) { return Item{reinterpret_cast<int32_t*>(records.at(n)), max_copies}; };
-  const auto find_rows = [&](int begin) {  // of a batch whose records have come
-    const int n = begin + lane;
-    if (lane < Records::kBatch && n < num) {
+
+  __device__ Item item_at(int n) const {
+    return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.config.max_copies()};
+  }
+  __device__ Source& source_of(int n) const { return memory.sources[n % (2 * kBatch)]; }
+
+  // [warp] Start to load the next batch of items: of a new plan from their sources, else from the plan.
+  __device__ void fetch_items() {
+    memory.records.fetch([&](int n) -> const int32_t* {
+      const Interleave::Position position = order.at(first + n * step, step);
       Source& source = source_of(n);
-      const size_t token = item_at(n).token();
-      const bool at_home = source.rank == rank && !out.quantizes;  // then it need not be staged
-      source.is_late = !at_home && item_at(n).token() >= context.early_tokens;
-      const Region& region = context.region[source.rank];
-      source.row = at_home ? out.rows + token * out.row_bytes : region.staging + token * call.row_stride;
-      source.scales = at_home ? reinterpret_cast<const char*>(out.scales) + token * out.scale_bytes
-                              : region.tails + token * call.tail_bytes;
-    }
-    __syncwarp();
-  };
-  records.fetch(where);
-  records.fetch(where);
+      source.number = head.item_begin[position.rank] + position.number;
+      source.rank = position.rank;
+      if (params.new_plan) return item_at_source(op.context, position.rank, op.rank(), position.number);
+      return params.plan.items + static_cast<size_t>(source.number) * op.context.item_ints;
+    });
+  }
 
-  struct Cursor {
-    int n;
-    uint32_t piece, place, parity;
-  } load{}, store{};
-  const auto advance = [&](Cursor& c) {
-    if (++c.piece == pieces.num) c.piece = 0, ++c.n;
-    if (++c.place == pieces.num_places) c.place = 0, c.parity ^= 1;
-  };
-  const auto wait_for_late = [&](int source) {
-    const uint64_t* flag = lane == source ? context.own().staged + source : nullptr;
-    if (!wait_until(context, kDispatch, Phase::kRows, epoch, flag, 2 * epoch, lane)) return false;
-    ptx::fence_before_bulk();
-    return true;
-  };
-  int room = pieces.num_places;
-  uint32_t staged = 0;  // bit mask of the ranks known to have staged all tokens
-  bool ok = true;
-  while (store.n < num) {
-    for (; load.n < num && room > 0; advance(load), --room) {
-      if (load.piece == 0) {
-        if (!records.wait(load.n)) break;
-        if (load.n % Records::kBatch == 0) find_rows(load.n);
-        const Source& source = source_of(load.n);
-        if (source.is_late && !(staged >> source.rank & 1)) {
-          ok = wait_for_late(source.rank);
-          if (!ok) break;
-          staged |= 1u << source.rank;
-        }
-      }
-      if (lane == 0) {
-        const Source& source = source_of(load.n);
-        load_piece(pieces, memory.ring, load.place, full + load.place, load.piece, source.row, source.scales);
-      }
-    }
-    if (!ok) break;
-    if (store.piece == 0 && store.n > 0 && store.n % Records::kBatch == 0) records.fetch(where);
-    ptx::barrier_wait(full + store.place, store.parity);
-    if (lane == 0) {
-      const Item item = item_at(store.n);
-      const char *from = pieces.place(memory.ring, store.place), *scales = pieces.scale_place(memory.ring, store.place);
-      const uint32_t bytes = pieces.bytes_of(store.piece), scale_bytes = pieces.scale_bytes_of(store.piece);
-      char* const to = out.out_rows + store.piece * pieces.bytes;
-      const int num_rows = expert_layout ? item.num_copies() : 1;
-#pragma unroll 1
-      for (int copy = 0; copy < num_rows; ++copy) {
-        const size_t row = expert_layout ? item.value(copy) : source_of(store.n).number;
-        ptx::bulk_store(to + row * out.row_bytes, from, bytes);
-        if (scale_bytes > 0)
-          ptx::bulk_store(reinterpret_cast<char*>(out.out_scales) + row * scale_bytes, scales, scale_bytes);
-      }
-      ptx::bulk_commit();
-      ptx::bulk_wait_read<1>();
+  // [warp] Find the rows of the batch of items that begins with item n and has landed.
+  __device__ void find_rows(int n) {
+    n += lane;
+    if (lane < kBatch && n < num) {
+      const DispatchArgs& args = params.args;
+      Source& source = source_of(n);
+      const int token = item_at(n).token();
+      const bool at_home = source.rank == op.rank() && !args.quantizes;
+      source.chunk = at_home ? -1 : token / kTokenChunk;
+      const char *rows = at_home ? args.rows : op.context.inbox_of(source.rank, &Inbox::staging),
+                 *scales = at_home ? reinterpret_cast<const char*>(args.scales)
+                                   : op.context.inbox_of(source.rank, &Inbox::tails);
+      source.row = rows + static_cast<size_t>(token) * (at_home ? args.row_bytes : params.row_stride);
+      source.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.tail_bytes);
     }
     __syncwarp();
-    if (store.n > 0 || store.piece > 0) ++room;  // the piece before this one
-    advance(store);
   }
-  if (!ok) {  // nothing may come any more when the block ends
-    for (; store.n < load.n || store.piece < load.piece; advance(store))
-      ptx::barrier_wait(full + store.place, store.parity);
-    records.drain();
+
+  // [warp] Wait until the row of an item is staged. Return false when this rank has aborted.
+  __device__ bool wait_for_row(const Source& source) {
+    if (source.chunk <= __shfl_sync(~0u, staged.arrived, source.rank)) return true;
+    staged.look(op);
+    return staged.wait(op, Phase::kRows, lane == source.rank ? source.chunk : -1);
   }
-  if (lane == 0) ptx::bulk_wait<0>();
-  return ok;
-}
+
+  // [warp] Load pieces while there are places, and items that have landed. Return false when this rank has aborted.
+  __device__ bool fill_ring() {
+    for (; load.row < num && room > 0; load.advance(pieces), --room) {
+      if (load.piece == 0) {
+        if (!memory.records.wait(load.row)) break;
+        if (load.row % kBatch == 0) find_rows(load.row);
+        if (!wait_for_row(source_of(load.row))) return false;
+      }
+      const Source& source = source_of(load.row);
+      if (lane == 0) load_piece(pieces, memory.ring, memory.full, load, source.row, source.scales);
+    }
+    return true;
+  }
+
+  // [thread] Store one piece, and its scales, in every row that the item becomes.
+  __device__ void store_piece() const {
+    const DispatchArgs& args = params.args;
+    const Item item = item_at(store.row);
+    const char* from = pieces.place(memory.ring, store.ring.place);
+    const char* scales = pieces.scale_place(memory.ring, store.ring.place);
+    const uint32_t bytes = pieces.bytes_of(store.piece), scale_bytes = pieces.scale_bytes_of(store.piece);
+    char* const to = args.out_rows + store.piece * pieces.bytes;
+    const int num_rows = expert_layout ? item.num_copies() : 1;
+#pragma unroll 1
+    for (int copy = 0; copy < num_rows; ++copy) {
+      const size_t row = expert_layout ? item.value(copy) : source_of(store.row).number;
+      ptx::bulk_store(to + row * args.row_bytes, from, bytes);
+      if (scale_bytes > 0)
+        ptx::bulk_store(reinterpret_cast<char*>(args.out_scales) + row * scale_bytes, scales, scale_bytes);
+    }
+    ptx::bulk_commit();
+  }
+
+  // [warp] Bring all rows of this mover. Return false when this rank has aborted.
+  __device__ bool run() {
+    bool ok = true;
+    fetch_items();
+    fetch_items();
+    staged.look(op);  // while the items travel
+    while (store.row < num) {
+      ok = fill_ring();
+      if (!ok) break;
+      if (store.piece == 0 && store.row > 0 && store.row % kBatch == 0) fetch_items();
+      ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
+      if (lane == 0) {
+        store_piece();
+        ptx::bulk_wait_read<1>();
+      }
+      __syncwarp();
+      if (store.row > 0 || store.piece > 0) ++room;  // the place of the piece before this one
+      store.advance(pieces);
+    }
+    if (!ok) drain();
+    if (lane == 0) ptx::bulk_wait<0>();
+    return ok;
+  }
+
+  // [warp] Wait for every load under way: nothing may land in the shared memory of a block that has ended.
+  __device__ void drain() {
+    for (; store.row < load.row || store.piece < load.piece; store.advance(pieces))
+      ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
+    memory.records.drain();
+  }
+};
 
 }  // namespace ep::cuda

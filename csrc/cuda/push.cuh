@@ -39,7 +39,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
           static_cast<size_t>(context.config.local_of(op.rank())) * context.config.max_tokens + position.number;
       work.to = context.inbox_of(position.rank, &Inbox::slots) + slot * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
-      work.chunk = position.number / kChunk;
+      work.chunk = position.number / kItemChunk;
     }
     preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends) {
       for (int j = 0; j < work.num_rows; ++j)

@@ -16,7 +16,8 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
     for (int u = 0; u < kTogether; ++u) {
       const int i = begin + 32 * u;
       if (i >= num) break;
-      const bool chosen = params.plan.head->usable && params.plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      const bool chosen =
+          params.plan.head->usable && params.plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
 #pragma unroll
@@ -29,12 +30,12 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
-  const Op& op;
+  const Op op;
   const CombineParams& params;
   Records& records;
   const int lane, num_tokens;
-  const int batch;   // tokens; few when there are few
-  int arrived = -1;  // last chunk of the lane's rank that has arrived
+  const int batch;  // tokens; few when there are few
+  ChunkFlags pushed;
 
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records)
       : op(op),
@@ -42,7 +43,8 @@ struct Reducer {
         records(records),
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
-        batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)) {
+        batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
+        pushed(pushed_flags(op.context)) {
     records.begin(INT32_MAX);
   }
 
@@ -58,15 +60,15 @@ struct Reducer {
     return begin;
   }
 
-  // [warp] Count the addends of the lane's token and mark those of remote nodes. Return the last chunk of the lane's rank
-  // that one of the tokens needs, or -1. `items` are those of the lane's token; null: none.
-  __device__ int count_addends(Work& work, const int32_t* items) const {
+  // [warp] Count the addends of the lane's token and mark those of remote nodes. `items` are the token's, if the lane
+  // `has_token`. Return the last chunk of the lane's rank that one of the tokens needs, or -1.
+  __device__ int count_addends(Work& work, const int32_t* items, bool has_token) const {
     const Config& config = op.context.config;
     const auto node_of = [&](int rank) { return rank / config.ranks_per_sum; };
     int chunk = -1, last_node = -1;
     for (int rank = 0; rank < op.num_ranks(); ++rank) {
-      const int item = items ? items[rank] : -1;
-      const int needed = __reduce_max_sync(~0u, item < 0 ? -1 : item / kChunk);
+      const int item = has_token ? items[rank] : -1;
+      const int needed = __reduce_max_sync(~0u, item < 0 ? -1 : item / kItemChunk);
       if (lane == rank) chunk = needed;
       if (item < 0) continue;
       if (node_of(rank) != node_of(op.rank())) {
@@ -92,17 +94,18 @@ struct Reducer {
       const int num = min(batch, num_tokens - begin);
       records.wait(n);
       // Lane i takes the i-th token of the batch.
-      const auto* items = usable && lane < num ? reinterpret_cast<const int32_t*>(records.at(n + lane)) : nullptr;
+      const bool has_token = usable && lane < num;
+      const auto* items = reinterpret_cast<const int32_t*>(records.at(n + min(lane, num - 1)));
       Work work{};
       work.to = params.args.out + static_cast<size_t>(begin + lane) * context.row_bytes;
-      const int chunk = count_addends(work, items);
-      if (!wait_for_chunks(op, Phase::kSums, context.own.pushed, chunk, arrived)) {
+      const int chunk = count_addends(work, items, has_token);
+      if (!pushed.wait(op, Phase::kSums, chunk)) {
         records.drain();
         return false;
       }
       preparer.prepare_rows(work, num, context.row_bytes, [&](const char** addends) {
-        for (int rank = 0; items && rank < op.num_ranks(); ++rank) {
-          if (items[rank] < 0) continue;
+        for (int rank = 0; rank < op.num_ranks(); ++rank) {
+          if (!has_token || items[rank] < 0) continue;
           const size_t slot = static_cast<size_t>(rank) * context.config.max_tokens + items[rank];
           *addends++ = slots + slot * context.slot_stride;
         }

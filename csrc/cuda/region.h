@@ -36,10 +36,11 @@ struct Region {
   uint64_t* listed;      // [num_ranks] the rank's items are in its inbox
   uint64_t* consumed;    // [num_ranks] the rank has read all items, rows and tails that it needed
   uint64_t* slots_free;  // [num_ranks] the rank has read all partial sums in its inbox
-  uint64_t* staged;      // [num_ranks, max_chunks] the rank's rows and tails of a chunk of tokens are in its inbox
-  uint64_t* pushed;      // [num_ranks, max_chunks] the rank's partial sums of a chunk of items are in this rank's inbox
-  Call* calls;           // [2, num_ranks] by the parity of the epoch: a peer can be one operation ahead
-  int32_t* heads;        // [num_ranks, head_ints]
+  uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk of tokens are in its inbox
+  uint64_t*
+      pushed;      // [num_ranks, max_item_chunks] the rank's partial sums of a chunk of items are in this rank's inbox
+  Call* calls;     // [2, num_ranks] by the parity of the epoch: a peer can be one operation ahead
+  int32_t* heads;  // [num_ranks, head_ints]
   Inbox inbox[kMaxNodes];
 };
 
@@ -51,8 +52,8 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.listed = c.take<uint64_t>(ranks);
   region.consumed = c.take<uint64_t>(ranks);
   region.slots_free = c.take<uint64_t>(ranks);
-  region.staged = c.take<uint64_t>(ranks * config.max_chunks());
-  region.pushed = c.take<uint64_t>(ranks * config.max_chunks());
+  region.staged = c.take<uint64_t>(ranks * config.max_token_chunks());
+  region.pushed = c.take<uint64_t>(ranks * config.max_item_chunks());
   region.calls = c.take<Call>(2 * ranks);
   region.heads = c.take<int32_t>(ranks * Head::ints(config));
   for (int node = 0; node < config.num_nodes; ++node) {

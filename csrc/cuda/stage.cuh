@@ -1,173 +1,131 @@
-// Staging: a rank puts its rows, and their scales and weights (tails), where all ranks of the node can read them.
+// Staging: the helpers copy this rank's rows and tails (scales and weights) to its inbox, chunk by chunk, where all
+// ranks of the node can read them.
 #pragma once
-#include <cuda_fp8.h>
-
 #include "cuda/dispatch.cuh"
-#include "cuda/sum_rows.cuh"
+#include "cuda/quantize.cuh"
 
 namespace ep::cuda {
 
-// a / b as IEEE 754 rounds it, given 1 / b, unless it is so small (2^-45) that float8 has 0 for it.
-__device__ inline float divide(float a, float b, float reciprocal) {
-  const float near = a * reciprocal, nearer = __fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near);
-  return copysignf(__fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer), a);  // the sums lose the sign of -0
-}
+// Counts one warp in, chunk by chunk. The last chunk also raises the flags of the chunks that have no token, so that no
+// rank waits for ever, whatever it expects.
+struct StagedChunks {
+  const Op op;
+  const ChunkArrivals arrivals;
+  const int num_chunks;
+  int chunk = 0;  // under way
 
-// The same for any magnitudes.
-__device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElements], float by) {
-  for (float& value : values) value = __fdiv_rn(value, by);
-}
+  __device__ StagedChunks(const Op& op, uint32_t* counters, int num_tokens)
+      : op(op),
+        arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks),
+                 op.context.own.staged + static_cast<size_t>(op.rank()) * op.context.max_token_chunks},
+        num_chunks(max(1, (num_tokens + kTokenChunk - 1) / kTokenChunk)) {}
 
-// The largest magnitude of 8 bfloat16 in each 16 lanes, as bits. Those of magnitudes are ordered as they are; NaN is
-// the largest.
-__device__ inline uint32_t largest_magnitude(const uint4& vector) {
-  constexpr uint32_t kMagnitudes = 0x7fff7fff;
-  uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
-                           __vmaxu2(vector.z & kMagnitudes, vector.w & kMagnitudes));
-#pragma unroll
-  for (int offset = 8; offset > 0; offset /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
-  return max(most >> 16, most & 0xffff);
-}
-
-// Quantises a bfloat16 row by a warp, bitwise as ep_dispatcher/float8.py: a block of 128 elements by half of it.
-__device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_blocks) {
-  constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // blocks at a time, by half a warp
-  const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
-#pragma unroll 1
-  for (int first = half; first - half < num_blocks; first += 2 * kTogether) {
-    uint4 vectors[kTogether];
-    uint32_t most = 0;  // of block `lane`
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const uint32_t its_most = largest_magnitude(vectors[i]);
-      if (lane == i) most = its_most;
+  // [warp] Count this warp in for all chunks before `end`: it has staged its tokens of these.
+  __device__ void finish_before(int end) {
+    if (chunk >= end) return;
+    __syncwarp();
+    for (; chunk < end; ++chunk) {
+      if (threadIdx.x % 32 != 0) continue;
+      const int past = chunk == num_chunks - 1 ? op.context.max_token_chunks : chunk + 1;
+      arrivals.arrive(op, chunk, past);
     }
-    const float amax = __uint_as_float(most << 16);
-    float scale = __fdiv_rn(amax, kLargest);
-    if (scale < kSmallest) scale = kSmallest;  // and not when it is NaN
-    const float reciprocal = __frcp_rn(scale);
-    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));  // as most rows are
-    if (lane < kTogether && first + 2 * lane < num_blocks) scales[first + 2 * lane] = scale;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
-      float values[kElements];
-      BFloat16::load(vectors[i], values);
-      if (plain) {
-#pragma unroll
-        for (float& value : values) value = divide(value, its_scale, its_reciprocal);
-      } else {
-        divide_all(values, its_scale);
-      }
-      const int block = first + 2 * i;
-      if (block >= num_blocks) continue;
-      uint32_t words[2];
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const auto low = __nv_cvt_float2_to_fp8x2({values[4 * w], values[4 * w + 1]}, __NV_SATFINITE, __NV_E4M3);
-        const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
-        words[w] = low | static_cast<uint32_t>(high) << 16;
-      }
-      reinterpret_cast<uint2*>(to)[block * 16 + lane] = {words[0], words[1]};
-    }
-  }
-}
-
-__device__ inline float* own_tail(const Context& context, const DispatchCall& call, int token) {
-  return reinterpret_cast<float*>(context.own().tails + static_cast<size_t>(token) * call.tail_bytes);
-}
-
-// A warp's part of some tokens: first, first + step, ...
-struct Share {
-  int first, step, num;
-
-  __device__ Share(int begin, int end)
-      : first(begin + blockIdx.x + gridDim.x * (Helpers::thread() / 32)), step(gridDim.x * Helpers::kWarps) {
-    num = first < end ? (end - 1 - first) / step + 1 : 0;
   }
 };
 
-// The rows as they are: one lane loads and stores all of them.
-__device__ inline void stage_rows(const Context& context, const DispatchCall& call, const Share& share,
-                                  const Pieces& pieces, char* ring, uint64_t* full) {
-  const DispatchArgs& args = call.dispatch;
-  struct Cursor {
-    int token;
-    uint32_t piece, place, parity;
-  } load{share.first, 0, 0, 0}, store = load;
-  const auto advance = [&](Cursor& c) {
-    if (++c.piece == pieces.num) c.piece = 0, c.token += share.step;
-    if (++c.place == pieces.num_places) c.place = 0, c.parity ^= 1;
-  };
-  const int total = share.num * static_cast<int>(pieces.num), places = pieces.num_places;
+// [warp] Copy a row of 16-byte vectors.
+__device__ inline void copy_row(char* to, const char* from, uint32_t bytes) {
+  constexpr int kTogether = 14;  // vectors of a thread; a row of 14336 bytes takes two turns
+  const int num_vectors = static_cast<int>(bytes / kVector);
+  const auto* source = reinterpret_cast<const uint4*>(from);
+  auto* target = reinterpret_cast<uint4*>(to);
 #pragma unroll 1
-  for (int loaded = 0, stored = 0; stored < total; ++stored) {
-#pragma unroll 1
-    for (; loaded < total && loaded - stored < places - (stored > 0); ++loaded) {
-      const char* row = args.rows + static_cast<size_t>(load.token) * args.row_bytes;
-      load_piece(pieces, ring, load.place, full + load.place, load.piece, row,
-                 reinterpret_cast<const char*>(args.scales) + static_cast<size_t>(load.token) * args.scale_bytes);
-      advance(load);
-    }
-    ptx::barrier_wait(full + store.place, store.parity);
-    char* row = context.own().staging + static_cast<size_t>(store.token) * call.row_stride;
-    ptx::bulk_store(row + store.piece * pieces.bytes, pieces.place(ring, store.place), pieces.bytes_of(store.piece));
-    if (const uint32_t bytes = pieces.scale_bytes_of(store.piece); bytes > 0)
-      ptx::bulk_store(own_tail(context, call, store.token), pieces.scale_place(ring, store.place), bytes);
-    ptx::bulk_commit();
-    ptx::bulk_wait_read<1>();
-    advance(store);
+  for (int begin = threadIdx.x % 32; begin < num_vectors; begin += 32 * kTogether) {
+    uint4 vectors[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin + 32 * i < num_vectors) vectors[i] = __ldg(source + begin + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin + 32 * i < num_vectors) target[begin + 32 * i] = vectors[i];
   }
-  ptx::bulk_wait<0>();
 }
 
-// Scales, if they are not staged yet, and the weights behind them, by a warp.
-__device__ inline void stage_tails(const Context& context, const DispatchCall& call, const Share& share) {
-  const DispatchArgs& args = call.dispatch;
-  const int num_scales = args.scale_bytes / 4, num_weights = args.topk_weights ? context.sizes.num_topk : 0;
-  const auto copy = [&](const float* from, int per_token, int offset) {
+// A warp's tokens: every step-th.
+struct Share {
+  int first, step, num;
+
+  __device__ Share(const Op& op, int num_tokens)
+      : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps) {
+    num = first < num_tokens ? (num_tokens - 1 - first) / step + 1 : 0;
+  }
+  __device__ int token(int i) const { return first + i * step; }
+};
+
+// [warp] Copy `per_token` values of each of the warp's tokens to its tail, several tokens at a time.
+__device__ inline void copy_to_tails(const DispatchParams& params, const Share& share, char* tails, const float* from,
+                                     int per_token, int offset) {
 #pragma unroll 4
-    for (int i = threadIdx.x % 32; i < share.num * per_token; i += 32) {
-      const int token = share.first + i / per_token * share.step, number = i % per_token;
-      own_tail(context, call, token)[offset + number] = __ldg(from + static_cast<size_t>(token) * per_token + number);
-    }
-  };
-  if (args.scales && !call.bulk_scales) copy(args.scales, num_scales, 0);
-  if (num_weights > 0) copy(args.topk_weights, num_weights, (num_scales + 3) / 4 * 4);
+  for (int i = threadIdx.x % 32; i < share.num * per_token; i += 32) {
+    const size_t token = share.token(i / per_token);
+    const int number = i % per_token;
+    reinterpret_cast<float*>(tails + token * params.tail_bytes)[offset + number] =
+        __ldg(from + token * per_token + number);
+  }
 }
 
-// By the helpers: rows and tails of the early tokens of this rank or of the others, where peers read them.
-__device__ __noinline__ inline void stage(const Context& context, const DispatchCall& call, char* shared,
-                                          uint64_t epoch, bool early) {
-  __shared__ uint64_t barriers[2][Helpers::kWarps][Pieces::kMostPlaces];
-  const DispatchArgs& args = call.dispatch;
-  const int num_early = call.early_tokens(context);
-  if (!early && num_early == args.num_tokens) return;
-  const int end = early ? num_early : args.num_tokens;
-  const Share share(early ? 0 : num_early, end);
-  const int warp = Helpers::thread() / 32, lane = threadIdx.x % 32;
-  if (args.quantizes) {
+// [warp] Stage the warp's rows one by one, and count the warp in for the chunks that this completes. `stage_row(token)`
+// writes the row of a token.
+template <class StageRow>
+__device__ void stage_rows(const Share& share, StagedChunks& chunks, const StageRow& stage_row) {
 #pragma unroll 1
-    for (int token = share.first; token < end; token += share.step) {
-      const char* row = args.rows + static_cast<size_t>(token) * context.row_bytes;
-      quantize_row(context.own().staging + static_cast<size_t>(token) * call.row_stride, own_tail(context, call, token),
-                   reinterpret_cast<const uint4*>(row), context.sizes.hidden / kScaleBlock);
-    }
-  } else if (context.sizes.num_ranks > 1 && lane == 0) {  // nobody else reads this rank's own rows from there
-    const Pieces& pieces = early ? call.early : call.late;
-    uint64_t* full = barriers[early][warp];
-    for (uint32_t i = 0; i < Pieces::kMostPlaces; ++i) ptx::barrier_init(full + i, 1);
-    ptx::fence_barrier_init();
-    char* rings = shared + (early ? call.early_at : call.late_at);
-    stage_rows(context, call, share, pieces, rings + warp * pieces.ring_bytes(), full);
+  for (int i = 0; i < share.num; ++i) {
+    const int token = share.token(i);
+    chunks.finish_before(token / kTokenChunk);
+    stage_row(static_cast<size_t>(token));
   }
-  __syncwarp();
-  stage_tails(context, call, share);
-  if (last_block<Helpers>(&context.state->stage_done, gridDim.x))
-    raise_at_all<Helpers>(context, &Region::staged, 2 * epoch - (end < args.num_tokens));
+  chunks.finish_before(chunks.num_chunks);
+}
+
+// [warp] Stage rows as they are. A function of its own, as the next one: together they run short of registers.
+__device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
+                                                 StagedChunks chunks) {
+  const DispatchArgs& args = params.args;
+  char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
+  const bool copies = op.num_ranks() > 1;  // a rank alone reads its rows where the caller has them
+  stage_rows(share, chunks, [&](size_t token) {
+    if (copies) copy_row(staging + token * params.row_stride, args.rows + token * args.row_bytes, args.row_bytes);
+  });
+}
+
+// [warp] Stage bfloat16 rows as float8, with their scales.
+__device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
+                                                    StagedChunks chunks) {
+  const Context& context = op.context;
+  char* const staging = context.inbox_of(op.rank(), &Inbox::staging);
+  char* const tails = context.inbox_of(op.rank(), &Inbox::tails);
+  stage_rows(share, chunks, [&](size_t token) {
+    quantize_row(staging + token * params.row_stride, reinterpret_cast<float*>(tails + token * params.tail_bytes),
+                 reinterpret_cast<const uint4*>(params.args.rows + token * context.row_bytes),
+                 context.config.hidden / kScaleBlock);
+  });
+}
+
+// [helpers] Stage the rows and tails of all tokens of this rank. The staging is free. `counters`: [max_token_chunks] in
+// shared memory.
+__device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
+  const DispatchArgs& args = params.args;
+  for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
+  Helpers::sync();
+  const Share share(op, args.num_tokens);
+  const StagedChunks chunks(op, counters, args.num_tokens);
+  char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
+  const int num_scales = args.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
+  if (args.scales) copy_to_tails(params, share, tails, args.scales, num_scales, 0);
+  if (args.topk_weights) copy_to_tails(params, share, tails, args.topk_weights, op.context.config.num_topk, weights_at);
+  if (args.quantizes)
+    stage_quantized(op, params, share, chunks);
+  else
+    stage_copies(op, params, share, chunks);
 }
 
 }  // namespace ep::cuda

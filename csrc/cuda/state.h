@@ -34,8 +34,8 @@ struct State {
 
 struct StateArrays {
   State* state;
-  uint32_t* staged_done;  // [max_chunks] helpers' warps that have staged their tokens of a chunk; 0 between operations
-  uint32_t* pushed_done;  // [max_chunks] warps that have stored their sums of a chunk; 0 between operations
+  uint32_t* staged_done;  // [max_token_chunks] blocks that have staged their tokens of a chunk; 0 between operations
+  uint32_t* pushed_done;  // [max_item_chunks] blocks that have stored their sums of a chunk; 0 between operations
   int32_t* block_tokens;  // [num_blocks, num_experts] tokens per expert counted by each block; then the sum over the
                           // blocks before it
   int32_t* block_items;   // [num_blocks, kMaxRanks] items per rank; likewise
@@ -44,8 +44,8 @@ struct StateArrays {
 inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) {
   StateArrays arrays;
   arrays.state = c.take<State>(1);
-  arrays.staged_done = c.take<uint32_t>(config.max_chunks());
-  arrays.pushed_done = c.take<uint32_t>(config.max_chunks());
+  arrays.staged_done = c.take<uint32_t>(config.max_token_chunks());
+  arrays.pushed_done = c.take<uint32_t>(config.max_item_chunks());
   arrays.block_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
   arrays.block_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * kMaxRanks);
   return arrays;

@@ -53,18 +53,27 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   return last;
 }
 
-// [thread] Count one of `num_arrivals` warps in for a chunk, after all that the warp did for it. The last one raises the
-// flags of chunks [chunk, end) at every rank. The counter is 0 again afterwards.
-__device__ inline void arrive_at_chunk(const Op& op, uint32_t* counters, uint32_t num_arrivals, uint64_t* Region::* flags,
-                                       int chunk, int end) {
-  ptx::fence_system();
-  if (atomicAdd(counters + chunk, 1u) != num_arrivals - 1) return;
-  counters[chunk] = 0;
-  ptx::fence_system();
-  const Context& context = op.context;
-  uint64_t* const mine = context.own.*flags + static_cast<size_t>(op.rank()) * context.max_chunks;
-  for (; chunk < end; ++chunk) raise_everywhere(context, mine + chunk, op.epoch);
-}
+// Counts warps in, chunk by chunk, first in the block and then in all blocks: a fence for the whole system takes long,
+// and only the block's last warp pays for it.
+struct ChunkArrivals {
+  uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: warps of this block
+  uint32_t num_warps;
+  uint32_t* in_grid;  // [max_chunks] in device memory, 0 between operations: blocks
+  uint32_t num_blocks;
+  uint64_t* flags;  // [max_chunks] of this rank, as they lie in its own region
+
+  // [thread] Count a warp in for a chunk, after all that the warp stored for it. The last warp of all raises the flags
+  // of chunks [chunk, end) at every rank.
+  __device__ void arrive(const Op& op, int chunk, int end) const {
+    ptx::fence_block();
+    if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return;
+    ptx::fence_system();
+    if (atomicAdd(in_grid + chunk, 1u) != num_blocks - 1) return;
+    in_grid[chunk] = 0;
+    ptx::fence_system();
+    for (; chunk < end; ++chunk) raise_everywhere(op.context, flags + chunk, op.epoch);
+  }
+};
 
 // [team] Raise this rank's flag at every rank, after the team's barrier.
 template <class Team>

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig, Received
-from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.rendezvous import rendezvous
-from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.topology import host_id
 
@@ -25,23 +25,14 @@ _DTYPES = {
     torch.float16: _C_cuda.DType.float16,
 }
 _LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
-_OPERATIONS = ("dispatch", "combine")
-_PHASES = ("free staging", "counts", "lists", "rows", "free slots", "partial sums")
-_BAD_ENTRY, _TOO_FEW_ROWS, _TOO_MANY_ROWS, _DISAGREE = range(1, 5)
-_AGREED = (  # what ranks give alike, as Given in csrc has it, and how a number stands for it
-    ("handle", lambda n: f"the plan of epoch {n}" if n else "None"),
-    ("layout", lambda n: repr(_C_cuda.Layout(n).name)),
-    ("expert_alignment", str),
-    ("max_recv_rows", str),
-    ("topk_weights", lambda n: "them" if n else "None"),
-    ("x: bytes per row", str),
-    ("x: bytes of scales", str),
-)
 _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
+_SLICE_OVER = -2  # of wait_for_counts
 
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
 DEFAULT_SMS = 24
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
+# How often a waiting host looks for signals and for destroy() in another thread.
+SLICE_S = 0.05
 
 
 def _address(t: Tensor | None) -> int:
@@ -81,17 +72,16 @@ class CudaEngine:
     def __init__(self, config: EngineConfig):
         topology = config.topology
         self._config, self._topology = config, topology
-        self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
-        self._in_use = threading.Lock()
         self._ticket = 0
-        self._launched = 0  # operations since the host knew all of them to be complete
+        self._thread = threading.get_ident()  # that made the buffer
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
-        s = self._sizes = _C_cuda.Sizes()
-        s.rank, s.num_ranks, s.ranks_per_node = topology.rank, topology.num_ranks, topology.ranks_per_node
-        s.num_experts, s.num_topk = config.num_experts, config.num_topk
-        s.max_tokens, s.hidden, s.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
+        c = self._c_config = _C_cuda.Config()
+        # All ranks reach each other's memory; the nodes of the topology decide the order of the sums alone.
+        c.rank, c.ranks_per_node, c.ranks_per_sum = topology.rank, topology.num_ranks, topology.ranks_per_node
+        c.num_experts, c.num_topk = config.num_experts, config.num_topk
+        c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
 
         def allocate():
             if topology.num_ranks > _C_cuda.max_ranks:
@@ -102,14 +92,13 @@ class CudaEngine:
             # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with
             # the old mapping could then write into a later buffer. This lives while a peer has it mapped.
             allocate_symmetric = symmetric_memory._SymmetricMemory.empty_strided_p2p
-            self._memory = allocate_symmetric((_C_cuda.region_bytes(s),), (1,), torch.uint8, self._device)
-            self._memory[: _C_cuda.flag_bytes(s)].zero_()
+            self._memory = allocate_symmetric((_C_cuda.region_bytes(c),), (1,), torch.uint8, self._device)
+            self._memory[: _C_cuda.flag_bytes(c)].zero_()
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
-            self._state = torch.zeros(_C_cuda.state_bytes(s, self._num_sms), dtype=torch.uint8, device=self._device)
+            self._state = torch.zeros(_C_cuda.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8, pin_memory=True)
-            self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
-            self._to_peers = torch.cuda.Stream(self._device)  # of what must not wait for the kernels under way
+            self._aborts = Aborts(self._device, topology.rank)
             torch.cuda.synchronize(self._device)
             return host_id()
 
@@ -122,10 +111,17 @@ class CudaEngine:
             self._symmetric = rendezvous(self._memory, topology, config.store, name)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
-            self._c = _C_cuda.Engine(s, regions, *addresses, config.timeout_s, self._num_sms)
+            self._c = _C_cuda.Engine(c, regions, *addresses, config.timeout_s, self._num_sms)
+            offset = _C_cuda.aborted_offset(c)
+            for peer in range(topology.num_ranks):
+                region = self._symmetric.get_buffer(peer, (offset + 8 * topology.num_ranks,), torch.uint8)
+                self._aborts.add_peer(region[offset:].view(torch.int64))
+            self._aborts.state = self._state[_C_cuda.state_aborted_offset :][:4].view(torch.int32)
 
         hosts = config.gather(allocate)
         config.gather(attach)
+        self._health = Health(self._aborts.run)
+        self._reports = KernelReports(self._c, config, self._health)
 
     def dispatch(
         self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
@@ -153,10 +149,7 @@ class CudaEngine:
                 args.ticket = self._ticket
             if counted:
                 self._c.prepare(args, plan.data_ptr(), stream)
-                num_rows = self._c.wait_for_counts(self._ticket)
-                if num_rows < 0:
-                    self._check()
-                    raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
+                num_rows = self._wait_for_counts()
             by_rank = layout == "rank"
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
             received = Received(
@@ -174,10 +167,22 @@ class CudaEngine:
             args.out_topk_idx = _address(received.topk_idx if by_rank else None)
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(*received)
-        if counted:  # all ranks that wait for counts find the same mistake here, and none has gone on
-            self._launched = 0
-            self._check(ends=False)
+        if counted:
+            self._reports.raise_found(ends=False)
         return received
+
+    def _wait_for_counts(self) -> int:
+        """Rows of the dispatch with the last ticket. Kernels end at their own limit; this one is for a stream in which
+        they cannot start."""
+        end = time.monotonic() + 2 * self._config.timeout_s + 5
+        while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
+            self._health.raise_if_ended()
+            if time.monotonic() > end:
+                raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
+        if num_rows < 0:
+            self._reports.raise_found(ends=True)
+            raise RuntimeError("the kernels were aborted")
+        return num_rows
 
     def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
         with self._operation("combine", y, plan, topk_weights) as stream:
@@ -192,7 +197,7 @@ class CudaEngine:
         return x, weights_out
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
-        return _C_cuda.plan_capacity(self._sizes, num_rows)
+        return _C_cuda.plan_capacity(self._c_config, num_rows)
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
@@ -209,14 +214,27 @@ class CudaEngine:
         }
 
     def destroy(self) -> None:
+        """Complete what is under way, raise what it has found, and free.
+
+        In another thread than the one that made the buffer, or while another thread is inside an operation: abort what
+        is under way instead, so that a watchdog can free a rank that hangs.
+        """
         try:
-            if self._stream is not None:
-                torch.cuda.synchronize(self._device)
-            if self._failure is None:
-                self._check(ends=False)
+            if self._thread != threading.get_ident() or self._health.is_busy:
+                self._aborts.run()
+            elif not self._health.ended:
+                if self._stream is not None:
+                    self._wait(self._stream)
+                self._reports.raise_found(ends=False)
         finally:
-            self._c = None
-            del self._symmetric, self._memory
+            self._health.stop(self._aborts.run, self._free)
+
+    def _free(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._c = None
+        self._reports = None
+        self._aborts = None
+        del self._symmetric, self._memory
 
     # ---- streams --------------------------------------------------------------------------------------------------
 
@@ -253,17 +271,28 @@ class CudaEngine:
             return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
+        """Wait for the last operation and raise what operations have found. The buffer stays usable if all ranks do so
+        here: an operation completes on a rank only after every rank has begun it, so all are in step."""
+        self._health.raise_if_ended()
         if self._stream is not None:
-            self._stream.synchronize()
-        launched, self._launched = self._launched, 0
-        self._check(ends=None if launched > 1 else False)  # a graph is replayed by all ranks or none
+            self._wait(self._stream)
+        self._reports.raise_found(ends=False)
 
     def check(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        self._wait(torch.cuda.current_stream(self._device))
         self.synchronize()
 
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()
+
+    @staticmethod
+    def _wait(stream: torch.cuda.Stream) -> None:
+        """Wait for a stream. Python's signal handlers run meanwhile, as they do not in ``stream.synchronize()``."""
+        begin = time.monotonic()
+        while not stream.query():
+            waited = time.monotonic() - begin
+            if waited > 1e-3:  # then a sleep of a tenth of it delays little
+                time.sleep(min(waited / 10, SLICE_S))
 
     def _hand_over(self, *outputs: Tensor) -> None:
         """Memory that another stream than its own uses must not be given away before that stream is through."""
@@ -274,98 +303,38 @@ class CudaEngine:
     @contextmanager
     def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[int]:
         """One operation at a time, in the current stream, whose number this yields."""
-        self._check()
+        self._health.raise_if_ended()
+        self._reports.raise_found(ends=True)
         for t in inputs:
             if t is not None and t.device != self._device:
                 checks.fail("x" if name == "dispatch" else "y", f"a tensor on {t.device}", f"tensors on {self._device}")
-        if not self._in_use.acquire(blocking=False):
-            raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
-        try:
-            with torch.cuda.device(self._device):
-                stream = torch.cuda.current_stream()
-                if self._stream is None or stream != self._stream:  # a stream is never unequal to None
-                    # A graph cannot wait for what comes before it, but for streams that are captured with it.
-                    if not torch.cuda.is_current_stream_capturing() or self._is_captured():
-                        self.join()
-                    self._stream = stream
-                self._launched = 0 if torch.cuda.is_current_stream_capturing() else self._launched + 1
-                yield stream.cuda_stream
-        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
-            if self._failure is None:
-                text = f"this buffer gave up in {name}, by {type(error).__name__}: {error}; destroy() it"
-                self._give_up(partial(RuntimeError, text))
-            raise
-        finally:
-            self._in_use.release()
+        with self._health.operation(name), torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream()
+            if self._stream is None or stream != self._stream:  # a stream is never unequal to None
+                # A graph cannot wait for what comes before it, but for streams that are captured with it.
+                if not torch.cuda.is_current_stream_capturing() or self._is_captured():
+                    self.join()
+                self._stream = stream
+            yield stream.cuda_stream
 
-    # ---- what went wrong ------------------------------------------------------------------------------------------
 
-    def _check(self, ends: bool | None = True) -> None:
-        """Raises what kernels have found so far; the host waits for nothing.
+class Aborts:
+    """Abort this rank from the host: its kernels end soon, and the peers' kernels wait for it no longer."""
 
-        A mistake that an operation finds at its start ``ends`` the use of the buffer: when ranks find it depends on
-        their speed, so that others may be in the operation that this one refuses. They are told, and find it too. So
-        does one that was found behind such an operation (None, when all are complete: it depends on that).
-        """
-        if self._failure is None and self._c is not None:  # destroyed, it has raised what there was
-            late = self._c.late()
-            mistake, epoch = self._take_mistake()  # after `late`: of two reports it came first, and led to the other
-            if mistake is not None and ends is None:
-                ends = epoch != self._epoch()
-            if mistake is not None and late is None and not ends:
-                raise ValueError(mistake)
-            if mistake is not None:
-                text = f"{mistake}. Found when other operations had begun, which leaves ranks out of step; "
-                self._give_up(partial(ValueError, text + "destroy() this buffer"))
-            elif late is not None:
-                self._failure = self._timeout(*late)
-        if self._failure is not None:
-            raise self._failure()
+    def __init__(self, device: torch.device, rank: int):
+        self._rank = rank
+        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)  # copies in it need not wait for the kernels under way
+        self._peers: list[Tensor] = []
+        self.state: Tensor | None = None  # int32 [1] that this rank's kernels look at
 
-    def _give_up(self, failure: Callable[[], Exception]) -> None:
-        """The end of this buffer's use; the peers need not wait for this rank."""
-        self._failure = failure
-        num_ranks, rank = self._topology.num_ranks, self._topology.rank
-        try:
-            with torch.cuda.stream(self._to_peers):
-                for peer in range(num_ranks):
-                    gave_up = self._symmetric.get_buffer(peer, (num_ranks,), torch.int64)  # first in csrc's Region
-                    gave_up[rank : rank + 1].copy_(self._one, non_blocking=True)  # no kernel, which might have to wait
-        except RuntimeError:  # the device is lost: the peers wait for as long as they may
-            pass
+    def add_peer(self, aborted: Tensor) -> None:
+        """``aborted``: int64 [num_ranks] flags in the peer's region."""
+        self._peers.append(aborted)
 
-    def _timeout(self, operation, phase, epoch, waited_for, waited_s) -> Callable[[], Exception]:
-        """The error of a kernel that has given up; it has told the peers itself."""
-        late_ranks = find_late_ranks(self._config.store, self._topology.rank, waited_for)
-        where = (_OPERATIONS[operation], epoch, _PHASES[phase], self._topology.rank)
-        return partial(PeerTimeoutError, *where, late_ranks=late_ranks, waited_s=waited_s)
-
-    def _epoch(self) -> int:
-        """Of the last complete operation."""
-        return self._state[:8].view(torch.int64).item()  # first in csrc's State
-
-    def _take_mistake(self) -> tuple[str | None, int]:
-        """What the caller did wrong in which epoch, as far as kernels have found it; each is found once."""
-        found = self._c.take_mistake()
-        if found is None:
-            return None, 0
-        kind, epoch, details, values = found
-        return self._explain(kind, details, values), epoch
-
-    def _explain(self, kind: int, details: list[int], values: list[int]) -> str:
-        if kind == _BAD_ENTRY:
-            token, k, repeated = details
-            return checks.bad_entry((token, k, values[0], bool(repeated)), self._config.num_experts)
-        needs = list(enumerate(zip(values[::2], values[1::2])))
-        if kind == _TOO_FEW_ROWS:
-            short = [f"rank {r} needs {needed} rows, given {given}" for r, (needed, given) in needs if needed > given]
-            return "max_recv_rows: too small: " + "; ".join(short)
-        if kind == _TOO_MANY_ROWS:
-            rank, (needed, _) = max(needs, key=lambda need: need[1][0])
-            return (
-                f"expert_alignment: given {details[0]}, with which rank {rank} receives {needed} rows; allowed: up to "
-                f"{checks.MAX_INT} rows of a rank in one dispatch"
-            )
-        field, rank, theirs = details
-        name, say = _AGREED[field]
-        return f"{name}: rank {rank} gave {say(theirs)}, rank 0 gave {say(values[0])}; all ranks must give the same"
+    def run(self) -> None:
+        with torch.cuda.stream(self._stream):  # copies, no kernels: these might have to wait for a multiprocessor
+            if self.state is not None:
+                self.state.copy_(self._one.view(torch.int32)[:1], non_blocking=True)
+            for flags in self._peers:
+                flags[self._rank : self._rank + 1].copy_(self._one, non_blocking=True)

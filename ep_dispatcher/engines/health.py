@@ -52,6 +52,11 @@ class Health:
         return self._stopped or self._failure is not None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a thread is inside an operation."""
+        return self._inside is not None
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process is a forked child of the one that made the buffer."""
         return os.getpid() != self._pid

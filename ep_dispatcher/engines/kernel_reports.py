@@ -1,0 +1,67 @@
+"""Errors of what kernels of the CUDA engine have reported to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.errors import PeerTimeoutError
+
+# Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
+_SHOWN = {_C_cuda.Field.row_bytes: "x: bytes per row", _C_cuda.Field.scale_bytes: "x: bytes of scales"}
+
+
+class KernelReports:
+    """Raise what kernels have found: a caller's mistake (ValueError) or a late peer (PeerTimeoutError).
+
+        reports.raise_found(ends=True)   # at the start of an operation: a mistake ends the buffer's use
+        reports.raise_found(ends=False)  # where all ranks ask before their next operation: the buffer stays usable
+
+    Kernels publish a mistake when its operation is complete on this rank, and so after every rank has begun it. At the
+    start of the next operation other ranks may be inside that one already; this rank refuses it, so all have to end.
+    Never waits for the device.
+    """
+
+    def __init__(self, compiled: _C_cuda.Engine, config: EngineConfig, health: Health):
+        self._compiled, self._config, self._health = compiled, config, health
+
+    def raise_found(self, *, ends: bool) -> None:
+        if not self._health.ended:
+            late = self._compiled.late()
+            mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
+            if mistake is not None and late is None and not ends:
+                raise ValueError(mistake)
+            if mistake is not None:
+                text = f"{mistake}. Found when other operations had begun, which leaves ranks out of step; "
+                self._health.end(partial(ValueError, text + "destroy() this buffer"))
+            elif late is not None:
+                self._health.end(self._timeout(*late))
+        self._health.raise_if_ended()
+
+    def _timeout(self, operation, phase, epoch, waited_for, waited_s) -> Callable[[], Exception]:
+        rank = self._config.topology.rank
+        late_ranks = find_late_ranks(self._config.store, rank, waited_for)
+        phase = phase.name.replace("_", " ")
+        return partial(PeerTimeoutError, operation.name, epoch, phase, rank, late_ranks=late_ranks, waited_s=waited_s)
+
+    def _take_mistake(self) -> str | None:
+        """The caller's mistake, in words; each is found once."""
+        found = self._compiled.take_mistake()
+        if found is None:
+            return None
+        kind, detail, value, rows = found
+        if kind == _C_cuda.Mistake.bad_entry:
+            token, k, repeated, _ = detail
+            return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)
+        if kind == _C_cuda.Mistake.too_few_rows:
+            return checks.too_few_rows(rows)
+        if kind == _C_cuda.Mistake.too_many_rows:
+            rank = max(range(len(rows)), key=lambda r: rows[r][0])
+            return checks.too_many_rows(detail[0], rank, rows[rank][0])
+        field, rank, theirs, first = detail
+        field = _C_cuda.Field(field)
+        return checks.disagreement(_SHOWN.get(field, field.name), rank, theirs, 0, first)
