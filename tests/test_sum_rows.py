@@ -29,7 +29,7 @@ def sum_rows(*rows: Tensor) -> Tensor:
 
 
 def torch_sum(*rows: Tensor) -> Tensor:
-    return reduce(torch.add, (row.float() for row in rows)).to(rows[0].dtype)
+    return reduce(torch.add, (row.float() for row in rows), torch.zeros(())).to(rows[0].dtype)
 
 
 def assert_same_bits(seen: Tensor, expected: Tensor) -> None:
@@ -54,9 +54,25 @@ def random_rows(num_rows: int, n: int, dtype: torch.dtype, seed: int = 0) -> lis
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_one_row_is_copied_whatever_its_bits(dtype):
-    patterns = all_patterns(dtype)
-    assert torch.equal(sum_rows(patterns).view(torch.int16), patterns.view(torch.int16))
+def test_one_row_is_copied_but_for_a_negative_zero(dtype):
+    bits = all_patterns(dtype).view(torch.int16)
+    expected = torch.where(bits == -(1 << 15), 0, bits)
+    assert torch.equal(sum_rows(bits.view(dtype)).view(torch.int16), expected)
+
+
+@pytest.mark.parametrize("n", [1, 8, 31, BLOCK + 1, 7168])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_sum_of_zeros_is_negative(dtype, num_rows, n):
+    zeros = sum_rows(*[torch.full((n,), -0.0, dtype=dtype)] * num_rows)
+    assert not zeros.view(BITS[dtype]).any(), "-0.0"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_sum_that_rounds_to_zero_keeps_its_sign(dtype):
+    """As in torch: it is rounded after the sum, so that only exact zeros are positive."""
+    tiny = torch.full((8,), -torch.finfo(dtype).tiny * torch.finfo(dtype).eps, dtype=dtype)
+    assert_same_bits(sum_rows(tiny, torch.zeros(8, dtype=dtype)), tiny)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -74,7 +74,7 @@ EP_INLINE void sum_few(const char* const* rows, char* out, size_t n) {
   for (int r = 0; r < kRows; ++r) from[r] = reinterpret_cast<const Storage*>(rows[r]);
   Storage* __restrict__ to = reinterpret_cast<Storage*>(out);
   for (size_t i = 0; i < n; ++i) {
-    float total = T::load(from[0][i]);
+    float total = 0.0f + T::load(from[0][i]);  // -0.0 becomes +0.0
     for (int r = 1; r < kRows; ++r) total += T::load(from[r][i]);
     to[i] = T::round(total);
   }
@@ -91,13 +91,22 @@ EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t
     for (int r = 0; r < num_rows; ++r) {
       const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
       if (r == 0)
-        for (size_t i = 0; i < count; ++i) total[i] = T::load(row[i]);
+        for (size_t i = 0; i < count; ++i) total[i] = 0.0f + T::load(row[i]);
       else
         for (size_t i = 0; i < count; ++i) total[i] += T::load(row[i]);
     }
     Storage* to = reinterpret_cast<Storage*>(out) + begin;
     for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
   }
+}
+
+// One row: a copy, but for -0.0, which no sum from +0.0 leaves.
+template <class Bits>
+EP_INLINE void copy_row(const char* row, char* out, size_t n) {
+  constexpr Bits kNegativeZero = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  const Bits* from = reinterpret_cast<const Bits*>(row);
+  Bits* __restrict__ to = reinterpret_cast<Bits*>(out);
+  for (size_t i = 0; i < n; ++i) to[i] = from[i] == kNegativeZero ? Bits{0} : from[i];
 }
 
 template <class T>
@@ -124,14 +133,19 @@ EP_SIMD void sum_float16(const char* const* rows, int num_rows, char* out, size_
   sum<Float16>(rows, num_rows, out, n);
 }
 
+EP_SIMD void copy_row16(const char* row, char* out, size_t n) { copy_row<uint16_t>(row, out, n); }
+EP_SIMD void copy_row32(const char* row, char* out, size_t n) { copy_row<uint32_t>(row, out, n); }
+
 }  // namespace
 
 void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype) {
   if (num_rows < 2) {
     if (num_rows == 0)
       std::memset(out, 0, n * size_of(dtype));
+    else if (dtype == DType::kFloat32)
+      copy_row32(rows[0], out, n);
     else
-      std::memcpy(out, rows[0], n * size_of(dtype));
+      copy_row16(rows[0], out, n);
   } else if (dtype == DType::kFloat32) {
     sum_float32(rows, num_rows, out, n);
   } else if (dtype == DType::kBFloat16) {
