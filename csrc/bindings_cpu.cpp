@@ -32,6 +32,21 @@ ep::PullArgs pull_args(const std::vector<Address>& out, Address out_weights, Add
   return args;
 }
 
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// Run Python's handlers of signals that have come, if this is the main thread; what they raise ends the wait.
+void run_signal_handlers() {
+  if (is_finalizing()) return;
+  py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C_cpu, m) {
@@ -39,6 +54,8 @@ PYBIND11_MODULE(_C_cpu, m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
   static py::exception<ep::PeerLate> peer_late(m, "PeerLate");
+  static py::exception<ep::Refused> refused(m, "Refused");
+  py::register_local_exception<ep::Interrupted>(m, "Interrupted");
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -46,11 +63,17 @@ PYBIND11_MODULE(_C_cpu, m) {
       py::object instance = static_cast<py::object&>(peer_late)(late.what());
       instance.attr("phase") = late.phase;
       instance.attr("ranks") = late.ranks;
+      instance.attr("gone") = late.gone;
       PyErr_SetObject(peer_late.ptr(), instance.ptr());
+    } catch (const ep::Refused& facts) {
+      py::object instance = static_cast<py::object&>(refused)(facts.what());
+      instance.attr("kind") = facts.kind;
+      instance.attr("field") = facts.field;
+      instance.attr("facts") = facts.facts;
+      instance.attr("by_all") = facts.by_all;
+      PyErr_SetObject(refused.ptr(), instance.ptr());
     }
   });
-
-  py::register_local_exception<ep::RefusedByAll>(m, "RefusedByAll", PyExc_ValueError);
 
   ep::bind_types(m);
 
@@ -69,6 +92,11 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def_readwrite("dtype", &ep::Config::dtype)
       .def_readwrite("spin_us", &ep::Config::spin_us);
 
+  py::enum_<ep::GaveUp>(m, "GaveUp").value("waited", ep::kWaited).value("left", ep::kLeft);
+  m.attr("DISPATCH") = ep::Call::kDispatch;
+  m.attr("COMBINE") = ep::Call::kCombine;
+  m.attr("COMPARED") = std::vector<std::string>(std::begin(ep::Call::kNames), std::end(ep::Call::kNames));
+
   // (token, k, expert, repeated) of the first wrong entry of topk_idx (int64 [num_tokens, num_topk]), or None.
   m.def("find_bad_entry", [](Address topk_idx, int num_tokens, int num_topk, int num_experts) -> py::object {
     const auto bad = ep::find_bad_entry(pointer<const int64_t>(topk_idx), num_tokens, num_topk, num_experts);
@@ -79,7 +107,9 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.def("plan_capacity", &ep::plan_capacity);
 
   py::class_<Engine>(m, "Engine", py::module_local())
-      .def(py::init<ep::Config, int64_t>())
+      .def(py::init([](const ep::Config& config, int64_t buffer_uid) {
+        return std::make_unique<Engine>(config, buffer_uid, run_signal_handlers);
+      }))
       .def_property_readonly("epoch", &Engine::epoch)
       .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
       .def_property_readonly("bytes_written", [](const Engine& e) { return e.traffic().bytes_written; })
@@ -89,6 +119,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("close", &Engine::close)
       .def("begin", &Engine::begin)
       .def("give_up", &Engine::give_up)
+      .def("stop", &Engine::stop)
       .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
       .def(
           "route",
@@ -103,8 +134,10 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.route(args, dispatch_args(rows, topk_weights, num_tokens));
           },
           Unlocked())
-      .def("reuse", [](Engine& e, Address plan, const std::vector<size_t>& bytes_per_row,
-                       bool has_weights) { e.reuse(pointer<const int32_t>(plan), bytes_per_row, has_weights); })
+      .def("reuse",
+           [](Engine& e, int64_t operation, Address plan, const std::vector<size_t>& bytes_per_row, bool has_weights) {
+             e.reuse(operation, pointer<const int32_t>(plan), bytes_per_row, has_weights);
+           })
       .def(
           "stage",
           [](Engine& e, const RowArrays& rows, Address topk_weights, int num_tokens) {

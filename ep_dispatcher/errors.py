@@ -9,24 +9,37 @@ class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
     operation: "dispatch" or "combine"; epoch: number of the operation on the buffer; phase: what was waited for;
-    rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves.
+    rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves, or
+    ``rank`` alone when it is the one that came too late for the others; reason: what more is known, in words.
     Ranks are those of the buffer's group. note: what the caller was about (``Buffer.note``), first in the text.
     """
 
-    def __init__(self, operation: str, epoch: int, phase: str, rank: int, late_ranks: Sequence[int], waited_s: float):
+    def __init__(
+        self,
+        operation: str,
+        epoch: int,
+        phase: str,
+        rank: int,
+        late_ranks: Sequence[int],
+        waited_s: float,
+        reason: str = "",
+    ):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
-        self.note = ""
-        late = ", ".join(str(r) for r in self.late_ranks)
+        self.reason, self.note = reason, ""
+        if self.late_ranks == (rank,):
+            what = f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
+        else:
+            late = ", ".join(str(r) for r in self.late_ranks)
+            what = f"rank {rank} waited {waited_s:.1f} s for rank{'s' * (len(late_ranks) > 1)} {late}."
         super().__init__(
-            f"{operation}, epoch {epoch}, phase '{phase}': rank {rank} waited {waited_s:.1f} s for "
-            f"rank{'s' * (len(late_ranks) > 1)} {late}. destroy() this buffer; the ranks that are left can make a new "
-            "one on a smaller group."
+            f"{operation}, epoch {epoch}, phase '{phase}': {what}{' ' * bool(reason)}{reason} destroy() this buffer; "
+            "the ranks that are left can make a new one on a smaller group."
         )
 
     def __str__(self) -> str:
         return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
 
     def __reduce__(self):  # by default an exception is copied from its message alone
-        args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s)
+        args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s, self.reason)
         return PeerTimeoutError, args, {"note": self.note}

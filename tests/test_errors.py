@@ -1,6 +1,7 @@
 """Every mistake of a caller is a ValueError that says what was given and what is allowed, and breaks nothing."""
 
 import re
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -563,33 +564,68 @@ def test_disagreement_is_an_error_on_all_ranks(pools, engine, kind, ranks_per_no
         assert_words(message, [*words, f"rank {odd} ", "all ranks must"])
 
 
-def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -> list[str]:
-    """Rank 1 calls another operation than the others. Returns the errors of it and of a right one after it."""
-    buffer = make_buffer(engine="cpu", ranks_per_node=ranks_per_node, timeout_s=1.5)
-    arguments = inputs(rank)
-    out = buffer.dispatch(*arguments)
-    calls = {
-        "dispatch": lambda: buffer.dispatch(*arguments),
-        "cached dispatch": lambda: buffer.dispatch(arguments[0], None, arguments[2], handle=out.handle),
+def operations_of(buffer: ep.Buffer, rank: int):
+    """Three operations that ranks may take for one another, by name."""
+    given = inputs(rank)
+    out = buffer.dispatch(*given)
+    return {
+        "dispatch": lambda: buffer.dispatch(*given),
+        "cached dispatch": lambda: buffer.dispatch(given[0], None, given[2], handle=out.handle),
         "combine": lambda: buffer.combine(out.x, out.handle),
     }
+
+
+MIXED = [("dispatch", "cached dispatch"), ("combine", "dispatch"), ("cached dispatch", "combine")]
+
+
+def mix_operations_on_one_node(rank: int, operation: str, other: str, odd: int) -> list[str]:
+    """One rank calls another operation than the others, twice, and all go on."""
+    with make_buffer(engine="cpu", timeout_s=60) as buffer:
+        calls, messages = operations_of(buffer, rank), []
+        begin = time.monotonic()
+        for _ in range(2):
+            messages.append(error_of(calls[other if rank == odd else operation]))
+            round_trip(buffer)
+        assert time.monotonic() - begin < 30
+        return messages
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("operation,other", MIXED)
+def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, operation, other, odd):
+    field = {("dispatch", "cached dispatch"): "handle"}.get((operation, other), "operation")
+    ranks = pools(4).run(mix_operations_on_one_node, operation, other, odd)
+    assert len({message for messages in ranks for message in messages}) == 1
+    message = ranks[0][0]
+    assert message.startswith(f"{field}: rank {odd or 1} ") and "rank 0 " in message and "all ranks must" in message
+    words = ["None", "the plan of epoch 1"] if field == "handle" else ["is in a dispatch", "is in a combine"]
+    assert_words(message, words)
+
+
+def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -> list[tuple[str, str]]:
+    """Rank 1 calls another operation than the others. Returns the errors of it and of a right one after it."""
+    buffer = make_buffer(engine="cpu", ranks_per_node=ranks_per_node, timeout_s=1.5)
+    calls = operations_of(buffer, rank)
     errors = []
     for call in (calls[other if rank == 1 else operation], calls["dispatch"]):
         with pytest.raises((ValueError, ep.PeerTimeoutError)) as caught:
             call()
-        errors.append(type(caught.value).__name__)
+        errors.append((type(caught.value).__name__, str(caught.value)))
     buffer.destroy()
     return errors
 
 
-@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-@pytest.mark.parametrize(
-    "operation,other", [("dispatch", "cached dispatch"), ("combine", "dispatch"), ("cached dispatch", "combine")]
-)
-def test_different_operations_go_through_on_no_rank(pools, operation, other, ranks_per_node):
-    """No process dies, and no rank takes rows of another operation for its own."""
-    for first, second in pools(4).run(mix_operations, operation, other, ranks_per_node):
-        assert first in ("ValueError", "PeerTimeoutError") and second == "PeerTimeoutError"
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("operation,other", MIXED)
+def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, operation, other, ranks_per_node):
+    """No process dies, and no rank takes rows of another operation for its own. The buffer has ended."""
+    for rank, ((first, text), (second, again)) in enumerate(
+        pools(4).run(mix_operations, operation, other, ranks_per_node)
+    ):
+        assert first in ("ValueError", "PeerTimeoutError") and "destroy() this buffer" in text
+        assert (second, again) == (first, text)
+        if ranks_per_node == 2 and first == "ValueError":
+            assert rank < 2 and "rank 1 " in text and "all ranks must" in text
 
 
 # ---- too few rows ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A rank that gives up: who is blamed, what it leaves behind, and what it takes to get there."""
 
+import json
+import pickle
 import threading
 import time
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks
+from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks, follow_chain
 from ep_dispatcher.testing import RankPool, device_of, make_routing
 
 
@@ -37,6 +39,10 @@ class Words:
         return self.words[key]
 
 
+def word(waits, gone=(), operation="", epoch=0) -> str:
+    return json.dumps(dict(waits=waits, gone=list(gone), operation=operation, epoch=epoch))
+
+
 def test_a_store_that_hangs_does_not_hang_the_rank():
     begin = time.monotonic()
     assert find_late_ranks(HangingStore(), 0, [2, 1]) == [1, 2]
@@ -44,9 +50,35 @@ def test_a_store_that_hangs_does_not_hang_the_rank():
 
 
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
-    words = {"1": "[3]", "2": "[1, 5]"}  # 0 waits for 1 and 2; these say for whom they wait themselves
+    words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
     assert find_late_ranks(Words(words), 0, [1, 2]) == [3, 5]
-    assert words["0"] == "[1, 2]"
+    assert json.loads(words["0"])["waits"] == [1, 2]
+
+
+def test_nobody_listens_for_ranks_that_have_left():
+    begin = time.monotonic()
+    chain = follow_chain(Words({}), 0, [1, 2], gone=[1, 2])
+    assert chain.late_ranks == [1, 2] and "Ranks 1, 2 have left" in chain.reason
+    chain = follow_chain(Words({"1": word([3], gone=[3])}), 0, [1])  # rank 0 cannot see rank 3 itself
+    assert chain.late_ranks == [3] and "Rank 3 has left" in chain.reason
+    assert time.monotonic() - begin < GRACE_S
+
+
+def test_a_chain_that_ends_at_the_asking_rank_names_it():
+    words = {str(peer): word([3], operation="dispatch", epoch=5) for peer in range(3)}
+    chain = follow_chain(Words(words), 3, [0, 1, 2], operation="dispatch", epoch=5)
+    assert chain.late_ranks == [3]
+    error = ep.PeerTimeoutError("dispatch", 5, "rows", 3, chain.late_ranks, 0.0, chain.reason)
+    assert "rank 3 came too late: the other ranks have given up waiting for it" in str(error)
+    assert "rank 0" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_ranks_that_wait_for_each_other_in_different_operations_say_so():
+    words = {"1": word([0], operation="combine", epoch=5)}
+    chain = follow_chain(Words(words), 0, [1], operation="dispatch", epoch=5)
+    assert chain.late_ranks == [1]
+    assert "rank 0 is in a dispatch, rank 1 is in a combine" in chain.reason
 
 
 class OutOfMemory:
@@ -106,7 +138,7 @@ def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine, ranks_per_node
 def use_from_two_threads(rank: int, engine: str) -> str:
     given = tokens(engine, rank, 2)
     with ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine=engine) as buffer:
-        with buffer._engine._in_use:  # as another thread has it during an operation
+        with buffer._engine._health.operation("combine"):  # as another thread is in
             with pytest.raises(ValueError) as caught:
                 buffer.dispatch(*given)
         assert buffer.dispatch(*given).x.shape == (8, 64)

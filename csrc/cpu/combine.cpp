@@ -47,8 +47,8 @@ void Engine::push(int node, const CombineArgs& args) {
 }
 
 Span Engine::reduce(int node, bool has_weights) {
+  meet("partial sums of another node's tokens");
   wait_for(&Region::pushed, node, "partial sums of another node's tokens");
-  compare_with_node(this->node());
   const int num_topk = config_.num_topk, num_rows = plan_.num_reduced_from(node);
   const size_t row_bytes = config_.row_bytes();
   const Slots& slots = own().from_node[node].slots;
@@ -56,8 +56,8 @@ Span Engine::reduce(int node, bool has_weights) {
   Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
-  *sums.heading = {own_operation(), other_operation_};  // its receiver hears from no other rank of this node
-  if (!disagreement_.empty()) return {data, sizeof(Heading)};
+  *sums.heading = {own_call(), other_call_};  // its receiver hears from no other rank of this node
+  if (disagrees_) return {data, sizeof(Heading)};
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials());
@@ -82,8 +82,8 @@ Span Engine::incoming_sums(int node) {
 }
 
 void Engine::sum(const CombineArgs& args) {
+  meet("partial sums");
   wait_for(&Region::pushed, node(), "partial sums");
-  compare_with_node(node());
   const bool has_weights = args.topk_weights != nullptr;
   const int num_topk = config_.num_topk, num_tokens = plan_.fixed->num_tokens;
   const size_t row_bytes = config_.row_bytes();

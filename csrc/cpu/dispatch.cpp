@@ -31,7 +31,7 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.sent_rows[node]);
-  *payload.heading = {own_operation(), own_operation()};  // every rank of a node reads the headings of the others
+  *payload.heading = {own_call(), own_call()};  // every rank of a node reads the headings of the others
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
   for (int t = 0; t < args.num_tokens; ++t) {
@@ -77,9 +77,15 @@ void Engine::prepare_output(const PullArgs& args) {
 }
 
 void Engine::pull(int node, const PullArgs& args) {
+  meet("rows");
   wait_for(&Region::staged, node, "rows");
-  compare_with_node(node);
-  if (!disagreement_.empty()) return;
+  if (node != this->node()) {
+    for (const Region& peer : regions_) {
+      Cursor c(peer.from_node[node].payload);
+      compare(carve_heading(c)->sender);
+    }
+  }
+  if (disagrees_) return;
   const int num_topk = config_.num_topk;
   const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
   size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;

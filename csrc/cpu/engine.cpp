@@ -1,7 +1,5 @@
 #include "cpu/engine.h"
 
-#include "common/text.h"
-
 namespace ep {
 namespace {
 
@@ -13,7 +11,7 @@ size_t region_bytes(const Config& config) {
 
 }  // namespace
 
-Engine::Engine(Config config, int64_t buffer_uid)
+Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
     : config_(std::move(config)),
       buffer_uid_(buffer_uid),
       own_memory_(SharedMemory::create(region_bytes(config_))),
@@ -21,7 +19,9 @@ Engine::Engine(Config config, int64_t buffer_uid)
       local_of_(config_.num_ranks()),
       lists_out_(config_.num_nodes),
       payload_out_(config_.num_nodes),
-      sums_in_(config_.num_nodes) {
+      sums_in_(config_.num_nodes),
+      on_look_(on_look),
+      calls_(config_.num_ranks()) {
   for (int i = 0; i < config_.num_ranks(); ++i) {
     node_of_[config_.rank_at[i]] = i / config_.ranks_per_node;
     local_of_[config_.rank_at[i]] = i % config_.ranks_per_node;
@@ -33,7 +33,9 @@ Engine::Engine(Config config, int64_t buffer_uid)
 void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
   regions_.clear();
   peer_memory_.clear();
+  processes_.clear();
   for (int local = 0; local < config_.ranks_per_node; ++local) {
+    processes_.emplace_back(pids[local]);
     char* base = own_memory_.data();
     if (local != config_.local_rank) {
       peer_memory_.push_back(SharedMemory::attach(pids[local], fds[local], own_memory_.size()));
@@ -57,8 +59,8 @@ uint32_t Engine::begin(double timeout_s, int num_threads) {
   return ++epoch_;
 }
 
-void Engine::give_up() {
-  if (!regions_.empty()) raise_flag(*own().gave_up, 1);
+void Engine::give_up(GaveUp why) {
+  if (!regions_.empty() && own().gave_up->epoch.load() == 0) raise_flag(*own().gave_up, why);
 }
 
 void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const {
@@ -66,9 +68,10 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
   for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank starts at a different peer
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const Region& peer = regions_[local];
-    awaited.push_back({peer.*flags + index, peer.gave_up, config_.rank_at[node() * config_.ranks_per_node + local]});
+    const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
+    awaited.push_back({peer.*flags + index, peer.gave_up, &processes_[local], rank});
   }
-  wait_until(awaited, epoch, deadline_ns_, config_.spin_us, phase);
+  wait_until(awaited, epoch, {deadline_ns_, config_.spin_us, &stopped_, on_look_}, phase);
 }
 
 void Engine::check_plan(const int32_t* block) const {
@@ -77,44 +80,65 @@ void Engine::check_plan(const int32_t* block) const {
     throw std::invalid_argument("handle: given a plan of another buffer, allowed: one that this buffer made");
 }
 
-void Engine::announce(uint32_t plan_id, const std::vector<size_t>& bytes_per_row, bool has_weights) {
-  bytes_per_row_ = bytes_per_row;
-  has_weights_ = has_weights;
-  const uint64_t bytes_of_scales = bytes_per_row.size() > 1 ? bytes_per_row[1] : 0;
-  other_operation_ = {config_.rank, plan_id, has_weights, {bytes_per_row[0], bytes_of_scales}};
-  own().operation[epoch_ % 2] = other_operation_;
-  disagreement_.clear();
+Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const {
+  const size_t scale_bytes = bytes_per_row_.size() > 1 ? bytes_per_row_[1] : 0;
+  return {config_.rank,
+          {operation, plan, layout, alignment, has_weights_, static_cast<int64_t>(bytes_per_row_[0]),
+           static_cast<int64_t>(scale_bytes)}};
 }
 
-// Keeps the first disagreement and goes on: every rank takes all steps, so that none waits in vain for another.
-void Engine::compare(const Operation& theirs) {
-  if (!disagreement_.empty()) return;
-  const Operation& mine = own_operation();
-  if (theirs.plan_id != mine.plan_id)
-    disagreement_ = text("handle: rank ", theirs.rank, " gave the plan of epoch ", theirs.plan_id, ", rank ", mine.rank,
-                         " that of epoch ", mine.plan_id, "; all ranks must use handles of the same dispatch");
-  else if (theirs.has_weights != mine.has_weights)
-    disagreement_ = text("topk_weights: rank ", (mine.has_weights ? mine : theirs).rank, " gave them, rank ",
-                         (mine.has_weights ? theirs : mine).rank, " gave None; all ranks must do the same");
-  else if (theirs.bytes_per_row[0] != mine.bytes_per_row[0] || theirs.bytes_per_row[1] != mine.bytes_per_row[1])
-    disagreement_ = text("x: rank ", theirs.rank, " gave rows of ", theirs.bytes_per_row[0], " + ",
-                         theirs.bytes_per_row[1], " bytes (row + scales), rank ", mine.rank, " of ",
-                         mine.bytes_per_row[0], " + ", mine.bytes_per_row[1], "; all ranks must do the same");
-  else
-    return;
-  other_operation_ = theirs;
+// Show the peers of the node what this rank is asked to do. The record of two epochs ago is free: a peer that has
+// begun the last epoch has compared those of the one before.
+void Engine::announce(const Call& call) {
+  own().call[epoch_ % 2] = call;
+  raise_flag(own().called[0], epoch_);
+  for (Call& seen : calls_) seen.rank = -1;
+  other_call_ = calls_[call.rank] = call;
+  disagrees_ = false;
 }
 
-// With all ranks of one node; those of another one stand in front of their rows.
-void Engine::compare_with_node(int node) {
+// Wait for the calls of this node, before anything else of this epoch is awaited, and compare them. With one node all
+// ranks find the same here. With more, a disagreement about sizes waits until all nodes have heard of it, so that
+// every rank takes the same steps; ranks in different operations cannot, and so end it here.
+void Engine::meet(const char* phase) {
+  if (met_epoch_ == epoch_) return;
+  wait_for(&Region::called, 0, phase);
+  met_epoch_ = epoch_;
+  bool in_step = true;
   for (const Region& peer : regions_) {
-    Cursor c(peer.from_node[node].payload);
-    compare(node == this->node() ? peer.operation[epoch_ % 2] : carve_heading(c)->sender);
+    const Call& call = peer.call[epoch_ % 2];
+    in_step = in_step && call.in_step_with(own_call());
+    compare(call);
+  }
+  if (config_.num_nodes == 1) return agree();
+  if (in_step) return;
+  try {
+    agree();
+  } catch (Refused& refused) {
+    refused.by_all = false;
+    throw;
   }
 }
 
+void Engine::compare(const Call& theirs) {
+  calls_[theirs.rank] = theirs;
+  if (theirs.differs_from(own_call()) == Call::kNumFields) return;
+  if (!disagrees_) other_call_ = theirs;
+  disagrees_ = true;
+}
+
+// Every rank that has seen the same calls throws the same.
 void Engine::agree() const {
-  if (!disagreement_.empty()) throw RefusedByAll(disagreement_);
+  if (!disagrees_) return;
+  const Call* first = nullptr;
+  for (const Call& call : calls_) {
+    if (call.rank < 0) continue;
+    if (!first) first = &call;
+    const int field = call.differs_from(*first);
+    if (field == Call::kNumFields) continue;
+    throw Refused("disagreement", {call.rank, call.given[field], first->rank, first->given[field]},
+                  Call::kNames[field]);
+  }
 }
 
 char* Engine::scratch(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {

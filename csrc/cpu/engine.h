@@ -8,14 +8,16 @@
 //             [payload_arrived, pull] per other node, agree, finish
 //   combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
 #pragma once
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "common/args.h"
+#include "cpu/call.h"
 #include "cpu/plan.h"
+#include "cpu/process.h"
 #include "cpu/region.h"
 #include "cpu/shared_memory.h"
 
@@ -28,11 +30,6 @@ struct BadEntry {
   bool repeated;
 };
 std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, int num_topk, int num_experts);
-
-// What every rank of the group finds wrong with one operation. All have done the same steps, and can go on.
-struct RefusedByAll : std::invalid_argument {
-  using std::invalid_argument::invalid_argument;
-};
 
 struct Span {
   char* data;
@@ -52,7 +49,8 @@ struct PeerTraffic {
 
 class Engine {
  public:
-  Engine(Config config, int64_t buffer_uid);
+  // `on_look` is called every 20 ms while this rank waits; what it throws ends the operation. It may be null.
+  Engine(Config config, int64_t buffer_uid, void (*on_look)() = nullptr);
 
   const Config& config() const { return config_; }
   uint32_t epoch() const { return epoch_; }
@@ -65,18 +63,19 @@ class Engine {
   void close();  // gives all memory back; no step may follow
 
   uint32_t begin(double timeout_s, int num_threads);  // the next epoch
-  void give_up();                                     // tells the peers of the node not to wait for this rank
+  void give_up(GaveUp why);                           // the peers of the node wait for this rank no more
+  void stop() { stopped_ = true; }                    // [any thread] whoever waits, now or later, throws Interrupted
 
   void check_plan(const int32_t* plan) const;  // throws std::invalid_argument when another buffer made it
 
   // Dispatch. A route makes a plan; reuse takes one from a handle.
   void route(const RouteArgs& args, const DispatchArgs& payload);
-  void reuse(const int32_t* plan, const std::vector<size_t>& bytes_per_row, bool has_weights);
+  void reuse(int64_t operation, const int32_t* plan, const std::vector<size_t>& bytes_per_row, bool has_weights);
   void stage(const DispatchArgs& args);
   Span own_head() const;
   Span incoming_head(int node) const;
   void head_arrived(int node);
-  Counts count();  // throws RefusedByAll when the ranks do not agree, or max_recv_rows is too small
+  Counts count();  // throws Refused when the ranks do not agree, or max_recv_rows is too small
   Span outgoing_lists(int node);
   Span incoming_lists(int node) const;
   void lists_arrived(int node);
@@ -88,24 +87,25 @@ class Engine {
   void payload_arrived(int node);
   void prepare_output(const PullArgs& args);
   void pull(int node, const PullArgs& args);  // pulls nothing once ranks were found to disagree
-  void agree() const;                         // after the last pull; throws RefusedByAll when ranks disagree
+  void agree() const;                         // after the last pull; throws Refused when ranks disagree
 
   // Combine.
   void push(int node, const CombineArgs& args);
   Span reduce(int node, bool has_weights);
   Span incoming_sums(int node);
-  void sum(const CombineArgs& args);  // throws RefusedByAll when ranks disagree
+  void sum(const CombineArgs& args);  // throws Refused when ranks disagree
 
   void finish();  // of either: this rank reads nothing more
 
  private:
   void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
   void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
-  void announce(uint32_t plan_id, const std::vector<size_t>& bytes_per_row, bool has_weights);
-  void compare(const Operation& theirs);
-  void compare_with_node(int node);
+  Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
+  void announce(const Call& call);
+  void meet(const char* phase);
+  void compare(const Call& theirs);
 
-  const Operation& own_operation() const { return own().operation[epoch_ % 2]; }
+  const Call& own_call() const { return own().call[epoch_ % 2]; }
   const Region& own() const { return regions_[config_.local_rank]; }
   const FromNode& from(int source) const { return regions_[local_of_[source]].from_node[node_of_[source]]; }
   int node() const { return config_.node; }
@@ -118,12 +118,16 @@ class Engine {
   SharedMemory own_memory_;
   std::vector<SharedMemory> peer_memory_;
   std::vector<Region> regions_;                                             // [ranks_per_node]
+  std::vector<Process> processes_;                                          // [ranks_per_node]
   std::vector<int> node_of_, local_of_;                                     // [num_ranks]
   std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, sums_in_;  // [num_nodes] what crosses between nodes
   PeerTraffic traffic_;
+  void (*on_look_)();
+  std::atomic<bool> stopped_{false};
 
   // The operation under way.
   uint32_t epoch_ = 0, staged_epoch_ = 0, pushed_epoch_ = 0;  // the last operations that used staging and slots
+  uint32_t met_epoch_ = 0;                                    // the last one whose calls on this node were compared
   int64_t deadline_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};
@@ -131,8 +135,9 @@ class Engine {
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
-  Operation other_operation_{};  // of the first rank that was found to do otherwise; this rank's while there is none
-  std::string disagreement_;     // and what to say of it
+  std::vector<Call> calls_;  // [num_ranks] as far as they were seen; rank -1: not seen
+  Call other_call_{};        // the first one that differs from this rank's, which it is while there is none
+  bool disagrees_ = false;
 };
 
 }  // namespace ep

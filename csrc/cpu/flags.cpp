@@ -12,8 +12,8 @@
 namespace ep {
 namespace {
 
-// A sleeper looks around at least this often: for a peer that gave up, and for the deadline.
-constexpr int64_t kMaxSleepNs = 20'000'000;
+// A waiting rank looks around this often: for peers that gave up or died, the deadline, and signals.
+constexpr int64_t kLookNs = 20'000'000;
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
@@ -42,30 +42,54 @@ void raise_flag(Flag& flag, uint32_t epoch) {
   if (flag.num_sleepers.load() != 0) futex(&flag.epoch, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-PeerLate::PeerLate(const std::string& phase, std::vector<int> ranks)
-    : std::runtime_error("late in phase '" + phase + "'"), phase(phase), ranks(std::move(ranks)) {}
+PeerLate::PeerLate(const std::string& phase, std::vector<int> ranks, std::vector<int> gone)
+    : std::runtime_error("late in phase '" + phase + "'"),
+      phase(phase),
+      ranks(std::move(ranks)),
+      gone(std::move(gone)) {}
 
-void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, int64_t deadline_ns, int spin_us,
-                const char* phase) {
-  const int64_t spin_end = now_ns() + spin_us * int64_t{1000};
+namespace {
+
+// Throw PeerLate if a peer that has not arrived never will, or if the time is up.
+void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over, const char* phase) {
+  std::vector<int> late, gone;
+  for (const Awaited& peer : awaited) {
+    const uint32_t gave_up = peer.gave_up->epoch.load();
+    const bool is_gone = gave_up == kLeft || (gave_up == 0 && peer.process->is_gone());
+    // It may have raised its flag before it gave up or died, so the flag is read after that.
+    if ((!over && !gave_up && !is_gone) || reached(peer.flag->epoch.load(), epoch)) continue;
+    late.push_back(peer.rank);
+    if (is_gone) gone.push_back(peer.rank);
+  }
+  if (!late.empty()) throw PeerLate(phase, std::move(late), std::move(gone));
+}
+
+}  // namespace
+
+void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const Patience& patience, const char* phase) {
+  const int64_t begin = now_ns(), spin_end = begin + patience.spin_us * int64_t{1000};
+  int64_t next_look = begin + kLookNs;
   for (const Awaited& a : awaited) {
     for (;;) {
       const uint32_t seen = a.flag->epoch.load();
       if (reached(seen, epoch)) break;
+      if (patience.stopped->load()) throw Interrupted();
       const int64_t now = now_ns();
-      const bool over = now >= deadline_ns;
+      const bool over = now >= patience.deadline_ns;
+      if (now >= next_look) {
+        next_look = now + kLookNs;
+        if (patience.on_look) patience.on_look();
+        check_peers(awaited, epoch, over, phase);
+        continue;
+      }
       if (over || a.gave_up->epoch.load() != 0) {
-        std::vector<int> late;  // a peer may have raised its flag before it gave up, so the flag is read after that
-        for (const Awaited& other : awaited)
-          if ((over || other.gave_up->epoch.load() != 0) && !reached(other.flag->epoch.load(), epoch))
-            late.push_back(other.rank);
-        if (!late.empty()) throw PeerLate(phase, std::move(late));
+        check_peers(awaited, epoch, over, phase);
         continue;
       }
       if (now < spin_end)
         sched_yield();  // more ranks than cores is the rule here: give the core to whom we wait for
       else
-        sleep_on(*a.flag, seen, std::min(kMaxSleepNs, deadline_ns - now));
+        sleep_on(*a.flag, seen, std::min(next_look, patience.deadline_ns) - now);
     }
   }
 }

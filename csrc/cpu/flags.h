@@ -2,9 +2,12 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "cpu/process.h"
 
 namespace ep {
 
@@ -20,22 +23,42 @@ inline bool reached(uint32_t seen, uint32_t expected) { return static_cast<int32
 
 void raise_flag(Flag& flag, uint32_t epoch);
 
+// Why a rank will not arrive any more, as its flag `gave_up` has it.
+enum GaveUp : uint32_t {
+  kWaited = 1,  // it waited in vain for others, and says for whom
+  kLeft = 2,    // it destroyed the buffer, or failed by itself
+};
+
 struct Awaited {
   Flag* flag;
-  const Flag* gave_up;  // the peer's own flag of failure: once set, there is no use in waiting for the peer
+  const Flag* gave_up;     // of the peer: 0, or a GaveUp
+  const Process* process;  // of the peer
   int rank;
 };
 
-// A peer did not arrive in time, or arrived and gave up.
+// Peers that did not arrive in time, or will not arrive.
 struct PeerLate : std::runtime_error {
-  PeerLate(const std::string& phase, std::vector<int> ranks);
+  PeerLate(const std::string& phase, std::vector<int> ranks, std::vector<int> gone);
   std::string phase;
   std::vector<int> ranks;
+  std::vector<int> gone;  // those of them that left or whose process has ended
 };
 
-// Returns when every flag has reached `epoch`; throws PeerLate at the deadline (CLOCK_MONOTONIC, nanoseconds).
-void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, int64_t deadline_ns, int spin_us,
-                const char* phase);
+// Another thread wants this one to leave its operation.
+struct Interrupted : std::exception {
+  const char* what() const noexcept override { return "interrupted"; }
+};
+
+// How a rank waits.
+struct Patience {
+  int64_t deadline_ns;               // CLOCK_MONOTONIC
+  int spin_us;                       // then it sleeps
+  const std::atomic<bool>* stopped;  // set by another thread: throw Interrupted
+  void (*on_look)();                 // called every 20 ms; what it throws ends the wait; or null
+};
+
+// Return when every flag has reached `epoch`. Throw PeerLate at the deadline, or once an awaited peer cannot arrive.
+void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const Patience& patience, const char* phase);
 
 int64_t now_ns();
 

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "common/text.h"
 #include "cpu/engine.h"
 
 namespace ep {
@@ -45,21 +44,19 @@ std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, 
 
 // Two passes over the routing: the first counts, which gives every list its place; the second fills the lists.
 void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
+  bytes_per_row_.clear();
+  for (const Rows& rows : payload.rows) bytes_per_row_.push_back(rows.bytes_per_row);
+  has_weights_ = payload.topk_weights != nullptr;
+  announce(call_of(Call::kDispatch, 0, static_cast<int64_t>(args.layout), args.expert_alignment));
   wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
   staged_epoch_ = epoch_;
-  std::vector<size_t> bytes_per_row;
-  for (const Rows& rows : payload.rows) bytes_per_row.push_back(rows.bytes_per_row);
-  announce(epoch_, bytes_per_row, payload.topk_weights != nullptr);
 
   const int num_nodes = config_.num_nodes, per_node = config_.ranks_per_node;
   const Head& head = own().from_node[node()].head;
   *head.fixed = {};
-  head.fixed->layout = static_cast<int32_t>(args.layout);
-  head.fixed->expert_alignment = args.expert_alignment;
+  head.fixed->call = own_call();
   head.fixed->max_recv_rows = args.max_recv_rows;
-  head.fixed->has_weights = payload.topk_weights != nullptr;
   head.fixed->num_tokens = args.num_tokens;
-  for (size_t i = 0; i < bytes_per_row.size(); ++i) head.fixed->bytes_per_row[i] = bytes_per_row[i];
   std::fill_n(head.node_tokens, num_nodes, 0);
   std::fill_n(head.rank_tokens, config_.num_ranks(), 0);
   std::fill_n(head.expert_tokens, config_.num_experts, 0);
@@ -134,26 +131,15 @@ Span Engine::incoming_head(int node) const {
 void Engine::head_arrived(int node) { raise_flag(own().headed[node], epoch_); }
 
 Counts Engine::count() {
+  meet("counts");
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::headed, m, "counts");
+  for (int source = 0; source < config_.num_ranks(); ++source) compare(from(source).head.fixed->call);
+  agree();
   const Head::Fixed& mine = *own().from_node[node()].head.fixed;
+  const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
   const int experts = num_experts_local();
-  std::string too_small;
-  for (int source = 0; source < config_.num_ranks(); ++source) {
-    const Head::Fixed& theirs = *from(source).head.fixed;
-    const auto check = [&](const char* argument, const auto& name_of, int64_t given, int64_t ours) {
-      if (given == ours) return;
-      throw RefusedByAll(text(argument, ": rank ", source, " gave ", name_of(given), ", rank ", config_.rank, " gave ",
-                              name_of(ours), "; all ranks must give the same"));
-    };
-    const auto number = [](int64_t n) { return n; };
-    const auto layout = [](int64_t n) { return n == static_cast<int64_t>(Layout::kExpert) ? "'expert'" : "'rank'"; };
-    const auto none_or_them = [](int64_t n) { return n ? "them" : "None"; };
-    check("layout", layout, theirs.layout, mine.layout);
-    check("expert_alignment", number, theirs.expert_alignment, mine.expert_alignment);
-    check("topk_weights", none_or_them, theirs.has_weights, mine.has_weights);
-    check("x (bytes of a row)", number, theirs.bytes_per_row[0], mine.bytes_per_row[0]);
-    check("x (bytes of a row's scales)", number, theirs.bytes_per_row[1], mine.bytes_per_row[1]);
-  }
+  std::vector<int64_t> needs;  // rows needed and given of each rank
+  bool too_few = false;
 
   counted_ = {};
   for (int rank = 0; rank < config_.num_ranks(); ++rank) {  // every rank finds every rank's overflow
@@ -163,31 +149,26 @@ Counts Engine::count() {
       int64_t tokens = 0;
       for (int source = 0; source < config_.num_ranks(); ++source) tokens += from(source).head.expert_tokens[e];
       copies += tokens;
-      padded += round_up(tokens, mine.expert_alignment);
+      padded += round_up(tokens, alignment);
     }
-    const int64_t needed = mine.layout == static_cast<int32_t>(Layout::kExpert) ? padded : items;
+    const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert) ? padded : items;
     const int64_t given = from(rank).head.fixed->max_recv_rows;
-    if (needed > INT32_MAX)
-      throw RefusedByAll(text("expert_alignment: given ", mine.expert_alignment, ", with which rank ", rank,
-                              " receives ", needed, " rows; allowed: up to ", INT32_MAX,
-                              " rows of a rank in one dispatch"));
-    if (copies > INT32_MAX)
-      throw RefusedByAll(text("topk_idx: rank ", rank, " is given ", copies, " choices; allowed: up to ", INT32_MAX,
-                              " of a rank in one dispatch"));
-    if (given >= 0 && needed > given)
-      too_small += text(too_small.empty() ? "" : "; ", "rank ", rank, " needs ", needed, " rows, given ", given);
+    if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
+    if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
+    too_few = too_few || (given >= 0 && needed > given);
+    needs.insert(needs.end(), {needed, given});
     if (rank != config_.rank) continue;
     counted_.num_items = static_cast<int32_t>(items);
     counted_.num_copies = static_cast<int32_t>(copies);
     counted_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
   }
-  if (!too_small.empty()) throw RefusedByAll("max_recv_rows: too small: " + too_small);
+  if (too_few) throw Refused("too_few_rows", needs);
 
   counted_.magic = Plan::kMagic;
   counted_.plan_id = static_cast<int32_t>(epoch_);
   counted_.buffer_uid = buffer_uid_;
-  counted_.layout = mine.layout;
-  counted_.expert_alignment = mine.expert_alignment;
+  counted_.layout = static_cast<int32_t>(layout);
+  counted_.expert_alignment = static_cast<int32_t>(alignment);
   counted_.num_tokens = mine.num_tokens;
   for (int m = 0; m < config_.num_nodes; ++m) counted_.num_reduced += own().from_node[m].head.node_tokens[node()];
   Cursor c;
@@ -282,9 +263,13 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> Engine::counts_per_expert(
   return {{plan_.tokens_per_expert, plan_.tokens_per_expert + n}, {plan_.rows_per_expert, plan_.rows_per_expert + n}};
 }
 
-void Engine::reuse(const int32_t* block, const std::vector<size_t>& bytes_per_row, bool has_weights) {
+void Engine::reuse(int64_t operation, const int32_t* block, const std::vector<size_t>& bytes_per_row,
+                   bool has_weights) {
   plan_ = read_plan(config_, block);
-  announce(static_cast<uint32_t>(plan_.fixed->plan_id), bytes_per_row, has_weights);
+  bytes_per_row_ = bytes_per_row;
+  has_weights_ = has_weights;
+  const Plan::Fixed& fixed = *plan_.fixed;
+  announce(call_of(operation, fixed.plan_id, fixed.layout, fixed.expert_alignment));
 }
 
 }  // namespace ep

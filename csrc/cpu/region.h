@@ -6,15 +6,16 @@
 
 #include "common/args.h"
 #include "common/layout.h"
+#include "cpu/call.h"
 #include "cpu/flags.h"
 
 namespace ep {
 
-// The parameters of one dispatch and the counts of one source rank: what every rank needs from every rank.
+// The call of one dispatch and the counts of one source rank: what every rank needs from every rank.
 struct Head {
   struct Fixed {
-    int32_t layout, expert_alignment, max_recv_rows, has_weights, num_tokens;
-    int64_t bytes_per_row[2];
+    Call call;
+    int32_t max_recv_rows, num_tokens;  // may differ between ranks
   };
   Fixed* fixed;
   int32_t* node_tokens;    // [num_nodes] tokens that go to a node; on the source's own node all tokens
@@ -73,18 +74,11 @@ inline size_t max_lists_bytes(const Config& config) {
   return (tokens + 3 * items + 2 * copies + arrays) * sizeof(int32_t) + arrays * Cursor::kAlignment;
 }
 
-// What a rank does in an epoch, for all others to compare with what they do.
-struct Operation {
-  int32_t rank;
-  uint32_t plan_id, has_weights;
-  uint64_t bytes_per_row[2];
-};
-
-// In front of rows and sums that travel between nodes. Of different operations they differ in size too, so a receiver
-// has room for the largest message that there can be, and looks here first.
+// Stands in front of rows and sums that travel between nodes. Different calls make messages of different sizes, so a
+// receiver has room for the largest one, and looks here first.
 struct Heading {
-  Operation sender;
-  Operation other;  // of a rank of the sender's node that does not do the same, or the sender's again
+  Call sender;
+  Call other;  // of a rank of the sender's node whose call differs, or the sender's again
 };
 
 inline Heading* carve_heading(Cursor& c) { return c.take<Heading>(1); }
@@ -128,20 +122,22 @@ struct FromNode {
 
 // The shared memory of one rank, in full.
 struct Region {
-  Flag* gave_up;         // not 0 once this rank has given up on this buffer
-  Operation* operation;  // [2] by the parity of the epoch: a peer can be one epoch ahead
-  Flag* headed;          // [num_nodes] the head from this node is here
-  Flag* listed;          // [num_nodes] the lists from this node are here
-  Flag* staged;          // [num_nodes] the rows from this node are here
-  Flag* pushed;          // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
-  Flag* consumed;        // this rank has read all that it reads in this epoch
+  Flag* gave_up;   // 0, or a GaveUp once this rank has given up on this buffer
+  Flag* called;    // the call of this epoch is written
+  Call* call;      // [2] by the parity of the epoch: a peer can be one epoch ahead
+  Flag* headed;    // [num_nodes] the head from this node is here
+  Flag* listed;    // [num_nodes] the lists from this node are here
+  Flag* staged;    // [num_nodes] the rows from this node are here
+  Flag* pushed;    // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
+  Flag* consumed;  // this rank has read all that it reads in this epoch
   std::vector<FromNode> from_node;
 };
 
 inline Region carve_region(Cursor& c, const Config& config) {
   Region region;
   region.gave_up = c.take<Flag>(1);
-  region.operation = c.take<Operation>(2);
+  region.called = c.take<Flag>(1);
+  region.call = c.take<Call>(2);
   region.headed = c.take<Flag>(config.num_nodes);
   region.listed = c.take<Flag>(config.num_nodes);
   region.staged = c.take<Flag>(config.num_nodes);

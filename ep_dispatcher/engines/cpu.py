@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
 from ep_dispatcher.engines.base import EngineConfig, Received
-from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.faults import follow_chain
+from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CompletedEvent
@@ -40,6 +39,29 @@ def _arrays(rows: Tensor, scales: Tensor | None) -> list[tuple[int, int]]:
     return [(_address(t), t.shape[1] * t.itemsize) for t in (rows, scales) if t is not None]
 
 
+class _Peers:
+    """What ends the peers' waiting for this rank. It does not hold the engine, whose memory goes when it is dropped."""
+
+    def __init__(self):
+        self.c: _C_cpu.Engine | None = None
+        self.rail: Rail | None = None
+        self.why = _C_cpu.GaveUp.left
+
+    def tell(self) -> None:
+        if self.c is not None:
+            self.c.give_up(self.why)
+        if self.rail is not None:
+            self.rail.abort()
+
+    def interrupt(self) -> None:
+        self.c.stop()
+        self.rail.interrupt()
+
+    def free(self) -> None:
+        self.rail.abort()
+        self.c.close()  # a kept exception keeps the object, but not its memory
+
+
 class CpuEngine:
     device = "cpu"
 
@@ -53,19 +75,18 @@ class CpuEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
         c.spin_us = envs.spin_us()
-        self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of this buffer
-        self._deadline = 0.0
+        self._peers = _Peers()
+        self._health = Health(self._peers.tell)
         self._rail: Rail | None = None
-        self._in_use = threading.Lock()
 
         def create():
-            self._c = _C_cpu.Engine(c, config.buffer_id)
+            self._c = self._peers.c = _C_cpu.Engine(c, config.buffer_id)
             return os.getpid(), self._c.fd()
 
         def attach():
             pids, fds = zip(*(addresses[r] for r in topology.local_ranks))
             self._c.attach(pids, fds)
-            self._rail = Rail(config.store, topology.rail, topology.node)
+            self._rail = self._peers.rail = Rail(config.store, topology.rail, topology.node)
 
         addresses = config.gather(create)
         config.gather(attach)
@@ -88,7 +109,7 @@ class CpuEngine:
                 plan = new_plan
             else:
                 new_plan, pending_lists = plan.new_empty(0), None
-                c.reuse(plan.data_ptr(), [size for _, size in arrays], weights != 0)
+                c.reuse(_C_cpu.DISPATCH, plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             tag = self._tag(_ROWS)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
@@ -96,7 +117,7 @@ class CpuEngine:
                 rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
             if pending_lists is not None:
                 for m in rail.others:
-                    rail.wait(pending_lists[m], self._deadline)
+                    rail.wait(pending_lists[m])
                     c.lists_arrived(m)
                 c.finish_plan()
             received = self._allocate(rows, scales, topk_weights, layout, num_rows, new_plan)
@@ -106,7 +127,7 @@ class CpuEngine:
             c.prepare_output(*to)
             c.pull(self._topology.node, *to)
             for m in rail.others:
-                rail.wait(pending[m], self._deadline)
+                rail.wait(pending[m])
                 c.payload_arrived(m)
                 c.pull(m, *to)
             c.agree()
@@ -123,7 +144,7 @@ class CpuEngine:
             rail.send("counts between nodes", m, c.own_head(), tag)
         c.stage(arrays, weights, num_tokens)
         for m in rail.others:
-            rail.wait(pending[m], self._deadline)
+            rail.wait(pending[m])
             c.head_arrived(m)
         counted_rows, elements = c.count()
         if num_rows >= 0:
@@ -157,7 +178,7 @@ class CpuEngine:
         weights_out = torch.empty((num_tokens, self._config.num_topk) if has_weights else 0)
         weights = _address(topk_weights)
         with self._operation("combine", plan):
-            c.reuse(plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+            c.reuse(_C_cpu.COMBINE, plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             phase, tag = "sums between nodes", self._tag(_SUMS)
             pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
@@ -166,7 +187,7 @@ class CpuEngine:
                 rail.send(phase, m, c.reduce(m, has_weights), tag)
             c.push(self._topology.node, _address(y), weights)
             for receive in pending:
-                rail.wait(receive, self._deadline)
+                rail.wait(receive)
             c.sum(weights, _address(x), _address(weights_out))
         return x, weights_out
 
@@ -180,11 +201,12 @@ class CpuEngine:
         return CompletedEvent()
 
     def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure()
+        self._health.raise_if_ended()
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
+        if self._health.is_stopped:
+            self._health.raise_if_ended()
         sent = [0] * self._topology.num_ranks
         for rank, count in zip(self._rail.ranks, self._rail.bytes_sent):
             sent[rank] = count
@@ -195,9 +217,7 @@ class CpuEngine:
         }
 
     def destroy(self) -> None:
-        self._rail.abort()
-        self._c.close()  # a kept exception keeps the object, but not its memory
-        del self._c
+        self._health.stop(self._peers.interrupt, self._peers.free)
 
     def _check_routing(self, topk_idx: Tensor) -> None:
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), *topk_idx.shape, self._config.num_experts)
@@ -215,38 +235,51 @@ class CpuEngine:
         self.check()
         if plan is not None:
             self._c.check_plan(plan.data_ptr())
-        if not self._in_use.acquire(blocking=False):
-            raise ValueError("buffer: given while another thread is in an operation on it, allowed: one at a time")
-        rank, timeout_s, refused = self._topology.rank, self._config.timeout_s, None
-        epoch = self._c.begin(timeout_s, torch.get_num_threads())
-        begin = time.monotonic()
-        self._deadline = begin + timeout_s
-        try:
+        refused = None
+        with self._health.operation(name) as operation:
+            epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
+            operation.name = f"{name}, epoch {epoch}"
+            begin = time.monotonic()
+            self._rail.deadline = begin + self._config.timeout_s
             try:
-                yield
-            except _C_cpu.RefusedByAll as error:  # on every rank, so the buffer stays usable
-                refused = error
-            self._rail.flush(self._deadline)
-            self._c.finish()
-        except (_C_cpu.PeerLate, RailLate) as late:
-            waited_s = time.monotonic() - begin
-            waited_for = late.ranks if isinstance(late, _C_cpu.PeerLate) else [late.rank]
-            error = partial(PeerTimeoutError, name, epoch, late.phase, rank, waited_s=waited_s)
-            self._give_up(partial(error, late_ranks=waited_for))
-            late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-            self._failure = partial(error, late_ranks=late_ranks)
-            raise self._failure() from late
-        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
-            text = f"this buffer gave up in {name}, epoch {epoch}, by {type(error).__name__}: {error}; destroy() it"
-            self._give_up(partial(RuntimeError, text))
-            raise
-        finally:
-            self._in_use.release()
-        if refused is not None:
-            raise ValueError(str(refused))
+                try:
+                    yield
+                except _C_cpu.Refused as refusal:
+                    refused = _word(refusal)
+                    if not refusal.by_all:
+                        self._end_out_of_step(refused)
+                self._rail.flush()
+                self._c.finish()
+            except (_C_cpu.PeerLate, RailLate) as late:
+                cached = " with a handle" * (name == "dispatch" and plan is not None)
+                raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
+        if refused is not None:  # by every rank, so the buffer stays usable
+            raise ValueError(refused)
 
-    def _give_up(self, failure: Callable[[], Exception]) -> None:
-        """The end of this buffer's use; the peers need not wait for this rank."""
-        self._failure = failure
-        self._c.give_up()
-        self._rail.abort()
+    def _end_late(self, name: str, cached: str, epoch: int, late: Exception, waited_s: float) -> PeerTimeoutError:
+        """End the buffer's use, tell the peers, and find out who is late."""
+        ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
+        error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
+        self._peers.why = _C_cpu.GaveUp.waited
+        self._health.end(partial(error, late_ranks=ranks))
+        here = dict(gone=gone, operation=name + cached, epoch=epoch)
+        chain = follow_chain(self._config.store, self._topology.rank, ranks, **here)
+        named = partial(error, late_ranks=chain.late_ranks, reason=chain.reason)
+        self._health.end(named, replace=True)
+        return named()
+
+    def _end_out_of_step(self, refused: str) -> None:
+        """Ranks of this node are in different operations. Those of other nodes are not told, so all have to end."""
+        failure = partial(ValueError, f"{refused}. This leaves the ranks of other nodes behind; destroy() this buffer")
+        self._health.end(failure)
+        raise failure()
+
+
+def _word(refusal) -> str:
+    """The facts that csrc/cpu/call.h lists, in words."""
+    facts = refusal.facts
+    if refusal.kind == "disagreement":
+        return checks.disagreement(refusal.field, *facts)
+    if refusal.kind == "too_few_rows":
+        return checks.too_few_rows(zip(facts[::2], facts[1::2]))
+    return {"too_many_rows": checks.too_many_rows, "too_many_choices": checks.too_many_choices}[refusal.kind](*facts)

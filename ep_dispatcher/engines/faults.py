@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch.distributed import Store
 
@@ -13,37 +14,84 @@ from torch.distributed import Store
 GRACE_S = 2.0
 
 
-def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[int]:
-    """Leave word that ``rank`` waits for ``waited_for`` and return, in ascending order, the ranks at the chain's end.
+class Chain(NamedTuple):
+    """The end of the chain of those who wait."""
 
-    A buffer gives up only once, so one word per rank is enough. Without the store (its host may be the rank that
-    died, or that hangs) the answer is ``waited_for``.
+    late_ranks: list[int]  # ascending; this rank itself, when the others have given up waiting for it alone
+    reason: str = ""  # what more is known, in words
+
+
+def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[int]:
+    """``follow_chain`` for who knows no more than for whom this rank has waited."""
+    return follow_chain(store, rank, waited_for).late_ranks
+
+
+def follow_chain(
+    store: Store, rank: int, waited_for: Iterable[int], *, gone: Iterable[int] = (), operation: str = "", epoch: int = 0
+) -> Chain:
+    """Leave word that ``rank`` waits for ``waited_for``, and follow the others' words to the end of the chain.
+
+    ``gone``: those of ``waited_for`` that are known to have left, and will say nothing. ``operation``, ``epoch``: what
+    this rank is in. A buffer gives up only once, so one word per rank is enough. Listens for ``GRACE_S``, or until no
+    further word can change the answer. Without the store (its host may be the rank that died, or that hangs) the answer
+    is ``waited_for``.
     """
-    waited_for = sorted(waited_for)
-    answer = [waited_for]
+    word = dict(waits=sorted(waited_for), gone=sorted(gone), operation=operation, epoch=epoch)
+    answer = [_judge(rank, {rank: word}, word["waits"])[0]]
     # In a thread of its own, because a call to a store whose host hangs never comes back.
-    asking = threading.Thread(target=_follow_chain, args=(store, rank, waited_for, answer), daemon=True)
+    asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
     asking.start()
     asking.join(GRACE_S + 1)
     return answer[-1]
 
 
-def _follow_chain(store: Store, rank: int, waited_for: list[int], answer: list[list[int]]) -> None:
+def _listen(store: Store, rank: int, word: dict, answer: list[Chain]) -> None:
     try:
-        store.set(str(rank), json.dumps(waited_for))
+        store.set(str(rank), json.dumps(word))
+        words, is_final = {rank: word}, False
         end = time.monotonic() + GRACE_S
-        while time.monotonic() < end:
-            late, seen, todo = set(), {rank}, list(waited_for)
+        while True:
+            silent, todo = [], list(word["waits"])
+            seen = {rank}
             while todo:
                 peer = todo.pop()
                 if peer in seen:
                     continue
                 seen.add(peer)
-                if store.check([str(peer)]):
-                    todo += json.loads(store.get(str(peer)))
+                if peer not in words and store.check([str(peer)]):
+                    words[peer] = json.loads(store.get(str(peer)))
+                if peer in words:
+                    todo += words[peer]["waits"]
                 else:
-                    late.add(peer)
-            answer.append(sorted(late) or waited_for)
+                    silent.append(peer)
+            chain, is_final = _judge(rank, {peer: words[peer] for peer in seen & words.keys()}, silent)
+            answer.append(chain)
+            if is_final or time.monotonic() >= end:
+                return
             time.sleep(0.05)
     except RuntimeError:  # torch.distributed's errors: the store is gone, and what was found so far is the answer
         pass
+
+
+def _judge(rank: int, words: dict[int, dict], silent: list[int]) -> tuple[Chain, bool]:
+    """Who is late by these words and these silent ranks, and whether no further word can change that."""
+    gone = {peer for word in words.values() for peer in word["gone"]}
+    if silent:
+        left = sorted(gone.intersection(silent))
+        return Chain(sorted(silent), _left(left)), len(left) == len(silent)
+    mine = words[rank]
+    same_epoch = {peer: word["operation"] for peer, word in sorted(words.items()) if word["epoch"] == mine["epoch"]}
+    if len(set(same_epoch.values())) > 1:
+        inside = ", ".join(f"rank {peer} is in a {operation}" for peer, operation in same_epoch.items())
+        return Chain(mine["waits"], f"The ranks are in different operations: {inside}."), True
+    if any(rank in word["waits"] for word in words.values()):
+        return Chain([rank]), True
+    return Chain(mine["waits"]), True
+
+
+def _left(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    one = len(ranks) == 1
+    who = f"Rank{'' if one else 's'} {', '.join(map(str, ranks))} {'has' if one else 'have'} left"
+    return f"{who}: destroyed the buffer, failed, or ended."

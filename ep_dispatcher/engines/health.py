@@ -57,6 +57,11 @@ class Health:
         return self._inside is not None
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether the buffer is destroyed, or about to be."""
+        return self._stopped
+
+    @property
     def is_forked(self) -> bool:
         """Whether this process is a forked child of the one that made the buffer."""
         return os.getpid() != self._pid

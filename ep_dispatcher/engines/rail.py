@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import ctypes
+import os
+import weakref
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from ep_dispatcher.engines.waiter import Message, Waiter
 
 CONNECT_TIMEOUT = timedelta(seconds=120)
+_LOOK_S = 0.02  # how often a waiting rank looks whether it is interrupted
+_NO_TAG = 2**31 - 1  # of a message that nobody sends
+
+_rails: weakref.WeakSet[Rail] = weakref.WeakSet()
 
 
 class RailLate(Exception):
@@ -20,21 +27,21 @@ class RailLate(Exception):
         self.phase, self.rank = phase, rank
 
 
-@dataclass(eq=False)
-class Message:
-    """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
-
-    work: Work | None
-    phase: str
-    node: int
+class Interrupted(Exception):
+    """Another thread wants this one to stop waiting."""
 
 
 class Rail:
     """Point-to-point messages to the rank with this rank's local index on every other node.
 
     It is a process group of its own, outside torch.distributed's registry: making it is collective among the ranks
-    of the rail alone, and it goes away with its buffer.
+    of the rail alone, and it goes away with its buffer. ``deadline`` (time.monotonic()) is that of the operation under
+    way. All but ``interrupt`` is for one thread at a time.
     """
+
+    deadline = 0.0
+    _waiter: Waiter | None = None  # from the first message on
+    _interrupted = False
 
     def __init__(self, store: Store, ranks: tuple[int, ...], node: int):
         self.ranks, self.node = ranks, node
@@ -46,6 +53,7 @@ class Rail:
             self._group = ProcessGroupGloo(prefix, node, len(ranks), CONNECT_TIMEOUT)
         self._sends: list[Message] = []
         self._receives: list[Message] = []
+        _rails.add(self)
 
     def send(self, phase: str, node: int, message: memoryview, tag: int) -> None:
         """Start to send; ``message`` must not change until ``flush``."""
@@ -58,43 +66,78 @@ class Rail:
         if not message.nbytes:
             return None
         self._receives.append(self._start("recv", phase, node, message, tag))
+        self._complete(self._receives[-1])
         return self._receives[-1]
 
     def _start(self, operation: str, phase: str, node: int, message: memoryview, tag: int) -> Message:
         try:
             data = torch.frombuffer(message, dtype=torch.uint8)
-            return Message(getattr(self._group, operation)([data], node, tag), phase, node)
+            return Message(getattr(self._group, operation)([data], node, tag), phase, node, self.deadline)
         except RuntimeError as error:  # the peer's end of the connection is closed
             raise RailLate(phase, self.ranks[node]) from error
 
-    def wait(self, message: Message | None, deadline: float) -> None:
-        """Until the message has come, or RailLate at ``deadline`` (time.monotonic())."""
+    def _complete(self, message: Message) -> None:
+        if self._waiter is None:
+            self._waiter = Waiter()
+        self._waiter.add(message)
+
+    def wait(self, message: Message | None) -> None:
+        """Until the message has arrived, or RailLate at the deadline. Signal handlers run, and may raise."""
         if message is None:
             return
-        try:
-            message.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:  # gloo says no more: too late, or the peer's end of the connection is closed
-            raise RailLate(message.phase, self.ranks[message.node]) from error
+        while not message.done(_LOOK_S):
+            if self._interrupted:
+                raise Interrupted
+        if message.error is not None:
+            raise RailLate(message.phase, self.ranks[message.node]) from message.error
         message.work = None
         for under_way in (self._sends, self._receives):
             if message in under_way:
                 under_way.remove(message)
 
-    def flush(self, deadline: float) -> None:
-        """Until everything sent has left."""
+    def flush(self) -> None:
+        """Until everything sent has left. All receives are complete by then, so none has to wait for a send."""
+        for message in self._sends:
+            self._complete(message)
         while self._sends:
-            self.wait(self._sends[-1], deadline)
+            self.wait(self._sends[-1])
+
+    def interrupt(self) -> None:
+        """[any thread] Make whoever waits, now or later, raise Interrupted."""
+        self._interrupted = True
 
     def abort(self) -> None:
-        """Give up every message under way and the connections: peers find that out at once, and nothing reads or writes
+        """Drop every message under way and the connections: peers find that out at once, and nothing reads or writes
         the memory of a send or receive any more."""
+        if self._receives or self._sends:
+            self._close_connections()
+        if self._waiter is not None:
+            self._waiter.close(timeout_s=5)
         for message in (*self._receives, *self._sends):
-            try:
-                # When a wait times out gloo closes the group's connections.
-                message.work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass
             message.work = None
         self._receives.clear()
         self._sends.clear()
-        self._group = None
+        self._waiter = self._group = None
+
+    def _close_connections(self) -> None:
+        """Let a wait time out, upon which gloo closes the group's connections, and all other waits fail."""
+        for node in self.others:
+            try:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], node, _NO_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:  # as wanted; or this connection is closed already, and perhaps no other one
+                pass
+
+    def _forget(self) -> None:
+        """Keep for ever, in a forked child, what the parent's connections are made of: a destructor would wait for
+        gloo's thread, which is not there."""
+        for thing in (self._group, *(message.work for message in (*self._receives, *self._sends))):
+            if thing is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _forget_all() -> None:
+    for rail in list(_rails):
+        rail._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

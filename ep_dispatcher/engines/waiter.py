@@ -1,0 +1,66 @@
+"""A thread that waits for gloo in its owner's place.
+
+gloo cannot be asked whether a message has arrived, and a wait that times out closes the group's connections. So the
+owner's thread would run no signal handler, and hear nothing from other threads, until the message arrives. Here it
+waits for a lock instead, from which both get it out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from datetime import timedelta
+from queue import SimpleQueue
+
+from torch.distributed import Work
+
+
+class Message:
+    """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
+
+    def __init__(self, work: Work, phase: str, node: int, deadline: float):
+        self.work: Work | None = work
+        self.phase, self.node, self.deadline = phase, node, deadline
+        self.error: RuntimeError | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def complete(self) -> None:
+        """Wait for the message in the waiter's thread, and let the owner go on."""
+        try:
+            self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:  # too late, or a connection is closed
+            self.error = error.with_traceback(None)
+        self._done.release()
+
+    def done(self, timeout_s: float) -> bool:
+        """Whether the message has arrived, or failed, within the time. Signal handlers run meanwhile."""
+        done = self._done.acquire(timeout=timeout_s)
+        if done:
+            self._done.release()
+        return done
+
+
+class Waiter:
+    """Completes messages in the order given. Its thread ends with ``close()``, or when nobody holds the waiter."""
+
+    def __init__(self):
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._messages,), name="ep_dispatcher rail", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._messages.put, None).atexit = False
+
+    def add(self, message: Message) -> None:
+        self._messages.put(message)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread, whose messages must not come any more: their connections are closed."""
+        self._messages.put(None)
+        self._thread.join(timeout_s)
+
+
+def _run(messages: SimpleQueue) -> None:
+    while (message := messages.get()) is not None:
+        message.complete()
+        del message  # or its memory would stay until the next one
