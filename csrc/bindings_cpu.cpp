@@ -106,6 +106,9 @@ PYBIND11_MODULE(_C_cpu, m) {
   // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &ep::plan_capacity);
 
+  // For tests: whether a process has ended since this was made.
+  py::class_<ep::Process>(m, "Process", py::module_local()).def(py::init<int>()).def("is_gone", &ep::Process::is_gone);
+
   py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init([](const ep::Config& config, int64_t buffer_uid) {
         return std::make_unique<Engine>(config, buffer_uid, run_signal_handlers);

@@ -262,7 +262,7 @@ class CpuEngine:
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
         self._peers.why = _C_cpu.GaveUp.waited
         self._health.end(partial(error, late_ranks=ranks))
-        here = dict(gone=gone, operation=name + cached, epoch=epoch)
+        here = dict(gone=gone, operation=name + cached, epoch=epoch, is_stopped=lambda: self._health.is_stopped)
         chain = follow_chain(self._config.store, self._topology.rank, ranks, **here)
         named = partial(error, late_ranks=chain.late_ranks, reason=chain.reason)
         self._health.end(named, replace=True)

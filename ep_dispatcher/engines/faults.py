@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch.distributed import Store
@@ -27,28 +27,37 @@ def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[
 
 
 def follow_chain(
-    store: Store, rank: int, waited_for: Iterable[int], *, gone: Iterable[int] = (), operation: str = "", epoch: int = 0
+    store: Store,
+    rank: int,
+    waited_for: Iterable[int],
+    *,
+    gone: Iterable[int] = (),
+    operation: str = "",
+    epoch: int = 0,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Chain:
     """Leave word that ``rank`` waits for ``waited_for``, and follow the others' words to the end of the chain.
 
     ``gone``: those of ``waited_for`` that are known to have left, and will say nothing. ``operation``, ``epoch``: what
     this rank is in. A buffer gives up only once, so one word per rank is enough. Listens for ``GRACE_S``, or until no
-    further word can change the answer. Without the store (its host may be the rank that died, or that hangs) the answer
-    is ``waited_for``.
+    further word can change the answer, or ``is_stopped()``. Without the store (its host may be the rank that died, or
+    that hangs) the answer is ``waited_for``.
     """
     word = dict(waits=sorted(waited_for), gone=sorted(gone), operation=operation, epoch=epoch)
     answer = [_judge(rank, {rank: word}, word["waits"])[0]]
     # In a thread of its own, because a call to a store whose host hangs never comes back.
     asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
     asking.start()
-    asking.join(GRACE_S + 1)
+    end = time.monotonic() + GRACE_S + 1
+    while asking.is_alive() and time.monotonic() < end and not is_stopped():
+        asking.join(0.05)
     return answer[-1]
 
 
 def _listen(store: Store, rank: int, word: dict, answer: list[Chain]) -> None:
     try:
         store.set(str(rank), json.dumps(word))
-        words, is_final = {rank: word}, False
+        words = {rank: word}
         end = time.monotonic() + GRACE_S
         while True:
             silent, todo = [], list(word["waits"])

@@ -1,0 +1,219 @@
+"""Ranks that leave: the others of the node notice at once, and lose nothing that was complete."""
+
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from round_trip import assert_received, expected, inputs, make_buffer, round_trip
+
+import ep_dispatcher as ep
+from ep_dispatcher import _C_cpu
+from ep_dispatcher.testing import RankPool
+
+LIMIT_S = 60.0
+SOON_S = 15.0  # on a machine under load; an idle one needs 0.1 s
+
+
+def leave(buffer: ep.Buffer, how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "destroyed":
+        buffer.destroy()
+    else:
+        try:
+            with buffer:
+                raise OSError("no more data")
+        except OSError:
+            pass
+
+
+def notice(rank: int, how: str, num_ranks: int) -> float:
+    """Rank 1 leaves while the others wait for it; how long they did."""
+    buffer = make_buffer(timeout_s=LIMIT_S)
+    round_trip(buffer)
+    if rank == 1:
+        time.sleep(0.3)
+        leave(buffer, how)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        buffer.dispatch(*inputs(rank))
+    seconds = time.monotonic() - begin
+    assert caught.value.late_ranks == (1,) and "Rank 1 has left" in str(caught.value)
+    assert caught.value.waited_s < SOON_S
+    buffer.destroy()
+    return seconds
+
+
+@pytest.mark.parametrize("how", ["destroyed", "by an exception"])
+def test_a_rank_that_leaves_is_noticed_at_once(pools, how):
+    assert max(pools(3).run(notice, how, 3)) < SOON_S
+
+
+def test_a_rank_that_is_killed_is_noticed_at_once():
+    with RankPool(3) as pool:
+        seen = pool.run(notice, "killed", 3, allow_dead={1})
+        assert seen.pop(1) is None and max(seen) < SOON_S
+
+
+class WaitsIn:
+    """The compiled engine of one rank, which does something before the first call of a step."""
+
+    def __init__(self, engine, step: str, before):
+        self._engine, self._step, self._before = engine, step, before
+
+    def __getattr__(self, name: str):
+        if name == self._step and self._before is not None:
+            before, self._before = self._before, None
+            before()
+        return getattr(self._engine, name)
+
+
+def complete_after_a_peer_left(rank: int, how: str) -> None:
+    """Rank 1 leaves when it has its rows; rank 0 has not yet begun to pull those that rank 1 has staged."""
+    buffer = make_buffer(timeout_s=LIMIT_S)
+    right, _ = expected(buffer)
+    store, key = dist.distributed_c10d._get_default_store(), f"left/{buffer.id}"
+    if rank == 1:
+        pid = os.getpid()
+        buffer.dispatch(*inputs(rank))
+        store.set(key, str(pid))
+        leave(buffer, how)
+        return
+
+    def wait() -> None:
+        store.wait([key], timedelta(seconds=LIMIT_S))
+        process = _C_cpu.Process(int(store.get(key)))
+        while how == "killed" and not process.is_gone():
+            time.sleep(0.01)
+
+    buffer._engine._c = WaitsIn(buffer._engine._c, "pull", wait)
+    assert_received(buffer.dispatch(*inputs(rank)), right)
+    with pytest.raises(ep.PeerTimeoutError, match="Rank 1 has left"):
+        buffer.dispatch(*inputs(rank))
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("how", ["destroyed", "killed"])
+def test_what_a_rank_completed_before_it_left_counts(how):
+    with RankPool(2) as pool:
+        pool.run(complete_after_a_peer_left, how, allow_dead={1} if how == "killed" else ())
+
+
+def come_too_late(rank: int, ranks_per_node: int) -> tuple[tuple[int, ...], str]:
+    """Rank 1 is stopped inside a dispatch until the others have given up."""
+    buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=1.5)
+    round_trip(buffer)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set(f"stopped/{buffer.id}", str(os.getpid()))
+        stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+        buffer._engine._c = WaitsIn(buffer._engine._c, "route", stop)
+    try:
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            for _ in range(2):  # rank 1 may have all that it needs for the first
+                buffer.dispatch(*inputs(rank))
+    finally:
+        store.set(f"gave up/{buffer.id}/{rank}", "")
+        if rank == 0:
+            store.wait([f"gave up/{buffer.id}/2", f"stopped/{buffer.id}"], timedelta(seconds=LIMIT_S))
+            os.kill(int(store.get(f"stopped/{buffer.id}")), signal.SIGCONT)
+    buffer.destroy()
+    return caught.value.late_ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+def test_a_rank_that_came_too_late_says_so_and_blames_nobody(pools, ranks_per_node):
+    errors = pools(3).run(come_too_late, ranks_per_node)
+    assert [late for late, _ in errors] == [(1,)] * 3
+    assert "rank 1 came too late: the other ranks have given up waiting for it" in errors[1][1]
+    for rank in (0, 2):
+        assert "came too late" not in errors[rank][1] and f"rank {rank} waited" in errors[rank][1]
+
+
+def different_operations_between_nodes(rank: int) -> str:
+    with make_buffer(ranks_per_node=1, timeout_s=1.5) as buffer:
+        out = buffer.dispatch(*inputs(rank))
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            buffer.combine(out.x, out.handle) if rank else buffer.dispatch(*inputs(rank))
+        return str(caught.value)
+
+
+def test_different_operations_between_nodes_are_named(pools):
+    for message in pools(2).run(different_operations_between_nodes):
+        assert "rank 0 is in a dispatch, rank 1 is in a combine" in message
+
+
+# ---- what ends a process --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "a) Z 1 (", "Z"])
+def test_a_process_is_gone_when_it_has_ended_and_not_before(name):
+    """Whatever its name; also before anybody has asked for its exit code."""
+    program = f"open('/proc/self/comm', 'w').write({name!r}); print(flush=True); input()"
+    child = subprocess.Popen(
+        [os.path.realpath("/proc/self/exe"), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        child.stdout.readline()
+        process = _C_cpu.Process(child.pid)
+        assert not process.is_gone()
+    finally:
+        child.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while not process.is_gone() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.is_gone(), "a zombie counts as running"
+    child.communicate()
+    assert process.is_gone() and _C_cpu.Process(child.pid).is_gone()
+    assert not _C_cpu.Process(os.getpid()).is_gone()
+
+
+# ---- forked children ------------------------------------------------------------------------------------------------
+
+
+def fork_a_child(rank: int, ranks_per_node: int) -> list[str]:
+    """What a child gets that uses and destroys its parent's buffer. The parent's goes on."""
+    with make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S) as buffer:
+        round_trip(buffer)
+        out = buffer.dispatch(*inputs(rank))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = []
+            calls = (lambda: buffer.dispatch(*inputs(rank)), lambda: buffer.combine(out.x, out.handle), buffer.check)
+            for call in calls:
+                try:
+                    call()
+                except ValueError as error:
+                    said.append(str(error))
+            buffer.destroy()
+            buffer._config = None
+            del calls, call, out, buffer  # and with them engine and connections
+            os.write(writer, "\n".join([*said, "destroyed"]).encode())
+            os._exit(0)
+        os.close(writer)
+        deadline = time.monotonic() + SOON_S
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.01)
+        with open(reader) as pipe:
+            said = pipe.read().split("\n")
+        round_trip(buffer, seed=1)
+        assert torch.equal(buffer.combine(out.x, out.handle).x, buffer.combine(out.x, out.handle).x)
+        return said
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_a_forked_child_cannot_use_the_buffer_and_may_destroy_it(pools, ranks_per_node):
+    for said in pools(2).run(fork_a_child, ranks_per_node):
+        assert len(said) == 4 and said[-1] == "destroyed"
+        assert all(line.startswith("buffer: given one in a forked child of the process") for line in said[:3])
