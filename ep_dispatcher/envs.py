@@ -72,7 +72,7 @@ SWITCHES = (
         "EP_DISPATCHER_TIMEOUT_S",
         100.0,
         "a number of seconds above 0",
-        "how long a rank waits for a peer before it raises PeerTimeoutError",
+        "how long a rank waits for a peer; PeerTimeoutError comes up to 2 s later, when it is known who is late",
         _positive_float,
     ),
     Switch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 from datetime import timedelta
 
@@ -14,6 +15,9 @@ from ep_dispatcher.engines.waiter import Message, Waiter
 
 CONNECT_TIMEOUT = timedelta(seconds=120)
 _LOOK_S = 0.02  # how often a waiting rank looks whether it is interrupted
+_SPIN_S = 0.0002  # then another thread waits
+_ROOM = 32 * 1024  # bytes that a socket takes without its receiver
+_NOTHING = b"\xff" * 8  # stands in a receiver's memory until a message begins to arrive; none begins with it
 _NO_TAG = 2**31 - 1  # of a message that nobody sends
 
 _rails: weakref.WeakSet[Rail] = weakref.WeakSet()
@@ -40,7 +44,7 @@ class Rail:
     """
 
     deadline = 0.0
-    _waiter: Waiter | None = None  # from the first message on
+    _waiter: Waiter | None = None  # from the first long wait on
     _interrupted = False
 
     def __init__(self, store: Store, ranks: tuple[int, ...], node: int):
@@ -65,26 +69,43 @@ class Rail:
         """Start to receive into ``message``; give the result to ``wait``."""
         if not message.nbytes:
             return None
+        message[: len(_NOTHING)] = _NOTHING
         self._receives.append(self._start("recv", phase, node, message, tag))
-        self._complete(self._receives[-1])
         return self._receives[-1]
 
     def _start(self, operation: str, phase: str, node: int, message: memoryview, tag: int) -> Message:
         try:
             data = torch.frombuffer(message, dtype=torch.uint8)
-            return Message(getattr(self._group, operation)([data], node, tag), phase, node, self.deadline)
+            work = getattr(self._group, operation)([data], node, tag)
+            return Message(work, phase, node, message, self.deadline)
         except RuntimeError as error:  # the peer's end of the connection is closed
             raise RailLate(phase, self.ranks[node]) from error
-
-    def _complete(self, message: Message) -> None:
-        if self._waiter is None:
-            self._waiter = Waiter()
-        self._waiter.add(message)
 
     def wait(self, message: Message | None) -> None:
         """Until the message has arrived, or RailLate at the deadline. Signal handlers run, and may raise."""
         if message is None:
             return
+        spin_end = time.monotonic() + _SPIN_S
+        while not (begun := message.memory[: len(_NOTHING)] != _NOTHING) and time.monotonic() < spin_end:
+            os.sched_yield()
+        self._finish(message, is_near=begun)
+
+    def flush(self) -> None:
+        """Until everything sent has left. All receives are complete by then.
+
+        So every peer has begun to receive what is sent to it, for it does so before it sends. Small messages have left
+        already, or are about to. Large ones still need the peer and the network.
+        """
+        for message in [*self._sends]:
+            self._finish(message, is_near=message.memory.nbytes <= _ROOM)
+
+    def _finish(self, message: Message, is_near: bool) -> None:
+        if is_near:
+            message.complete()
+        else:
+            if self._waiter is None:
+                self._waiter = Waiter()
+            self._waiter.add(message)
         while not message.done(_LOOK_S):
             if self._interrupted:
                 raise Interrupted
@@ -94,13 +115,6 @@ class Rail:
         for under_way in (self._sends, self._receives):
             if message in under_way:
                 under_way.remove(message)
-
-    def flush(self) -> None:
-        """Until everything sent has left. All receives are complete by then, so none has to wait for a send."""
-        for message in self._sends:
-            self._complete(message)
-        while self._sends:
-            self.wait(self._sends[-1])
 
     def interrupt(self) -> None:
         """[any thread] Make whoever waits, now or later, raise Interrupted."""
@@ -114,7 +128,7 @@ class Rail:
         if self._waiter is not None:
             self._waiter.close(timeout_s=5)
         for message in (*self._receives, *self._sends):
-            message.work = None
+            message.work = message.memory = None
         self._receives.clear()
         self._sends.clear()
         self._waiter = self._group = None

@@ -2,7 +2,7 @@
 
 gloo cannot be asked whether a message has arrived, and a wait that times out closes the group's connections. So the
 owner's thread would run no signal handler, and hear nothing from other threads, until the message arrives. Here it
-waits for a lock instead, from which both get it out.
+waits for a lock instead, from which both get it out. That costs some tens of microseconds, so only long waits do it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from torch.distributed import Work
 class Message:
     """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
 
-    def __init__(self, work: Work, phase: str, node: int, deadline: float):
+    def __init__(self, work: Work, phase: str, node: int, memory: memoryview, deadline: float):
         self.work: Work | None = work
-        self.phase, self.node, self.deadline = phase, node, deadline
+        self.phase, self.node, self.memory, self.deadline = phase, node, memory, deadline
         self.error: RuntimeError | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
     def complete(self) -> None:
-        """Wait for the message in the waiter's thread, and let the owner go on."""
+        """Wait for gloo. Nothing interrupts the thread that does so."""
         try:
             self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # too late, or a connection is closed
             self.error = error.with_traceback(None)
+        self.memory = None
         self._done.release()
 
     def done(self, timeout_s: float) -> bool:
-        """Whether the message has arrived, or failed, within the time. Signal handlers run meanwhile."""
+        """Whether ``complete`` has returned, in another thread, within the time. Signal handlers run meanwhile."""
         done = self._done.acquire(timeout=timeout_s)
         if done:
             self._done.release()
@@ -43,7 +44,10 @@ class Message:
 
 
 class Waiter:
-    """Completes messages in the order given. Its thread ends with ``close()``, or when nobody holds the waiter."""
+    """Completes messages in the order given, in a thread of its own.
+
+    The thread ends with ``close()``, or when nobody holds the waiter any more.
+    """
 
     def __init__(self):
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
