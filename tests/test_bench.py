@@ -59,7 +59,7 @@ def test_bytes_over_the_wires(run):
         least, baseline = moved_rows(topology["ranks_per_node"])
         assert topology["received_rows"]["baseline"] == sum(baseline.values())
         for moved in topology["wire_bytes"].values():
-            headings = 64 * RANKS * (topology["num_nodes"] - 1)  # one in front of what goes to a node
+            headings = 128 * RANKS * (topology["num_nodes"] - 1)  # one in front of what goes to a node
             expected = moved["least"] | {"between nodes": moved["least"]["between nodes"] + headings}
             assert moved["engine"] == expected
             assert moved["least"] == {wire: rows * HIDDEN * 2 for wire, rows in least.items()}
