@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import EngineConfig
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
 
@@ -55,13 +54,16 @@ class Buffer:
                          a usable GPU is there
     ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of
                          so many consecutive ranks, also several on one host (virtual nodes)
-    timeout_s            limit of every operation in seconds; None: EP_DISPATCHER_TIMEOUT_S, which is 100 by default
+    timeout_s            limit of every operation, and of each step of making the buffer, in seconds; None:
+                         EP_DISPATCHER_TIMEOUT_S, which is 100 by default. Ranks may give different limits: the first
+                         that is over ends the wait of all. A rank that gives a wrong one waits 100 s for the others
     num_sms              the most multiprocessors that the CUDA engine uses at a time, 24 by default; the CPU engine
                          takes no notice
 
     ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
 
-    Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks.
+    Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks;
+    PeerTimeoutError when a rank does not come to make it; RuntimeError, on every rank, when one cannot.
     """
 
     note: str = ""
@@ -98,42 +100,56 @@ class Buffer:
             name = engines.choose(envs.engine() if engine == "auto" else engine)
             per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
             if per_node is not None:
-                checks.integer("ranks_per_node", per_node, 1)
-            limit = envs.timeout_s() if timeout_s is None else timeout_s
-            same = dict(
+                per_node = checks.integer("ranks_per_node", per_node, 1)
+            limit_s = envs.timeout_s() if timeout_s is None else timeout_s
+            same = checks.buffer_config(
+                num_ranks=group.size(),
                 hidden=hidden,
                 num_experts=num_experts,
                 num_topk=num_topk,
                 max_tokens_per_rank=max_tokens_per_rank,
                 dtype=dtype,
+                timeout_s=limit_s,
+                num_sms=num_sms,
             )
-            checks.buffer_config(num_ranks=group.size(), timeout_s=limit, num_sms=num_sms, **same)
-            same |= dict(engine=name, ranks_per_node=per_node, version=__version__)
-            return dict(same=same, timeout_s=limit, host=host_id(), buffer_id=secrets.randbits(62))
+            return dict(
+                sizes=same,
+                same=same | dict(engine=name, ranks_per_node=per_node, version=__version__),
+                timeout_s=limit_s,
+                num_sms=None if num_sms is None else int(num_sms),
+                host=host_id(),
+                buffer_id=secrets.randbits(62),
+            )
 
-        gather = partial(_gather, group)
-        everyone = gather(own_config)
-        _check_same(everyone)
-        mine = everyone[group.rank()]
-        same = mine["same"]
-        topology = Topology.make(group.rank(), [one["host"] for one in everyone], same["ranks_per_node"])
-        self.id: int = everyone[0]["buffer_id"]
-        config = self._config = EngineConfig(
-            group=group,
-            topology=topology,
-            buffer_id=self.id,
-            hidden=hidden,
-            num_experts=num_experts,
-            num_topk=num_topk,
-            max_tokens_per_rank=max_tokens_per_rank,
-            dtype=dtype,
-            timeout_s=mine["timeout_s"],
-            num_sms=num_sms,
-            store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
-            gather=gather,
-        )
-        self._engine = engines.make(same["engine"], config)
-        self.engine: str = same["engine"]
+        try:
+            with Gather(group, _limit_s(timeout_s)) as gather:
+                everyone = gather("configuration", own_config)
+                mine = everyone[group.rank()]
+                with gather.same_on_all_ranks():
+                    _check_same(everyone)
+                    hosts, per_node = [one["host"] for one in everyone], mine["same"]["ranks_per_node"]
+                    topology = Topology.make(group.rank(), hosts, per_node)
+                    sizes = {name: size for name, size in mine["sizes"].items() if name != "num_experts"}
+                    nodes = dict(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
+                    checks.buffer_size(**nodes, **sizes)
+                self.id: int = everyone[0]["buffer_id"]
+                self._config = EngineConfig(
+                    group=group,
+                    topology=topology,
+                    buffer_id=self.id,
+                    **mine["sizes"],
+                    timeout_s=mine["timeout_s"],
+                    num_sms=mine["num_sms"],
+                    store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
+                    gather=gather,
+                )
+                self.engine: str = mine["same"]["engine"]
+                self._engine = engines.make(self.engine, self._config)
+        except BaseException:
+            engine, self._engine = self._engine, None
+            if engine is not None:  # interrupted after the last step
+                engine.destroy()
+            raise
         _buffers[self.id] = self
 
     @property
@@ -276,9 +292,9 @@ class Buffer:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), per_choice, device)
         if handle is None:
             checks.one_of("layout", layout, checks.LAYOUTS)
-            checks.integer("expert_alignment", expert_alignment, 1)
+            expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
             if max_recv_rows is not None:
-                checks.integer("max_recv_rows", max_recv_rows, 0)
+                max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
             checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), per_choice, device)
             plan, num_rows = None, -1 if max_recv_rows is None else max_recv_rows
         else:
@@ -370,22 +386,14 @@ def _plain(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach().contiguous().resolve_neg()
 
 
-def _gather(group: ProcessGroup, produce: Callable[[], Any]) -> list:
-    """Every rank's result of ``produce``; if it fails on a rank, the same error on every rank."""
+def _limit_s(timeout_s: float | None) -> float:
+    """The limit of making a buffer. Where the one given is wrong the default, so that the others are told in time."""
     try:
-        mine = (produce(), None, None)
-    except ValueError as error:
-        mine = (None, ValueError, str(error))
-    except (RuntimeError, OSError) as error:
-        mine = (None, RuntimeError, f"{type(error).__name__}: {error}")
-    everyone: list = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    failed = [(rank, kind, text) for rank, (_, kind, text) in enumerate(everyone) if kind is not None]
-    if failed:
-        rank, kind, text = failed[0]
-        everywhere = len(failed) == len(everyone) and len({text for _, _, text in failed}) == 1
-        raise kind(text if everywhere else f"{text} (on rank {rank})")
-    return [result for result, _, _ in everyone]
+        limit_s = envs.timeout_s() if timeout_s is None else timeout_s
+        checks.seconds("timeout_s", limit_s)
+        return limit_s
+    except ValueError:
+        return envs.default("EP_DISPATCHER_TIMEOUT_S")
 
 
 def _check_same(everyone: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ The functions that raise run before anything is sent. Those that return a text w
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ MAX_TOPK = 32
 MAX_TIMEOUT_S = 1e9
 QUANTIZE = (None, "e4m3_1x128")
 MAX_INT = 2**31 - 1  # the engines count in int32
+MAX_NODE_BYTES = 2**46  # of the memory of a node's ranks, which every one of them maps: half of what a process has
 
 
 def mistake(argument: str, given: Any, allowed: str) -> str:
@@ -30,9 +32,22 @@ def fail(argument: str, given: Any, allowed: str) -> None:
     raise ValueError(mistake(argument, given, allowed))
 
 
-def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> int:
+    """Return the value as an int; what stands for an integer (a NumPy scalar) is one, a tensor or a bool is not."""
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is None and not isinstance(value, (bool, Tensor)) and type(value).__name__ != "bool_":
+        try:
+            number = operator.index(value)
+        except TypeError:
+            pass
+    if number is None or not lowest <= number <= highest:
         fail(argument, repr(value), f"an integer from {lowest} to {highest}")
+    return number
+
+
+def seconds(argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_TIMEOUT_S:
+        fail(argument, repr(value), f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}")
 
 
 def one_of(argument: str, value: Any, allowed: tuple) -> None:
@@ -40,13 +55,16 @@ def one_of(argument: str, value: Any, allowed: tuple) -> None:
         fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
 
 
-def buffer_config(*, num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype, timeout_s, num_sms) -> None:
-    integer("hidden", hidden, 1)
-    integer("num_experts", num_experts, 1)
+def buffer_config(
+    *, num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype, timeout_s, num_sms
+) -> dict[str, Any]:
+    """Return what all ranks must give alike, integers as int."""
+    hidden = integer("hidden", hidden, 1)
+    num_experts = integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
         fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
-    integer("num_topk", num_topk, 1, min(MAX_TOPK, num_experts))
-    integer("max_tokens_per_rank", max_tokens_per_rank, 1)
+    num_topk = integer("num_topk", num_topk, 1, min(MAX_TOPK, num_experts))
+    max_tokens_per_rank = integer("max_tokens_per_rank", max_tokens_per_rank, 1)
     one_of("dtype", dtype, DTYPES)
     if hidden * dtype.itemsize % ROW_GRANULARITY:
         fail(
@@ -54,10 +72,37 @@ def buffer_config(*, num_ranks, hidden, num_experts, num_topk, max_tokens_per_ra
             f"{hidden} ({hidden * dtype.itemsize} bytes a row in {dtype})",
             f"a row of a multiple of {ROW_GRANULARITY} bytes, so a multiple of {ROW_GRANULARITY // dtype.itemsize}",
         )
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        fail("timeout_s", repr(timeout_s), f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}")
+    seconds("timeout_s", timeout_s)
     if num_sms is not None:
         integer("num_sms", num_sms, 1)
+    return dict(
+        hidden=hidden,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        max_tokens_per_rank=max_tokens_per_rank,
+        dtype=dtype,
+    )
+
+
+def buffer_size(*, num_nodes, ranks_per_node, hidden, num_topk, max_tokens_per_rank, dtype) -> None:
+    """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
+
+    The bytes are those of the rows and weights of all ranks of a node: per node in the group, a staged row of every
+    token, and a slot for every partial sum of it. Lists and flags are left out.
+    """
+    slots = max_tokens_per_rank * min(ranks_per_node, num_topk)
+    row = hidden * dtype.itemsize + 4 * num_topk
+    needed = ranks_per_node * num_nodes * (max_tokens_per_rank + slots) * row
+    given = f"{max_tokens_per_rank} with hidden={hidden}"
+    if needed > MAX_NODE_BYTES:
+        fail(
+            "max_tokens_per_rank",
+            f"{given}, for which the ranks of a node need more than {needed} bytes",
+            f"what needs at most {MAX_NODE_BYTES} bytes; with this hidden, at most "
+            f"{max_tokens_per_rank * MAX_NODE_BYTES // needed} tokens",
+        )
+    if slots > MAX_INT:
+        fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
 
 
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:

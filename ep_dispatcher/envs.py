@@ -99,6 +99,11 @@ def read(name: str) -> Any:
     return _BY_NAME[name].read()
 
 
+def default(name: str) -> Any:
+    """The value of the switch `name` where it is unset."""
+    return _BY_NAME[name].default
+
+
 def engine() -> str:
     return read("EP_DISPATCHER_ENGINE")
 

@@ -12,6 +12,9 @@ class PeerTimeoutError(RuntimeError):
     rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves, or
     ``rank`` alone when it is the one that came too late for the others; reason: what more is known, in words.
     Ranks are those of the buffer's group. note: what the caller was about (``Buffer.note``), first in the text.
+
+    While a buffer is made, operation is "buffer", epoch is 0, and there is no buffer to destroy. A rank that came when
+    the others had given up finds itself in late_ranks.
     """
 
     def __init__(
@@ -27,15 +30,26 @@ class PeerTimeoutError(RuntimeError):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
         self.reason, self.note = reason, ""
-        if self.late_ranks == (rank,):
-            what = f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
+        late = ", ".join(str(r) for r in self.late_ranks)
+        ranks = f"rank{'s' * (len(self.late_ranks) > 1)} {late}"
+        waited = f"rank {rank} waited {waited_s:.1f} s for {ranks}."
+        if operation != "buffer":
+            where = f"{operation}, epoch {epoch}"
+            if self.late_ranks == (rank,):
+                waited = (
+                    f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
+                )
+            then = "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+        elif rank in self.late_ranks:
+            where, waited = "making a buffer", f"rank {rank} came too late; the others gave up waiting for {ranks}."
+            then = "No rank has this buffer; all ranks can make a new one."
         else:
-            late = ", ".join(str(r) for r in self.late_ranks)
-            what = f"rank {rank} waited {waited_s:.1f} s for rank{'s' * (len(late_ranks) > 1)} {late}."
-        super().__init__(
-            f"{operation}, epoch {epoch}, phase '{phase}': {what}{' ' * bool(reason)}{reason} destroy() this buffer; "
-            "the ranks that are left can make a new one on a smaller group."
-        )
+            where = "making a buffer"
+            then = (
+                "No rank has this buffer; all ranks can make a new one, or the ranks that are left one on a smaller "
+                "group."
+            )
+        super().__init__(" ".join(filter(None, (f"{where}, phase '{phase}': {waited}", reason, then))))
 
     def __str__(self) -> str:
         return f"{self.note}: {super().__str__()}" if self.note else super().__str__()

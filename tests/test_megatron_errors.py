@@ -171,3 +171,34 @@ def notes_of_one_step(rank: int, settings: dict) -> None:
 )
 def test_every_operation_knows_its_layer_and_microbatch(settings):
     megatron_pool(2).run(notes_of_one_step, settings)
+
+
+def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
+    """Rank 3 begins when the others have given up; without a size in the environment it agrees with them on one first."""
+    name = f"megatron/first/{size}"
+    others = [f"{name}/{other}" for other in range(3)]
+    store = dist.distributed_c10d._get_default_store()
+    with environment(EP_DISPATCHER_TIMEOUT_S="2", EP_DISPATCHER_MAX_TOKENS_PER_RANK=size):
+        use_layout(Layout(ep=4))
+        layer = make_layer(make_config(), layer_number=3)
+        if rank == 3:
+            store.wait(others, timedelta(seconds=60))
+        started = time.monotonic()
+        with pytest.raises(ep.PeerTimeoutError) as caught:
+            layer(tokens_of(rank))
+        assert time.monotonic() - started < 2 + 4 * SLACK_S
+        error = caught.value
+        assert str(error).startswith("layer 3, microbatch 1: ") and error.note == "layer 3, microbatch 1"
+        assert error.late_ranks == ((0, 1, 2) if rank == 3 else (3,))
+        if rank < 3:
+            store.set(others[rank], "")
+        if size is not None:
+            assert error.operation == "buffer" and error.phase == "configuration"
+    dist.barrier()
+    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # the next attempt of all ranks
+        layer(tokens_of(rank).requires_grad_())[0].sum().backward()
+
+
+@pytest.mark.parametrize("size", [None, "64"])
+def test_a_rank_that_is_late_for_the_first_forward(size):
+    megatron_pool(4).run(come_late_to_the_first_forward, size)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.topology import Topology
 
 
@@ -29,7 +29,7 @@ class EngineConfig:
     timeout_s: float
     num_sms: int | None
     store: Store  # shared by the ranks of the group, under a prefix of this buffer's own
-    gather: Callable[[Callable[[], Any]], list]  # collective: every rank's result, or the same error on every rank
+    gather: Gather  # collective, while the engine is made: every rank's result, or the same error on every rank
 
     @property
     def num_local_experts(self) -> int:

@@ -15,6 +15,7 @@ from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
+from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CompletedEvent
 
@@ -86,11 +87,29 @@ class CpuEngine:
         def attach():
             pids, fds = zip(*(addresses[r] for r in topology.local_ranks))
             self._c.attach(pids, fds)
-            self._rail = self._peers.rail = Rail(config.store, topology.rail, topology.node)
 
-        addresses = config.gather(create)
-        config.gather(attach)
-        self._c.close_fd()  # all peers have attached
+        def connect():
+            self._rail = self._peers.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
+
+        self._c, store = None, OwnKeys(config.store)
+        self._rail_store = store
+        try:
+            addresses = config.gather("memory", create)
+            config.gather("memory of the other ranks", attach)
+            self._c.close_fd()  # all peers have attached
+            if topology.num_nodes > 1:
+                config.gather("connections between nodes", connect, waits_for_peers=True)
+                if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0"):  # else gloo connects when it first sends
+                    store.delete_keys()
+            else:
+                connect()
+        except BaseException:  # a kept exception keeps this object, but not its memory and connections
+            if self._rail is not None:
+                self._rail.abort()
+            if self._c is not None:
+                self._c.close_fd()
+                self._c.close()
+            raise
 
     def dispatch(
         self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize

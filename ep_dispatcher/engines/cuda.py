@@ -108,7 +108,7 @@ class CudaEngine:
                     "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
                 )
             name = f"ep_dispatcher/{config.buffer_id}"  # used once
-            self._symmetric = rendezvous(self._memory, topology, config.store, name)
+            self._symmetric = rendezvous(self._memory, topology, config.store, name, config.timeout_s)
             regions = list(self._symmetric.buffer_ptrs)
             addresses = (self._state.data_ptr(), self._report.data_ptr())
             self._c = _C_cuda.Engine(c, regions, *addresses, config.timeout_s, self._num_sms)
@@ -118,8 +118,13 @@ class CudaEngine:
                 self._aborts.add_peer(region[offset:].view(torch.int64))
             self._aborts.state = self._state[_C_cuda.state_aborted_offset :][:4].view(torch.int32)
 
-        hosts = config.gather(allocate)
-        config.gather(attach)
+        try:
+            hosts = config.gather("memory", allocate)
+            config.gather("memory of the other ranks", attach, waits_for_peers=True)
+        except BaseException:  # a kept exception keeps this object, but not its memory
+            for name in ("_c", "_aborts", "_symmetric", "_memory", "_state"):
+                self.__dict__.pop(name, None)
+            raise
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
 

@@ -7,13 +7,14 @@ import os
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from ep_dispatcher.engines.waiter import Message, Waiter
+from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread, wait_limit
 
-CONNECT_TIMEOUT = timedelta(seconds=120)
 _LOOK_S = 0.02  # how often a waiting rank looks whether it is interrupted
 _SPIN_S = 0.0002  # then another thread waits
 _ROOM = 32 * 1024  # bytes that a socket takes without its receiver
@@ -39,22 +40,30 @@ class Rail:
     """Point-to-point messages to the rank with this rank's local index on every other node.
 
     It is a process group of its own, outside torch.distributed's registry: making it is collective among the ranks
-    of the rail alone, and it goes away with its buffer. ``deadline`` (time.monotonic()) is that of the operation under
-    way. All but ``interrupt`` is for one thread at a time.
+    of the rail alone, and it goes away with its buffer. Raises PeersLate when that takes longer than ``timeout_s``.
+    ``deadline`` (time.monotonic()) is that of the operation under way. All but ``interrupt`` is for one thread at a time.
     """
 
     deadline = 0.0
     _waiter: Waiter | None = None  # from the first long wait on
     _interrupted = False
 
-    def __init__(self, store: Store, ranks: tuple[int, ...], node: int):
+    def __init__(self, store: Store, ranks: tuple[int, ...], node: int, timeout_s: float):
         self.ranks, self.node = ranks, node
         self.others = [(node + i) % len(ranks) for i in range(1, len(ranks))]  # every node starts at a different one
         self.bytes_sent = [0] * len(ranks)
         self._group = None
         if self.others:
-            prefix = PrefixStore(f"rail{ranks[0]}", store)
-            self._group = ProcessGroupGloo(prefix, node, len(ranks), CONNECT_TIMEOUT)
+            prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
+            connect = partial(ProcessGroupGloo, prefix, node, len(ranks), wait_limit(timeout_s))
+            try:
+                self._group = in_thread(connect, timeout_s + GRACE_S)
+            except StoreHangs as error:  # gloo did not keep its own limit: this rank is the one that is stuck
+                raise PeersLate(str(error), [ranks[node]]) from error
+            except RuntimeError as error:  # gloo says no more: too late, or something is wrong here or there
+                if time.monotonic() - started < timeout_s:
+                    raise
+                raise PeersLate(str(error), [ranks[n] for n in self.others]) from error
         self._sends: list[Message] = []
         self._receives: list[Message] = []
         _rails.add(self)

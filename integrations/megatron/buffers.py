@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
+from ep_dispatcher.gather import count_attempt
 
 
 @dataclass
@@ -46,23 +47,32 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         needed = limit
     elif not shared.buffers or config.variable_seq_lengths:
         most = torch.tensor(num_tokens)
-        all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        try:
+            all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        except ep.PeerTimeoutError:
+            if not shared.buffers:  # a late rank finds the others' messages, and goes on to make the buffer
+                count_attempt(group)
+            raise
         needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
     elif num_tokens > shared.max_tokens:
         needed = _agree_to_grow(group, shared, num_tokens)
     if needed > shared.max_tokens:
-        shared.max_tokens = max(needed, 2 * shared.max_tokens)  # doubling bounds what the old ones take
-        shared.buffers.append(
-            ep.Buffer(
+        max_tokens = max(needed, 2 * shared.max_tokens)  # doubling bounds what the old ones take
+        try:
+            buffer = ep.Buffer(
                 group,
                 hidden=hidden,
                 num_experts=num_experts,
                 num_topk=num_topk,
-                max_tokens_per_rank=shared.max_tokens,
+                max_tokens_per_rank=max_tokens,
                 dtype=hidden_states.dtype,
                 num_sms=getattr(config, "moe_flex_dispatcher_num_sms", None),
             )
-        )
+        except ep.PeerTimeoutError as error:
+            error.note = note
+            raise
+        shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
+        shared.buffers.append(buffer)
     return shared.buffers[-1]
 
 

@@ -1,0 +1,285 @@
+"""What ranks exchange while they make a buffer: through the store, with a time limit, to one outcome for all.
+
+    with Gather(group, timeout_s) as gather:
+        configs = gather("configuration", own_config)   # every rank's result in rank order, or one error on every rank
+        addresses = gather("memory", create)
+
+**Rounds.** One buffer is made in one round, and each call is a step of it. The first step of a round is open to all
+ranks of the group. The number of the open round is in the store, not counted by the ranks: those that gave up, or never
+called, would count differently. A rank that gives up closes the round, so nobody can join it any more.
+
+**Decisions.** Every step is decided once, by an atomic compare_set of its key: "complete", by the rank that arrives
+last; "late", by the first rank whose limit is over; or "stopped", by a rank that leaves with an error. All ranks read
+the same decision, so no rank has a buffer that another one gave up.
+
+**Late ranks.** A rank that comes after the others gave up opens a new round, and waits there for its own limit. If the
+others meet it there with their next attempt, they are one buffer ahead of it. Every rank brings its number of attempts
+with this group; where the numbers differ, all ranks raise the same error and continue from the largest number. So
+buffers that do not belong together are never paired, and the next attempt of all ranks works.
+
+**Keys.** The last rank to leave a round deletes its keys. A round that was given up keeps two keys for late ranks; the
+next complete round deletes them, because by then every rank has left the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store
+
+from ep_dispatcher.errors import PeerTimeoutError
+
+T = TypeVar("T")
+
+# How much longer than its limit a rank waits: for peers that still have to say whom they wait for, and for the store.
+GRACE_S = 2.0
+STORE_S = 3.0
+MAX_WAIT_S = 10 * 86400.0  # PyTorch counts a wait in milliseconds, in 32 bits
+
+
+class PeersLate(RuntimeError):
+    """Raised inside a step by a rank that waited for ``ranks`` until its limit."""
+
+    def __init__(self, text: str, ranks: Sequence[int]):
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class StoreHangs(RuntimeError):
+    """A call to the store, or one that needs it, did not return."""
+
+
+def in_thread(call: Callable[[], T], limit_s: float) -> T:
+    """Return what ``call`` returns in a thread of its own; StoreHangs after ``limit_s``.
+
+    A call to a store whose host hangs never returns. And a signal handler, such as Ctrl-C's, runs while this waits.
+    """
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not outcome:
+        raise StoreHangs(f"torch.distributed, or the host of its store, did not answer in {limit_s:.1f} s")
+    result, error = outcome.pop()
+    if error is not None:
+        raise error
+    return result
+
+
+def wait_limit(limit_s: float) -> timedelta:
+    """``limit_s`` as PyTorch takes it."""
+    return timedelta(seconds=min(limit_s, MAX_WAIT_S))
+
+
+@dataclass
+class _History:
+    """What this process remembers of a group."""
+
+    prefix: str  # of the group's keys
+    attempts: int = 0  # buffers that it made or tried to make
+    leftovers: list[str] = field(default_factory=list)  # keys of rounds that were given up
+
+
+_histories: WeakKeyDictionary[ProcessGroup, _History] = WeakKeyDictionary()
+
+
+def _history_of(group: ProcessGroup) -> _History:
+    if group not in _histories:
+        # Subgroups that are split off at once can have the same name.
+        ranks = hashlib.sha1(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+        _histories[group] = _History(f"ep_dispatcher/make/{group.group_name}/{ranks}")
+    return _histories[group]
+
+
+def count_attempt(group: ProcessGroup) -> None:
+    """Count a buffer that this rank gave up before it came to the first step, where other ranks may have come to it."""
+    _history_of(group).attempts += 1
+
+
+class Gather:
+    """One round: the steps in which the ranks of ``group`` make one buffer, each with the limit ``limit_s``."""
+
+    def __init__(self, group: ProcessGroup, limit_s: float):
+        self._rank, self._size, self._limit_s = group.rank(), group.size(), limit_s
+        self._history = _history_of(group)
+        self._history.attempts += 1
+        self._store: Store | None = None
+        self._round: int | None = None
+        self._step = -1  # the last one that this rank began
+        self._together = False  # all ranks raise the error that this one raises
+        self._given_up = False
+        self._store_is_gone = False
+        self._left = False  # from then on no thread of this rank may write to the store
+
+    def __call__(self, phase: str, produce: Callable[[], Any], *, waits_for_peers: bool = False) -> list:
+        """Every rank's result of ``produce``. If it fails on a rank, the same error on every rank.
+
+        A ValueError stays one, any other Exception becomes a RuntimeError with its name. Raises PeerTimeoutError when
+        a rank does not arrive. ``waits_for_peers``: so does ``produce``, with the same limit (see PeersLate).
+        """
+        self._step += 1
+        waited_for: tuple[int, ...] = ()
+        started = time.monotonic()
+        try:
+            offer = (produce(), None, None)
+        except PeersLate as late:
+            waited_for = late.ranks
+            offer = (waited_for, PeersLate, str(late))
+        except ValueError as error:
+            offer = (None, ValueError, str(error))
+        except Exception as error:
+            offer = (None, RuntimeError, f"{type(error).__name__}: {error}")
+        limit_s = GRACE_S if waited_for else self._limit_s + GRACE_S * waits_for_peers
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            message = pickle.dumps((self._history.attempts, *offer))
+            decision, offers = in_thread(partial(self._exchange, message, limit_s), limit_s + GRACE_S + STORE_S)
+        except RuntimeError as error:  # the store is gone, and with it the answer to who is late
+            self._given_up = self._store_is_gone = True
+            raise self._timeout(phase, waited_for or others, started) from error
+        if "late" in decision:
+            self._given_up = True
+            raise self._timeout(phase, decision["late"] or waited_for or others, started)
+        self._together = True
+        if "stopped" in decision:
+            raise RuntimeError(f"making a buffer, phase '{phase}': rank {decision['stopped']} left: {decision['by']}")
+        attempts = [attempts for attempts, *_ in offers]
+        self._history.attempts = max(attempts)
+        behind = [rank for rank, number in enumerate(attempts) if number < max(attempts)]
+        if behind:
+            raise self._timeout(phase, behind, started)
+        self._raise_failures(phase, [offer[1:] for offer in offers], started)
+        self._together = False
+        return [result for _, result, *_ in offers]
+
+    def _raise_failures(self, phase: str, offers: list[tuple], started: float) -> None:
+        failed = [(rank, kind, text) for rank, (_, kind, text) in enumerate(offers) if kind not in (None, PeersLate)]
+        if failed:
+            rank, kind, text = failed[0]
+            everywhere = len(failed) == self._size and len({text for *_, text in failed}) == 1
+            raise kind(text if everywhere else f"{text} (on rank {rank})")
+        waited = {rank: ranks for rank, (ranks, kind, _) in enumerate(offers) if kind is PeersLate}
+        if waited:
+            named = sorted(set().union(*waited.values()))
+            raise self._timeout(phase, [rank for rank in named if rank not in waited] or named, started)
+
+    def _timeout(self, phase: str, late_ranks: Sequence[int], started: float) -> PeerTimeoutError:
+        return PeerTimeoutError("buffer", 0, phase, self._rank, late_ranks, time.monotonic() - started)
+
+    @contextmanager
+    def same_on_all_ranks(self) -> Iterator[None]:
+        """Inside, a ValueError needs no exchange: all ranks compute it from what they have gathered."""
+        try:
+            yield
+        except ValueError:
+            self._together = True
+            raise
+
+    def __enter__(self) -> Gather:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        self._left = True
+        try:
+            if self._round is not None and not self._store_is_gone:
+                in_thread(partial(self._leave, error), STORE_S)
+        except RuntimeError:  # the store is gone, and the keys with it
+            pass
+        finally:
+            self._store = None
+
+    # ---- calls to the store, all in threads of their own ----------------------------------------------------------
+
+    def _connect(self) -> Store:
+        """A connection of this round's own: a wait on it blocks no other call of this process."""
+        return PrefixStore(self._history.prefix, dist.distributed_c10d._get_default_store().clone())
+
+    def _key(self, step: int, name: str | int) -> str:
+        return f"{self._round}/{step}/{name}"
+
+    def _exchange(self, offer: bytes, limit_s: float) -> tuple[dict, list]:
+        """Bring this rank's offer. Return the decision and, when it is "complete", every rank's offer."""
+        if self._store is None:
+            store = self._connect()
+            self._store, self._round = store, store.add("round", 0)
+        step, store = self._step, self._store
+        self._raise_if_left()
+        store.set(self._key(step, self._rank), offer)
+        if store.add(self._key(step, "arrived"), 1) == self._size:
+            decision = self._decide(store, step, {"complete": True})
+        else:
+            decision = self._await_decision(store, step, limit_s)
+        if "complete" not in decision:
+            return decision, []
+        offers = store.multi_get([self._key(step, rank) for rank in range(self._size)])
+        return decision, [pickle.loads(each) for each in offers]
+
+    def _await_decision(self, store: Store, step: int, limit_s: float) -> dict:
+        key, late = self._key(step, "decision"), []
+        for wait_s in (limit_s, GRACE_S):  # the second time if all have come, and the last one is about to decide
+            try:
+                store.wait([key], wait_limit(wait_s))
+            except RuntimeError:  # too late, or the store is gone: then the next call fails too
+                self._raise_if_left()
+                late = [rank for rank in range(self._size) if not store.check([self._key(step, rank)])]
+                if late:
+                    break
+            else:
+                self._raise_if_left()  # the key may be deleted, and a get would wait for it
+                return json.loads(store.get(key))
+        return self._decide(store, step, {"late": late})
+
+    def _decide(self, store: Store, step: int, decision: dict) -> dict:
+        """Decide a step and return the decision, which is an earlier one if there is any. Then no rank can join."""
+        if step == 0:
+            store.compare_set("round", str(self._round), str(self._round + 1))
+        return json.loads(store.compare_set(self._key(step, "decision"), "", json.dumps(decision)))
+
+    def _raise_if_left(self) -> None:
+        if self._left:
+            raise StoreHangs("this rank has left the round")
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Say so where the other ranks would wait for this one, and delete keys."""
+        store, step, leftovers = self._store, self._step, self._history.leftovers
+        own = [self._key(s, self._rank) for s in range(step + 1)]
+        if self._given_up:
+            leftovers += [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")]
+            for key in own:
+                store.delete_key(key)
+        elif error is not None and not self._together:
+            # On this round's own connection a thread may be waiting. A complete step cannot be stopped: the next can.
+            store, by = self._connect(), f"{type(error).__name__}: {error}"
+            for s in (step, step + 1):
+                leftovers += [self._key(s, name) for name in (self._rank, "arrived", "decision")]
+                if "complete" not in self._decide(store, s, {"stopped": self._rank, "by": by}):
+                    break
+        else:
+            for key in own[:-1] + leftovers:
+                store.delete_key(key)
+            leftovers.clear()
+            if store.add(f"{self._round}/left", 1) == self._size:
+                for key in (*(self._key(step, rank) for rank in range(self._size)), f"{self._round}/left"):
+                    store.delete_key(key)
+                for s in range(step + 1):
+                    store.delete_key(self._key(s, "arrived"))
+                    store.delete_key(self._key(s, "decision"))
