@@ -35,11 +35,11 @@ def wait_for(*names: str) -> None:
 
 
 def late_error(make, *, after_s: float = 0.0) -> ep.PeerTimeoutError:
-    """The PeerTimeoutError that ``make`` raises, not before ``after_s`` and in time."""
+    """The PeerTimeoutError that ``make`` raises in time, about ``after_s`` later: a rank that began earlier ends it."""
     started = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as caught:
         make()
-    assert after_s - 0.2 < time.monotonic() - started < after_s + SLACK_S
+    assert after_s / 2 < time.monotonic() - started < after_s + SLACK_S
     error = caught.value
     assert (error.operation, error.epoch) == ("buffer", 0) and str(error).startswith("making a buffer, phase '")
     assert "destroy()" not in str(error), "there is none"
@@ -101,9 +101,10 @@ def come_late(rank: int, victim: int, ranks_per_node: int, members: list[int]) -
         victim = members.index(victim)
         name = f"late/{group and group.group_name}"
 
-        def make(**changes):
-            return make_buffer(group, ranks_per_node=ranks_per_node, timeout_s=LIMIT_S, **changes)
+        def make():
+            return make_buffer(group, ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
 
+        dist.barrier(group)
         if rank == victim:
             wait_for(*(f"{name}/{other}" for other in others))
             error = late_error(make, after_s=LIMIT_S)  # it does not hang
@@ -128,6 +129,7 @@ def test_a_late_rank_is_named_by_all_others(pools, victim, ranks_per_node, membe
 def come_in_another_attempt(rank: int, turn: int) -> None:
     """Rank 2 makes its first buffer when the others make their second, which is another one."""
     name = f"again/{turn}"
+    dist.barrier()
     if rank == 2:
         wait_for(f"{name}/0", f"{name}/1")
     else:
