@@ -100,6 +100,22 @@ class _History:
 
 
 _histories: WeakKeyDictionary[ProcessGroup, _History] = WeakKeyDictionary()
+# Connections to a default store that no round uses now. They are kept because the store's host looks up the name of
+# every new peer, and answers nobody meanwhile: without a name server that takes seconds.
+_idle: WeakKeyDictionary[Store, list[Store]] = WeakKeyDictionary()
+
+
+def _connect() -> tuple[Store, list[Store]]:
+    """A connection to the default store for one round alone, and where to put it back.
+
+    A wait on it blocks no other call of this process.
+    """
+    shared = dist.distributed_c10d._get_default_store()
+    idle = _idle.setdefault(shared, [])
+    try:
+        return idle.pop(), idle
+    except IndexError:
+        return shared.clone(), idle
 
 
 def _history_of(group: ProcessGroup) -> _History:
@@ -123,6 +139,7 @@ class Gather:
         self._history = _history_of(group)
         self._history.attempts += 1
         self._store: Store | None = None
+        self._put_back: Callable[[], None] = lambda: None
         self._round: int | None = None
         self._step = -1  # the last one that this rank began
         self._together = False  # all ranks raise the error that this one raises
@@ -205,13 +222,9 @@ class Gather:
         except RuntimeError:  # the store is gone, and the keys with it
             pass
         finally:
-            self._store = None
+            self._store, self._put_back = None, lambda: None
 
     # ---- calls to the store, all in threads of their own ----------------------------------------------------------
-
-    def _connect(self) -> Store:
-        """A connection of this round's own: a wait on it blocks no other call of this process."""
-        return PrefixStore(self._history.prefix, dist.distributed_c10d._get_default_store().clone())
 
     def _key(self, step: int, name: str | int) -> str:
         return f"{self._round}/{step}/{name}"
@@ -219,7 +232,9 @@ class Gather:
     def _exchange(self, offer: bytes, limit_s: float) -> tuple[dict, list]:
         """Bring this rank's offer. Return the decision and, when it is "complete", every rank's offer."""
         if self._store is None:
-            store = self._connect()
+            connection, idle = _connect()
+            self._put_back = partial(idle.append, connection)
+            store = PrefixStore(self._history.prefix, connection)
             self._store, self._round = store, store.add("round", 0)
         step, store = self._step, self._store
         self._raise_if_left()
@@ -268,11 +283,14 @@ class Gather:
                 store.delete_key(key)
         elif error is not None and not self._together:
             # On this round's own connection a thread may be waiting. A complete step cannot be stopped: the next can.
-            store, by = self._connect(), f"{type(error).__name__}: {error}"
+            connection, idle = _connect()
+            store, by = PrefixStore(self._history.prefix, connection), f"{type(error).__name__}: {error}"
             for s in (step, step + 1):
                 leftovers += [self._key(s, name) for name in (self._rank, "arrived", "decision")]
                 if "complete" not in self._decide(store, s, {"stopped": self._rank, "by": by}):
                     break
+            idle.append(connection)
+            return
         else:
             for key in own[:-1] + leftovers:
                 store.delete_key(key)
@@ -283,3 +301,4 @@ class Gather:
                 for s in range(step + 1):
                     store.delete_key(self._key(s, "arrived"))
                     store.delete_key(self._key(s, "decision"))
+        self._put_back()

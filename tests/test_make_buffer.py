@@ -390,6 +390,27 @@ def test_keys_are_deleted(pools, ranks_per_node):
         assert len(set(numbers)) == 1, numbers
 
 
+def connections(rank: int) -> list[list]:
+    """To the store, that no round uses, after each of some buffers."""
+    from ep_dispatcher.gather import _idle
+
+    found = []
+    for i in range(4):
+        with Fault(STEPS[1], (lambda: 1 / 0) if i == 2 and rank else lambda: None):
+            try:
+                make_buffer(timeout_s=LONG_S).destroy()
+            except RuntimeError:
+                pass
+        found.append([id(connection) for connection in _idle[default_store()]])
+    return found
+
+
+def test_connections_to_the_store_are_used_again(pools):
+    """The store's host answers nobody while it looks up the name of a new peer."""
+    for found in pools(2).run(connections):
+        assert found[0] and all(each == found[0] for each in found), found
+
+
 def fail_often(rank: int, ranks_per_node: int) -> None:
     def fail():
         raise OSError("no more of it")
