@@ -39,7 +39,7 @@ def _dispatch(
     expert_alignment: int,
     num_rows: int,
     quantize: bool,
-    buffer_id: int,
+    buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> _Received:
     run = find_buffer(buffer_id)._run_dispatch
@@ -82,7 +82,7 @@ def _combine(
     topk_weights: Optional[Tensor],
     num_tokens: int,
     layout: str,
-    buffer_id: int,
+    buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     return find_buffer(buffer_id)._run_combine(y, plan, topk_weights, num_tokens)

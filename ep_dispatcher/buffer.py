@@ -21,10 +21,10 @@ from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
 
-_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
 
-def find_buffer(buffer_id: int) -> Buffer:
+def find_buffer(buffer_id: str) -> Buffer:
     """The living buffer with this id; ValueError when there is none."""
     buffer = _buffers.get(buffer_id)
     if buffer is None:
@@ -132,11 +132,11 @@ class Buffer:
                     sizes = {name: size for name, size in mine["sizes"].items() if name != "num_experts"}
                     nodes = dict(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
                     checks.buffer_size(**nodes, **sizes)
-                self.id: int = everyone[0]["buffer_id"]
+                self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
                 self._config = EngineConfig(
                     group=group,
                     topology=topology,
-                    buffer_id=self.id,
+                    buffer_id=int(self.id),
                     **mine["sizes"],
                     timeout_s=mine["timeout_s"],
                     num_sms=mine["num_sms"],

@@ -14,7 +14,7 @@ class Handle:
     It belongs to the buffer that made it, stays valid until that is destroyed, and never changes.
     """
 
-    buffer_id: int
+    buffer_id: str
     layout: str  # "expert" | "rank"
     expert_alignment: int
     num_tokens: int  # of this rank, as a source

@@ -70,11 +70,24 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def compare(rank: int, function, backend: str, config: dict, steps: list[tuple[int, int]], has_weights: bool, options):
-    """Eager and compiled results of every step, each a (seed, number of tokens), and the graphs made by then."""
+def fresh_compile(function, **options):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    return torch.compile(function, fullgraph=True, **options)
+
+
+def compare(
+    rank: int,
+    function,
+    backend: str,
+    config: dict,
+    steps: list[tuple[int, int]],
+    has_weights: bool,
+    dynamic: bool | None,
+    options,
+):
+    """Eager and compiled results of every step, each a (seed, number of tokens), and the graphs made by then."""
+    compiled = fresh_compile(function, backend=backend, dynamic=dynamic)
     results = []
     device_of(config["engine"], rank)
     with make_buffer(**config) as buffer:
@@ -87,10 +100,12 @@ def compare(rank: int, function, backend: str, config: dict, steps: list[tuple[i
     return results
 
 
-def run_compare(pools, engine, function, backend="aot_eager", config=None, steps=None, has_weights=True, **options):
+def run_compare(
+    pools, engine, function, backend="aot_eager", config=None, steps=None, has_weights=True, dynamic=None, **options
+):
     options = {"max_recv_rows": NUM_ROWS} | options
     steps = [(0, NUM_TOKENS), (1, NUM_TOKENS)] if steps is None else steps
-    arguments = (function, backend, dict(config or {}, engine=engine), steps, has_weights, options)
+    arguments = (function, backend, dict(config or {}, engine=engine), steps, has_weights, dynamic, options)
     return pools(2).run(compare, *arguments, timeout_s=COMPILE_S)
 
 
@@ -127,6 +142,67 @@ def test_another_number_of_tokens(pools, engine, num_rows):
     assert_bitwise(ranks)
     for steps in ranks:
         assert [made for _, _, made in steps] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("num_rows,layout", [(NUM_ROWS * 4, "expert"), (None, "rank")], ids=["fixed", "counted"])
+def test_dynamic_shapes_from_the_first_call(pools, engine, num_rows, layout):
+    """One graph for every number of tokens."""
+    steps = [(0, NUM_TOKENS), (1, 2 * NUM_TOKENS), (2, NUM_TOKENS - 1)]
+    ranks = run_compare(pools, engine, one_layer, steps=steps, max_recv_rows=num_rows, layout=layout, dynamic=True)
+    assert_bitwise(ranks)
+    for steps in ranks:
+        assert [made for _, _, made in steps] == [1, 1, 1]
+
+
+def test_dynamic_shapes_with_float8_and_a_handle(pools, engine):
+    config = dict(dtype=torch.bfloat16)
+    assert_bitwise(run_compare(pools, engine, cached_handle, config=config, dynamic=True, quantize="e4m3_1x128"))
+
+
+def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | None, as_argument: bool):
+    """Eager and compiled results of one compiled function with two buffers, the first destroyed before the next."""
+    device_of(engine, rank)
+    buffer = None
+
+    def closure(x, weights, matrix, idx, other_idx):
+        return one_layer(buffer, x, weights, matrix, idx, other_idx, max_recv_rows=4 * NUM_ROWS)
+
+    def argument(buffer, *given):
+        return one_layer(buffer, *given, max_recv_rows=4 * NUM_ROWS)
+
+    compiled = fresh_compile(argument if as_argument else closure, backend=backend, dynamic=dynamic)
+    results = []
+    for seed in range(2):
+        with make_buffer(engine=engine) as new:
+            buffer = new
+            for num_tokens in (NUM_TOKENS, NUM_TOKENS + seed):
+                given = leaves(rank, seed, buffer, True, num_tokens)
+                eager = forward_and_backward(argument, buffer, given)
+                given = leaves(rank, seed, buffer, True, num_tokens)
+                called = compiled if as_argument else lambda _, *given: compiled(*given)
+                results.append((eager, forward_and_backward(called, buffer, given), graphs()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "backend,dynamic,as_argument",
+    [
+        ("eager", None, True),
+        ("aot_eager", None, False),
+        ("aot_eager", True, True),
+        ("inductor", None, True),
+    ],
+)
+def test_another_buffer(pools, engine, backend, dynamic, as_argument):
+    """A new buffer needs a new graph, and gets it; sizes that are dynamic already need no other."""
+    ranks = pools(2).run(compare_new_buffers, engine, backend, dynamic, as_argument, timeout_s=COMPILE_S)
+    if backend != "inductor":
+        assert_bitwise(ranks)
+    for steps in ranks:
+        assert steps[-1][2] <= 3
+        for eager, compiled, _ in steps:
+            for a, b in zip(eager, compiled):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_inductor(pools):
