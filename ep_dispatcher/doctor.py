@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -227,8 +226,7 @@ def look_for_switches() -> str | Finding:
         raise Unusable("; ".join(bad))
     unknown = envs.unknown()
     if unknown:
-        names = [switch.name for switch in envs.SWITCHES]
-        close = [match for name in unknown for match in get_close_matches(name, names, 1)]
+        close = [nearest for name in unknown for nearest in envs.nearest(name)]
         fix = f"unset {' '.join(unknown)}" + (f" (meant: {', '.join(close)}?)" if close else "")
         return Finding("switches", OPTIONAL, f"no such switch: {', '.join(unknown)}", "it has no effect", fix)
     return ", ".join(given) or "none set"
@@ -359,7 +357,7 @@ def what_is_used() -> dict[str, str]:
         return {"engine": f"none: {type(error).__name__}: {error}"}
     node = f"{ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
     if engine == "cpu":
-        inside, between = "POSIX shared memory", "torch.distributed (gloo)"
+        inside, between = "shared memory (memfd, which needs no /dev/shm)", "torch.distributed (gloo)"
     else:
         inside, between = "NVLink peer memory", "nothing yet: all ranks have to be on one host"
     return {"engine": engine, "a node is": node, "inside a node": inside, "between nodes": between}
@@ -385,6 +383,7 @@ def self_test() -> None:
         num_topk=2,
         max_tokens_per_rank=5,
         dtype=torch.float32,
+        ranks_per_node=1,  # EP_DISPATCHER_RANKS_PER_NODE is for jobs of more ranks
         timeout_s=20.0,
     )
     device = torch.device(buffer.engine)  # both engines have the name of their tensors' device

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -129,6 +130,13 @@ def unknown() -> list[str]:
     return sorted(
         name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_BY_NAME, *_OF_THE_BUILD)
     )
+
+
+def nearest(name: str) -> list[str]:
+    """The switch that a misspelt name most likely means, also the build's; empty when none is near."""
+    prefix = "EP_DISPATCHER_"  # all have it, so it says nothing
+    known = [known.removeprefix(prefix) for known in (*_BY_NAME, *_OF_THE_BUILD)]
+    return [prefix + match for match in get_close_matches(name.removeprefix(prefix), known, 1)]
 
 
 def table() -> str:

@@ -53,6 +53,13 @@ def test_here_a_buffer_can_be_made():
     assert not result.stderr
 
 
+def test_switches_for_more_ranks_do_not_fail_the_self_test(monkeypatch):
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "3")
+    assert doctor.run_self_test() == doctor.Finding(
+        "self-test", "ok", "a Buffer on one rank, dispatch and combine: right"
+    )
+
+
 def test_json_says_the_same_as_the_text():
     result = doctor.report(run=False)
     printed = json.loads(run_as_file("--json", "--no-run").stdout)
@@ -114,6 +121,9 @@ def test_switches(monkeypatch):
     monkeypatch.setenv("EP_DISPATCHER_ENGIN", "cpu")
     finding = found("switches")
     assert finding.state == "optional" and "EP_DISPATCHER_ENGINE?" in finding.fix
+    monkeypatch.delenv("EP_DISPATCHER_ENGIN")
+    monkeypatch.setenv("EP_DISPATCHER_CUDAA", "0")
+    assert found("switches").fix == "unset EP_DISPATCHER_CUDAA (meant: EP_DISPATCHER_CUDA?)"
     monkeypatch.setenv("EP_DISPATCHER_ENGINE", "gpu")
     assert "given 'gpu', allowed: auto, cpu, cuda" in found("switches").found
     result = doctor.report(run=False)
@@ -125,6 +135,7 @@ def test_what_is_used(monkeypatch):
     monkeypatch.setenv("EP_DISPATCHER_ENGINE", "cpu")
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "2")
     assert used()["engine"] == "cpu" and used()["a node is"].startswith("2 ranks")
+    assert "memfd" in used()["inside a node"] and "POSIX" not in used()["inside a node"]
     monkeypatch.setattr(doctor, "choose_engine", lambda: "cuda")
     assert used()["between nodes"] == "nothing yet: all ranks have to be on one host"
 

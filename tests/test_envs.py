@@ -68,6 +68,20 @@ def test_unknown_switches_are_found(monkeypatch):
     assert "EP_DISPATCHER_ENGIN" in envs.unknown()
 
 
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("EP_DISPATCHER_CUDAA", ["EP_DISPATCHER_CUDA"]),
+        ("EP_DISPATCHER_ENGIN", ["EP_DISPATCHER_ENGINE"]),
+        ("EP_DISPATCHER_TIMEOUT", ["EP_DISPATCHER_TIMEOUT_S"]),
+        ("EP_DISPATCHER_RANK_PER_NODE", ["EP_DISPATCHER_RANKS_PER_NODE"]),
+        ("EP_DISPATCHER_PROFILE", []),
+    ],
+)
+def test_the_nearest_switch_is_found_by_what_differs(name, nearest):
+    assert envs.nearest(name) == nearest
+
+
 def test_the_table_and_the_readme_have_every_switch():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     for switch in envs.SWITCHES:
