@@ -21,6 +21,7 @@ PY = $(shell cat $(STAMPS)/python 2> /dev/null)
 PIP = $(PY) -m pip install -q --disable-pip-version-check
 SAY = @printf '\n== %s\n'
 HAS_TORCH = -c 'import re, torch; v = re.findall("[0-9]+", torch.__version__); assert (int(v[0]), int(v[1])) >= (2, 9)'
+HAS_MEGATRON = -c 'import importlib.metadata; importlib.metadata.version("megatron-core")'
 IN_VENV = -c 'import sys; assert sys.prefix != sys.base_prefix'
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -87,10 +88,12 @@ $(STAMPS)/torch: $(STAMPS)/python
 	@touch $@
 
 # Editable, so that only changes of compiled code and of metadata come here again; pip's output is shown when it fails.
+# A megatron-core that is there stays, whatever its version.
 $(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch
 	$(SAY) 'building and installing ep_dispatcher (editable)'
 	@$(PIP) 'setuptools>=64' 'pybind11>=2.12' wheel
-	@$(PY) -m pip install -v --disable-pip-version-check --no-build-isolation -e '.[test,examples]' \
+	@extras=test,examples; $(PY) $(HAS_MEGATRON) 2> /dev/null || extras=$$extras,megatron; \
+	$(PY) -m pip install -v --disable-pip-version-check --no-build-isolation -e ".[$$extras]" \
 	    > $(STAMPS)/log 2>&1 || { cat $(STAMPS)/log; exit 1; }
 	@sed -n 's/^ *ep_dispatcher build: //p' $(STAMPS)/log
 	@touch $@

@@ -28,6 +28,9 @@ ARCHITECTURES = ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute
 NVCC_FLAGS = ["-O3", "-std=c++17", *ARCHITECTURES, "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
+NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
+NVCC_FAILED += "knows compute_90a (12.0 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
+
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [
     ("compile C++17", "int main() { if constexpr (true) return 0; }", "install one: apt-get install g++"),
@@ -88,7 +91,8 @@ class BuildExt(build_ext):
     def run_nvcc(command):
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+            said = f"{' '.join(command)}\n{result.stdout}{result.stderr}".rstrip()
+            raise SystemExit(f"{said}\n\nep_dispatcher: {NVCC_FAILED}")
         return result.stderr
 
     def build_extensions(self):

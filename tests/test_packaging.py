@@ -124,3 +124,58 @@ def test_a_missing_compiler_is_named_with_the_fix(source, compiler, said):
     result = run(sys.executable, "setup.py", "build_ext", cwd=source, CC=compiler, CXX=compiler)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert f"the compiler '{compiler}' {said}; install one: apt-get install g++" in result.stderr
+
+
+def test_a_broken_nvcc_is_named_with_the_way_around_it(source, tmp_path):
+    """Such as one that is too old for the architectures; the CPU module counts as built."""
+    copy, nvcc = tmp_path / "copy", tmp_path / "bin" / "nvcc"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    built = tmp_path / f"lib/ep_dispatcher/_C_cpu{suffix}"
+    built.parent.mkdir(parents=True)
+    built.touch()
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho \"nvcc fatal : Unsupported gpu architecture 'compute_90a'\" >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    path = f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"
+    command = (sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib")
+    result = run(*command, cwd=copy, PATH=path, EP_DISPATCHER_CUDA="")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "Unsupported gpu architecture" in result.stderr and "EP_DISPATCHER_CUDA=0 builds without" in result.stderr
+    said = result.stderr.strip().splitlines()[-1]
+    assert said.startswith("ep_dispatcher: nvcc failed")
+
+
+def test_the_tests_extra_leaves_an_installed_megatron_core_alone(build):
+    """Its lower bound would make pip replace an older one; the Makefile adds it where there is none."""
+    unpacked, _ = build
+    (file,) = unpacked.glob("*.dist-info/METADATA")
+    requirements = [Requirement(text) for text in Parser().parsestr(file.read_text()).get_all("Requires-Dist")]
+    needed = {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": "test"})}
+    assert needed == {"torch", "pytest", "hypothesis"}
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+  *'version("megatron-core")'*) exit {missing} ;;
+esac
+echo "$@" >> {log}
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize("missing, extras", [(0, "test,examples"), (1, "test,examples,megatron")])
+def test_make_installs_megatron_core_only_where_there_is_none(source, tmp_path, missing, extras):
+    copy, python, log = tmp_path / "copy", tmp_path / "python", tmp_path / "log"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    shutil.copy(ROOT / "Makefile", copy)
+    python.write_text(FAKE_PYTHON.format(missing=missing, log=log))
+    python.chmod(0o755)
+    stamps = copy / "build/make"
+    stamps.mkdir(parents=True)
+    (stamps / "python").write_text(f"{python}\n")
+    (stamps / "torch").touch()
+    result = run("make", "setup", cwd=copy)
+    assert result.returncode == 0, result.stdout + result.stderr
+    installed = log.read_text().splitlines()[-1].split()
+    assert installed[-2:] == ["-e", f".[{extras}]"] and "pip" in installed
