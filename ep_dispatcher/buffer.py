@@ -6,6 +6,7 @@ import itertools
 import secrets
 import weakref
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Buffer:
             checks.fail("group", "one that this process is not a member of", "a group on its members alone")
         if not isinstance(group, ProcessGroup):
             checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
+        import_module("torch._dynamo")  # seconds that the first custom operator would take while its peers wait
 
         def own_config() -> dict[str, Any]:
             name = engines.choose(envs.engine() if engine == "auto" else engine)

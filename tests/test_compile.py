@@ -1,5 +1,8 @@
 """torch.compile keeps both operations whole, forward and backward, and changes nothing."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -203,6 +206,34 @@ def test_another_buffer(pools, engine, backend, dynamic, as_argument):
         for eager, compiled, _ in steps:
             for a, b in zip(eager, compiled):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+WHEN_DYNAMO_IS_IMPORTED = """
+import sys
+import torch
+import torch.distributed as dist
+import ep_dispatcher as ep
+
+def seen(when):
+    print(when, "torch._dynamo" in sys.modules)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+seen("before")
+buffer = ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, dtype=torch.float32)
+seen("buffer")
+modules = {name for name in sys.modules if name.startswith("torch.")}
+x = torch.ones(8, 64, requires_grad=True)
+out = ep.dispatch(buffer, x, torch.ones(8, 1, dtype=torch.long))
+ep.combine(buffer, out.x, out.handle).sum().backward()
+print("operations", [name for name in sys.modules if name.startswith("torch._dynamo") and name not in modules])
+"""
+
+
+def test_dynamo_is_imported_with_the_first_buffer():
+    """Not by the first operation, whose peers would wait for it, nor by those who only import the package."""
+    command = [sys.executable, "-c", WHEN_DYNAMO_IS_IMPORTED]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+    assert result.stdout.splitlines() == ["before False", "buffer True", "operations []"], result.stderr
 
 
 def test_inductor(pools):
