@@ -317,8 +317,6 @@ class Buffer:
                 num_tokens=num_tokens,
                 num_rows=out_rows.shape[0],
                 plan=new_plan,
-                tokens_per_expert=tokens_per_expert,
-                rows_per_expert=rows_per_expert,
             )
         return DispatchOutput(
             x=float8.QuantizedRows(out_rows, out_scales, anchor if quantize else None) if pair else out_rows,

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Handle:
+def _short(value: Any) -> str:
+    """Describe a tensor by dtype and shape: its contents are long, and a plan has gaps that nothing ever wrote."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_short, value))})"
+    return repr(value)
+
+
+class _ShortRepr:
+    def __repr__(self) -> str:
+        given = ", ".join(f"{field.name}={_short(getattr(self, field.name))}" for field in fields(self))
+        return f"{type(self).__name__}({given})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Handle(_ShortRepr):
     """The plan of one routing on one rank: made by ``dispatch``, taken by ``combine``, a backward and a recompute.
 
-    It belongs to the buffer that made it, stays valid until that is destroyed, and never changes.
+    It belongs to the buffer that made it, stays valid until that is destroyed, and never changes. The counts per
+    expert are in DispatchOutput, whose tensors are the caller's own.
     """
 
     buffer_id: str
@@ -20,12 +37,13 @@ class Handle:
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size], on the engine's device; its content is the engine's own
-    tokens_per_expert: Tensor  # int64 [num_local_experts], true counts
-    rows_per_expert: Tensor  # int64 [num_local_experts], padded counts
 
 
 class CompletedEvent:
     """The event of an operation that is complete when the call returns, as every one of the CPU engine is."""
+
+    def __repr__(self) -> str:
+        return "CompletedEvent()"
 
     def wait(self) -> None:
         """Let the current stream wait for the operation."""
@@ -38,8 +56,8 @@ class CompletedEvent:
         return True
 
 
-@dataclass(frozen=True, eq=False)
-class DispatchOutput:
+@dataclass(frozen=True, eq=False, repr=False)
+class DispatchOutput(_ShortRepr):
     """Rows received by this rank. ``rows`` counts them, padding included.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
@@ -59,8 +77,8 @@ class DispatchOutput:
     event: CompletedEvent
 
 
-@dataclass(frozen=True, eq=False)
-class CombineOutput:
+@dataclass(frozen=True, eq=False, repr=False)
+class CombineOutput(_ShortRepr):
     """x [num_tokens, hidden] of the buffer's dtype; topk_weights float32 [num_tokens, num_topk], or None."""
 
     x: Tensor

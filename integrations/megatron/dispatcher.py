@@ -38,10 +38,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.expert_alignment = limits.expert_alignment(config)
         # What a partial CUDA graph that ends after dispatch_preprocess has to bring out beside the step's outputs.
         self.cudagraph_attrs = ["topk_idx"]
-        self.topk_idx: Tensor | None = None  # of the forward pass under way, as are the next three
+        self.topk_idx: Tensor | None = None  # of the forward pass under way, as are the next four
         self.hidden_shape: torch.Size | None = None
         self.buffer: ep.Buffer | None = None
         self.handle: ep.Handle | None = None
+        self.rows_per_expert: Tensor | None = None
         # 0.16's GroupedMLP takes its counts from there, and TEGroupedMLP makes a list of them.
         self._counts_on_host = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
         self._plans = recompute.RecomputePlans.make(config)
@@ -122,7 +123,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self._plans.keep(self.topk_idx, microbatch, self.buffer, out.handle)
         else:
             out = ep.dispatch(self.buffer, hidden_states, topk_weights=probs, handle=handle)
-        self.handle = out.handle
+        self.handle, self.rows_per_expert = out.handle, out.rows_per_expert
         self._note_backward(out.x)
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
@@ -135,7 +136,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
         tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs.
         """
-        tokens_per_expert = self.handle.rows_per_expert
+        tokens_per_expert = self.rows_per_expert
         if self._counts_on_host:
             return hidden_states, tokens_per_expert.cpu(), probs
         _used_here(tokens_per_expert)
@@ -148,7 +149,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
         self._shared_experts_wait()
-        handle, self.handle = self.handle, None
+        handle, self.handle, self.rows_per_expert = self.handle, None, None
         self.buffer.note = self._where
         combined = ep.combine(self.buffer, hidden_states, handle)
         self._note_backward(combined)
