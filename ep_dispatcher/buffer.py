@@ -63,6 +63,9 @@ class Buffer:
 
     ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
 
+    A copy of a buffer is that buffer: ``copy.deepcopy`` of a module shares it (as a running average of weights wants
+    it), and destroy() ends it for both. It cannot be pickled.
+
     Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks;
     PeerTimeoutError when a rank does not come to make it; RuntimeError, on every rank, when one cannot.
     """
@@ -255,6 +258,20 @@ class Buffer:
             engine, self._engine = self._engine, None
             _buffers.pop(self.id, None)
             engine.destroy()
+
+    def __copy__(self) -> Buffer:
+        """Return this buffer itself: a connection cannot be doubled."""
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Buffer:
+        """Return this buffer itself, so that a deep copy of a module has weights of its own and the same buffer."""
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            "a Buffer is a connection between running ranks, not data, and cannot be pickled: save the module's "
+            "state_dict(), or leave the buffer out in the module's __getstate__ and give the loaded module another one"
+        )
 
     def __enter__(self) -> Buffer:
         return self
