@@ -13,6 +13,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ep_dispatcher import checks
@@ -95,6 +96,16 @@ def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
+def _saved_plan(ctx) -> Tensor:
+    """Return the plan that the forward saved. Hooks on saved tensors may move it, but must keep its integers."""
+    (plan,) = ctx.saved_tensors
+    if plan.dtype != torch.int32:
+        checks.fail(
+            "saved plan", f"a tensor of {plan.dtype}", "torch.int32: hooks on saved tensors must not convert it"
+        )
+    return plan
+
+
 def _dispatch_setup(ctx, inputs, output):
     rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.quantize, ctx.buffer_id, _ = inputs
     ctx.save_for_backward(output[6] if plan is None else plan)
@@ -106,7 +117,7 @@ def _dispatch_backward(ctx, grad_rows, _scales, grad_weights, _idx, _tokens, _ro
     grad = grad_anchor if ctx.quantize else grad_rows
     grad = grad.to(find_buffer(ctx.buffer_id)._config.dtype)  # float8 rows have no gradient; only their weights do
     weights = grad_weights if ctx.has_weights else None
-    grad_x, grad_topk_weights = _combine(grad, *ctx.saved_tensors, weights, ctx.num_tokens, ctx.layout, ctx.buffer_id)
+    grad_x, grad_topk_weights = _combine(grad, _saved_plan(ctx), weights, ctx.num_tokens, ctx.layout, ctx.buffer_id)
     return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, *[None] * 7
 
 
@@ -118,7 +129,7 @@ def _combine_setup(ctx, inputs, output):
 
 def _combine_backward(ctx, grad_x, grad_weights):
     weights = grad_weights if ctx.has_weights else None
-    plan, static = ctx.saved_tensors[0], (ctx.layout, 1, ctx.num_rows, False, ctx.buffer_id)
+    plan, static = _saved_plan(ctx), (ctx.layout, 1, ctx.num_rows, False, ctx.buffer_id)
     received = _dispatch(grad_x, None, None, weights, plan, *static)
     return received[0], None, received[2] if ctx.has_weights else None, *[None] * 4
 
@@ -169,6 +180,24 @@ class _Float8Rows(torch.autograd.Function):
         return None, None, torch.where(scales.unsqueeze(-1) > 0, exact, 0).flatten(-2).to(torch.bfloat16)
 
 
+_REVERSE = "reverse mode: backward() or torch.autograd.grad"
+
+
+def _refuse_transforms(**arguments) -> None:
+    """Refuse what custom operators do not differentiate: PyTorch drops tangents, and has no torch.func.grad of them."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if forward_ad._current_level < 0 and not transformed:
+        return
+    for argument, value in arguments.items():
+        for t in value if isinstance(value, (tuple, list)) else (value,):
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                continue
+            if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+                checks.fail(argument, "a tangent of forward-mode differentiation (torch.func.jvp)", _REVERSE)
+            if transformed and t.requires_grad and torch.is_grad_enabled():
+                checks.fail(argument, "a gradient of torch.func (grad, vjp, jacrev)", _REVERSE)
+
+
 def _check_buffer(buffer: Buffer) -> None:
     if not isinstance(buffer, Buffer):
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
@@ -191,11 +220,16 @@ def dispatch(
 
         backward:  grad x = combine(grad out.x);  grad topk_weights = combine's topk_weights of grad out.topk_weights
 
+    A backward is an operation of all ranks too. Every rank must run the backward of every operation, also a rank
+    without tokens, or whose loss does not use the layer: there add ``0 * y.sum()`` of the layer's result y to the loss.
+    x must require a gradient on all ranks or on none, and so must topk_weights where x does not.
+
     Arguments, results and errors are those of ``Buffer.dispatch``. With ``quantize`` the gradient passes straight
     through the rounding: take it with ``ep.dequantize(out.x)``, or give ``out.x.anchor`` to an operator of your own
     (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
     """
     _check_buffer(buffer)
+    _refuse_transforms(x=x, topk_weights=topk_weights)
     out = buffer._dispatch(
         partial(_dispatch, buffer_id=buffer.id),
         x,
@@ -220,9 +254,13 @@ def combine(
 
         backward:  grad y = dispatch(grad, handle=handle)
 
+    Every rank must run this backward too, or the others wait for it in vain (see ``ep.dispatch``): y must require a
+    gradient on all ranks or on none, and a loss that does not use the result adds ``0 * result.sum()``.
+
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """
     _check_buffer(buffer)
+    _refuse_transforms(y=y, topk_weights=topk_weights)
     run = partial(_combine, layout=getattr(handle, "layout", ""), buffer_id=buffer.id)
     res = buffer._combine(run, y, handle, topk_weights)
     return res.x if topk_weights is None else (res.x, res.topk_weights)

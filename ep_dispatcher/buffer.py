@@ -394,7 +394,8 @@ class Buffer:
         try:
             yield
         except PeerTimeoutError as error:
-            error.note = self.note
+            in_backward = torch._C._current_graph_task_id() != -1
+            error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
             raise
 
 

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from test_dispatch_combine import Case, Inputs, assert_same, expert_rows, make_buffer, make_inputs, to
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
-from ep_dispatcher import reference
+from ep_dispatcher import PeerTimeoutError, reference
 from ep_dispatcher.testing import device_of
 
 SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
@@ -275,3 +276,188 @@ def test_weights_have_gradients_when_float8_rows_have_none(pools, engine, payloa
     _, expected = expected_gradients(case, inputs)
     for rank, (_, weight_grad) in enumerate(ranks):
         assert_same(weight_grad, expected[rank][1], f"rank {rank}: gradient of topk_weights")
+
+
+def gradients_with_an_idle_rank(rank: int, engine: str, idle: int):
+    """Two layers in a row; the loss of rank ``idle``, which has no tokens, uses them only by ``0 * y.sum()``."""
+    case = Case(2, 2)
+    inputs = make_inputs(case)
+    device = device_of(engine, rank)
+    num_tokens = 0 if rank == idle else inputs.x[rank].shape[0]
+    x = inputs.x[rank][:num_tokens].to(device).float().requires_grad_()
+    other = torch.ones(3, requires_grad=True)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        y = x
+        for _ in range(2):
+            out = ep.dispatch(buffer, y, inputs.topk_idx[rank][:num_tokens].to(device))
+            y = ep.combine(buffer, 3 * out.x, out.handle)
+        loss = other.sum().to(device) + 0 * y.sum() if rank == idle else y.sum()
+        loss.backward()
+    chosen = (inputs.topk_idx[rank][:num_tokens] >= 0).sum(1, keepdim=True)
+    return x.grad.cpu(), (3.0 * chosen).square().expand(num_tokens, case.hidden), other.grad
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_whose_loss_does_not_use_the_layer_adds_nothing_times_its_sum(pools, engine, idle):
+    ranks = pools(2).run(gradients_with_an_idle_rank, engine, idle)
+    for rank, (grad, expected, other_grad) in enumerate(ranks):
+        assert torch.equal(grad, expected)
+        assert (other_grad is not None) == (rank == idle)
+    assert ranks[1 - idle][0].any()
+
+
+def notes_of_late_peers(rank: int) -> list[str]:
+    """The notes of errors in a forward and in a backward, without and with a note of the buffer."""
+    case = Case(1, 1)
+    inputs = make_inputs(case)
+    notes = []
+
+    def late(*_):
+        raise PeerTimeoutError("combine", 1, "partial sums", rank=0, late_ranks=[1], waited_s=1.0)
+
+    with make_buffer(case, "cpu", MAX_TOKENS) as buffer:
+        out = ep.dispatch(buffer, inputs.x[0].requires_grad_(), inputs.topk_idx[0])
+        buffer._engine.combine = late
+        for buffer.note in ("", "layer 3"):
+            for backward in (False, True):
+                try:
+                    if backward:
+                        out.x.sum().backward(retain_graph=True)
+                    else:
+                        ep.combine(buffer, out.x, out.handle)
+                except PeerTimeoutError as error:
+                    notes.append(error.note)
+    return notes
+
+
+def test_a_late_peer_in_a_backward_is_said_to_be_that(pools):
+    (notes,) = pools(1).run(notes_of_late_peers)
+    assert notes == ["", "in a backward, which every rank must run", "layer 3", "layer 3"]
+
+
+def one_rank(rank: int, function):
+    """function(layer, x, topk_weights) on a buffer of one rank; layer(x, topk_weights, scale) is differentiable."""
+    case = Case(1, 1, torch.float32)
+    inputs = make_inputs(case)
+    with make_buffer(case, "cpu", MAX_TOKENS) as buffer:
+
+        def layer(x, topk_weights=None, scale=1.0):
+            out = ep.dispatch(buffer, x, inputs.topk_idx[0], topk_weights)
+            y = out.x if topk_weights is None else out.x * out.topk_weights[:, None]
+            return ep.combine(buffer, y * scale, out.handle)
+
+        return function(layer, inputs.x[0].float(), inputs.topk_weights[0])
+
+
+def tangent_of_duals(layer, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+REFUSED = {
+    "x: given a tangent of forward-mode": [
+        lambda layer, x, weights: torch.func.jvp(layer, (x,), (torch.ones_like(x),)),
+        lambda layer, x, weights: torch.func.jacfwd(layer)(x),
+        lambda layer, x, weights: tangent_of_duals(layer, x),
+        lambda layer, x, weights: torch.compile(
+            lambda x: torch.func.jvp(layer, (x,), (torch.ones_like(x),)), backend="eager"
+        )(x),
+    ],
+    "topk_weights: given a tangent": [
+        lambda layer, x, weights: torch.func.jvp(lambda w: layer(x, w), (weights,), (torch.ones_like(weights),)),
+    ],
+    "y: given a tangent": [
+        lambda layer, x, weights: torch.func.jvp(lambda s: layer(x, scale=s), (torch.ones(()),), (torch.ones(()),)),
+    ],
+    "x: given a gradient of torch.func": [
+        lambda layer, x, weights: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda layer, x, weights: torch.func.jacrev(layer)(x),
+        lambda layer, x, weights: torch.vmap(torch.func.grad(lambda x: layer(x).sum()))(x[None]),
+    ],
+}
+
+
+def messages_of_transforms(layer, x, weights) -> list[tuple[str, str]]:
+    seen = []
+    for words, functions in REFUSED.items():
+        for function in functions:
+            try:
+                seen.append((words, f"no error: {function(layer, x, weights)}"))
+            except ValueError as error:
+                seen.append((words, str(error)))
+    return seen
+
+
+def test_other_ways_to_differentiate_are_refused(pools):
+    """PyTorch would drop the tangents of a custom operator without a word."""
+    (seen,) = pools(1).run(one_rank, messages_of_transforms, timeout_s=300)
+    assert len(seen) == 9
+    for words, message in seen:
+        assert message.startswith(words) and "backward()" in message
+
+
+def transforms_around_a_layer_without_gradients(layer, x, weights):
+    """A transform of something else, and vmap, in which nothing of the layer is differentiated."""
+    right = layer(x)
+    scale = torch.tensor(2.0)
+    _, tangent = torch.func.jvp(lambda s: (layer(x) * s).sum(), (scale,), (torch.ones(()),))
+    gradient = torch.func.grad(lambda s: (layer(x) * s).sum())(scale)
+    return right, tangent, gradient, torch.vmap(layer)(torch.stack([x, 2 * x]))
+
+
+def test_transforms_of_something_else_go_on(pools):
+    ((right, tangent, gradient, mapped),) = pools(1).run(one_rank, transforms_around_a_layer_without_gradients)
+    assert torch.equal(tangent, right.sum()) and torch.equal(gradient, right.sum()) and right.any()
+    assert torch.equal(mapped, torch.stack([right, 2 * right]))
+
+
+def backward_with_converted_plans(layer, x, weights) -> tuple[list[str], torch.Tensor]:
+    """Hooks that store what is saved in another dtype: with floats alone, and with the plan too."""
+    messages = []
+    for dtype in (torch.bfloat16, torch.int64):
+        x.requires_grad_().grad = None
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, dtype=dtype: t.to(dtype), lambda t: t):
+            y = layer(x)
+        try:
+            y.sum().backward()
+        except ValueError as error:
+            messages.append(str(error))
+    with torch.autograd.graph.save_on_cpu():
+        y = layer(x)
+    y.sum().backward()
+    return messages, x.grad
+
+
+def test_hooks_that_convert_a_saved_plan_are_found(pools):
+    ((messages, grad),) = pools(1).run(one_rank, backward_with_converted_plans)
+    assert [message.partition(", allowed")[0] for message in messages] == [
+        "saved plan: given a tensor of torch.bfloat16",
+        "saved plan: given a tensor of torch.int64",
+    ]
+    assert grad.any()
+
+
+def outputs_after_a_change(rank: int, engine: str, case: Case, inputs: Inputs):
+    """The counts and the sums, before and after the caller has overwritten all outputs, and the handle's tensors."""
+    device = device_of(engine, rank)
+    seen = []
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        x, topk_idx = inputs.x[rank].to(device), inputs.topk_idx[rank].to(device)
+        out = ep.dispatch(buffer, x, topk_idx, layout=case.layout)
+        handle = out.handle
+        for _ in range(2):
+            combined = ep.combine(buffer, out.x, handle)
+            seen.append([t.cpu().clone() for t in (out.tokens_per_expert, out.rows_per_expert, out.x, combined)])
+            for output in (out.x, out.tokens_per_expert, out.rows_per_expert):
+                output.fill_(-1)
+            out = ep.dispatch(buffer, x, handle=handle)
+    tensors = [name for name, value in vars(handle).items() if isinstance(value, torch.Tensor)]
+    return *seen, tensors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_outputs_are_the_callers_own(pools, engine, layout):
+    case = Case(2, 1, layout=layout)
+    for first, second, tensors in pools(2).run(outputs_after_a_change, engine, case, make_inputs(case)):
+        assert first[0].any() and tensors == ["plan"]
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
