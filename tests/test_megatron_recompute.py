@@ -8,6 +8,7 @@ from megatron_layer import (
     NO_MEGATRON,
     Layout,
     assert_agree,
+    environment,
     grads_of,
     make_config,
     make_layer,
@@ -226,6 +227,35 @@ def evaluate_in_between(rank: int) -> None:
 @NOTHING_KEPT
 def test_evaluation_in_between_confuses_nothing_and_takes_no_memory():
     megatron_pool(2).run(evaluate_in_between)
+
+
+def infer_first(rank: int, settings: dict, nodes: dict) -> None:
+    """Log-probabilities of the batch, then training steps on the same tokens: the routings are equal."""
+    checkpointed = settings["recompute_granularity"] == "full"
+    with environment(**nodes):
+        use_layout(Layout(ep=2))
+        xs = [tokens_of(rank, step) for step in range(2)]
+        layer = make_layer(make_config(**settings))
+        with torch.inference_mode():  # also the first use of the buffer
+            inferred = [layer(x)[0] for x in xs]
+        assert not layer.token_dispatcher._plans._kept
+        results = []
+        for x, output in zip(xs, inferred):
+            layer.zero_grad()
+            one = Microbatch(layer, x, checkpointed)
+            one.backward()
+            results.append(one.tensors() | grads_of(layer))
+            assert torch.equal(results[-1]["output"], output)
+        use_layout(Layout(ep=2))
+        wanted = one_by_one(xs)
+    for number in range(2):
+        assert_agree(results[number], wanted[number], f"microbatch {number}")
+
+
+@pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full"])
+@pytest.mark.parametrize("nodes", [{}, dict(EP_DISPATCHER_RANKS_PER_NODE="1")], ids=["one node", "two nodes"])
+def test_training_after_inference_on_the_same_tokens(settings, nodes):
+    megatron_pool(2).run(infer_first, settings, nodes)
 
 
 def keep_none(rank: int) -> None:

@@ -4,6 +4,9 @@ A checkpointed layer runs forward twice: without gradients, then, when backward 
 second run has the same routing, and reuses the plan of the first. Which of the microbatches in flight that was is
 decided by the routing itself, on all ranks together; a routing that fits none of them is planned anew.
 
+Nothing is kept under ``torch.inference_mode()``: autograd refuses to save the tensors made there. No recompute follows
+such a pass either.
+
 On a GPU nothing is kept: to compare and to ask the other ranks, the host would have to wait for the device as often as
 it does to plan again, and to plan again it does not wait at all where the number of rows is given.
 """
@@ -54,8 +57,9 @@ class RecomputePlans:
         return cls(2 * max(config.pipeline_model_parallel_size, group) + 2 if recomputes else 0)
 
     def keep(self, topk_idx: Tensor, microbatch: int, buffer: ep.Buffer, handle: ep.Handle) -> None:
-        if not torch.is_grad_enabled() and not topk_idx.is_cuda:
-            self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or topk_idx.is_cuda:
+            return
+        self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
 
     def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
         """The oldest plan whose routing is this one on every rank of the group, or None. Collective.
