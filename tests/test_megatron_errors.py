@@ -53,13 +53,15 @@ def wrong_arguments(rank: int) -> None:
         before, after = text.split("allowed:")
         assert given in before and allowed in after, text
     routing_map[5, :3] = True
-    text = error_of(lambda: preprocess(x, routing_map, probs))
-    assert text == "routing_map: given a token with 3 experts, allowed: --moe-router-topk 2"
+    if not on_gpu():  # there it is found in dispatch
+        text = error_of(lambda: preprocess(x, routing_map, probs))
+        assert text == "routing_map: given a token with 3 experts, allowed: --moe-router-topk 2"
     # With capacities that are filled up the map may mark more: those without a probability do not count.
     layer.config.moe_pad_expert_input_to_capacity = True
     first_two = torch.arange(EXPERTS, device=x.device) < 2
     preprocess(x, routing_map, torch.where(routing_map & first_two, probs + 0.1, 0))
-    assert "3 experts" in error_of(lambda: preprocess(x, routing_map, probs + 0.1))
+    if not on_gpu():
+        assert "3 experts" in error_of(lambda: preprocess(x, routing_map, probs + 0.1))
     layer.config.moe_pad_expert_input_to_capacity = False
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         routing_map[5, 2] = False
@@ -71,6 +73,57 @@ def wrong_arguments(rank: int) -> None:
 
 def test_wrong_arguments_are_value_errors():
     megatron_pool(2).run(wrong_arguments)
+
+
+def overfull_tokens(rank: int, layout: Layout, topk: int) -> None:
+    """Where the host does not wait for the router, as on a GPU: later forward passes are checked like the first."""
+    from ep_dispatcher.integrations.megatron import overfull
+
+    use_layout(layout)
+    layer = make_layer(make_config(moe_router_topk=topk))
+    dispatcher, x = layer.token_dispatcher, tokens_of(rank)
+    output = layer(x)[0]
+    probs = torch.rand(24, EXPERTS, device=x.device) + 0.1
+    routing_map = torch.zeros_like(probs, dtype=torch.bool)
+    routing_map[:, :topk] = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overfull, "host_looks", lambda routing_map: False)
+        for wrong in ([7], [7, 20]) if topk < EXPERTS else ():
+            given = routing_map.clone()
+            given[wrong, -2:] = True  # two more than top-k, or the last of all
+            sent = dispatcher.dispatch_preprocess(x, given, probs)
+            text = error_of(lambda sent=sent: dispatcher.token_dispatch(*sent))
+            allowed = f"allowed: --moe-router-topk {topk} (the engine"
+            expected = [f"routing_map: given token {token} with more than {topk} experts, {allowed}" for token in wrong]
+            assert text.startswith(tuple(expected)) and "topk_idx[" in text, text
+        sent = dispatcher.dispatch_preprocess(x, routing_map, probs)
+        assert dispatcher.topk_idx.shape == (24, topk * layout.etp) and int(dispatcher.topk_idx.max()) < 8 * layout.etp
+        rows, _, permuted_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+        back = dispatcher.combine_postprocess(dispatcher.token_combine(rows * permuted_probs.unsqueeze(-1)))
+        expected = x * layout.etp * (probs * routing_map).sum(1).view(12, 2, 1)
+        torch.testing.assert_close(back, expected)
+    assert torch.equal(layer(x)[0], output), "no rank has sent anything, and all go on"
+
+
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(ep=1, etp=2)], ids=str)
+@pytest.mark.parametrize("topk", [2, EXPERTS - 1, EXPERTS])
+def test_a_token_with_more_than_topk_experts_is_found_without_the_host(topk, layout):
+    megatron_pool(2).run(overfull_tokens, layout, topk)
+
+
+def other_errors(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import overfull
+
+    def fail(text: str):
+        with overfull.explained(2):
+            raise ValueError(text)
+
+    for text in ("x: given 3", "max_recv_rows: too small: rank 0 needs 5 rows", "a topk_idx[0, 1]: given 8, allowed"):
+        assert error_of(lambda text=text: fail(text)) == text
+
+
+def test_other_errors_stay_as_they_are():
+    megatron_pool(2).run(other_errors)
 
 
 # ---- a rank that is late --------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ep_dispatcher.integrations.megatron import overfull
 from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
@@ -17,6 +18,21 @@ from torch.distributed import PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import count_attempt
+
+
+class MegatronBuffer(ep.Buffer):
+    """A buffer whose errors speak of Megatron's routing map."""
+
+    router_topk: int = 0
+
+    @contextmanager
+    def _noted(self):
+        with overfull.explained(self.router_topk), super()._noted():
+            yield
+
+    def destroy(self) -> None:
+        with overfull.explained(self.router_topk):
+            super().destroy()
 
 
 @dataclass
@@ -59,7 +75,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     if needed > shared.max_tokens:
         max_tokens = max(needed, 2 * shared.max_tokens)  # doubling bounds what the old ones take
         try:
-            buffer = ep.Buffer(
+            buffer = MegatronBuffer(
                 group,
                 hidden=hidden,
                 num_experts=num_experts,
@@ -72,6 +88,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             error.note = note
             raise
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
+        buffer.router_topk = config.moe_router_topk
         shared.buffers.append(buffer)
     return shared.buffers[-1]
 

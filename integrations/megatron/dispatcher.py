@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ep_dispatcher.integrations.megatron import buffers, limits, recompute
+from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -55,7 +55,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         hidden_states [..., hidden]; routing_map bool [num_tokens, num_experts]; probs float [num_tokens, num_experts]
         -> (hidden_states [num_tokens, hidden], probs float32 [num_tokens, top-k x expert tensor parallel size])
 
-        Raises ValueError when a shape or dtype is not as above, or a token has more than top-k experts.
+        Raises ValueError when a shape or dtype is not as above, or a token has more than top-k experts. (On a GPU that
+        token's error comes from token_dispatch, or from a later call where the number of rows is given.)
         """
         self.hidden_shape = hidden_states.shape
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -65,12 +66,6 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self.config.moe_pad_expert_input_to_capacity:
             # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
             routing_map = routing_map & (probs != 0)
-        if not routing_map.is_cuda or not (self._num_forwards or torch.cuda.is_current_stream_capturing()):
-            most = int(routing_map.sum(1).max()) if routing_map.numel() else 0  # on a GPU the host waits for it: once
-            if most > self.config.moe_router_topk:
-                checks.fail(
-                    "routing_map", f"a token with {most} experts", f"--moe-router-topk {self.config.moe_router_topk}"
-                )
         self.topk_idx, weights = self._to_topk(routing_map, probs)
         return hidden_states, weights
 
@@ -82,8 +77,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         with L experts per rank and T slices.
         """
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
+        columns = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
         numbers = torch.arange(num_experts, device=routing_map.device, dtype=torch.int16)  # faster to sort than int64
-        idx = torch.where(routing_map, numbers, num_experts).topk(topk, dim=1, largest=False, sorted=True).values.long()
+        idx = torch.where(routing_map, numbers, num_experts)
+        idx = idx.topk(columns, dim=1, largest=False, sorted=True).values.long()
+        idx, is_overfull = idx[:, :topk], idx[:, topk:] < num_experts
+        if overfull.host_looks(routing_map) and is_overfull.any():
+            overfull.refuse(routing_map, topk)
         none = idx == num_experts
         weights = probs.gather(1, idx.masked_fill(none, 0)).masked_fill(none, 0).float()
         per_rank, slices = self.num_local_experts, self.tp_size
@@ -91,7 +91,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             first = idx // per_rank * (slices * per_rank) + idx % per_rank
             idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
             none, weights = none.repeat(1, slices), weights.repeat(1, slices)
-        return idx.masked_fill(none, -1), weights
+        idx = idx.masked_fill(none, -1)
+        if columns > topk:
+            overfull.mark(idx, is_overfull, num_experts * slices)
+        return idx, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [num_tokens, hidden] and probs, as preprocessed -> rows [rows, hidden] by expert, probs [rows]."""

@@ -1,0 +1,48 @@
+"""Tokens that a routing map gives more than top-k experts: an error, and on a GPU one without a host wait.
+
+On a CPU the host looks at the routing map before anything is sent. On a GPU it would have to wait for the router. There
+the token gets an expert number that does not exist, and the engine reports that as it does for any routing: from the
+dispatch itself, or from a later call where the number of rows is given. ``explained`` puts it in Megatron's terms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ep_dispatcher import checks
+
+_BAD_ENTRY = re.compile(r"topk_idx\[(\d+), \d+\]: given \d+,")
+
+
+def host_looks(routing_map: Tensor) -> bool:
+    """Whether the host can look at the routing map without waiting for a device."""
+    return not routing_map.is_cuda
+
+
+def refuse(routing_map: Tensor, topk: int) -> None:
+    """Raise the ValueError that the host finds by itself."""
+    most = int(routing_map.sum(1).max())
+    checks.fail("routing_map", f"a token with {most} experts", f"--moe-router-topk {topk}")
+
+
+def mark(topk_idx: Tensor, is_overfull: Tensor, num_experts: int) -> None:
+    """Put an expert that does not exist into the last column of the tokens [num_tokens, 1] that are overfull."""
+    topk_idx[:, -1:].masked_fill_(is_overfull, num_experts)
+
+
+@contextmanager
+def explained(topk: int) -> Iterator[None]:
+    """Let an engine's error about a marked token speak of the routing map."""
+    try:
+        yield
+    except ValueError as error:
+        found = _BAD_ENTRY.match(str(error))
+        if found is None:
+            raise
+        given = f"token {found[1]} with more than {topk} experts"
+        mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
+        raise ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})") from error
