@@ -58,8 +58,8 @@ class Buffer:
     timeout_s            limit of every operation, and of each step of making the buffer, in seconds; None:
                          EP_DISPATCHER_TIMEOUT_S, which is 100 by default. Ranks may give different limits: the first
                          that is over ends the wait of all. A rank that gives a wrong one waits 100 s for the others
-    num_sms              the most multiprocessors that the CUDA engine uses at a time, 24 by default; the CPU engine
-                         takes no notice
+    num_sms              the most multiprocessors that the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or
+                         24 where that is unset. The CPU engine takes no notice
 
     ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
 
@@ -107,6 +107,7 @@ class Buffer:
             if per_node is not None:
                 per_node = checks.integer("ranks_per_node", per_node, 1)
             limit_s = envs.timeout_s() if timeout_s is None else timeout_s
+            sms = envs.num_sms() if num_sms is None else num_sms
             same = checks.buffer_config(
                 num_ranks=group.size(),
                 hidden=hidden,
@@ -115,13 +116,13 @@ class Buffer:
                 max_tokens_per_rank=max_tokens_per_rank,
                 dtype=dtype,
                 timeout_s=limit_s,
-                num_sms=num_sms,
+                num_sms=sms,
             )
             return dict(
                 sizes=same,
                 same=same | dict(engine=name, ranks_per_node=per_node, version=__version__),
                 timeout_s=limit_s,
-                num_sms=None if num_sms is None else int(num_sms),
+                num_sms=None if sms is None else int(sms),
                 host=host_id(),
                 buffer_id=secrets.randbits(62),
             )

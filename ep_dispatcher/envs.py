@@ -84,6 +84,13 @@ SWITCHES = (
         _int_from(0),
     ),
     Switch(
+        "EP_DISPATCHER_NUM_SMS",
+        None,
+        "an integer of at least 1",
+        "the most multiprocessors that the cuda engine uses at a time; unset: 24",
+        _int_from(1),
+    ),
+    Switch(
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
         None,
         "an integer of at least 1",
@@ -119,6 +126,10 @@ def timeout_s() -> float:
 
 def spin_us() -> int:
     return read("EP_DISPATCHER_SPIN_US")
+
+
+def num_sms() -> int | None:
+    return read("EP_DISPATCHER_NUM_SMS")
 
 
 def max_tokens_per_rank() -> int | None:

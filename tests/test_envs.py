@@ -9,6 +9,7 @@ READERS = {
     "EP_DISPATCHER_RANKS_PER_NODE": envs.ranks_per_node,
     "EP_DISPATCHER_TIMEOUT_S": envs.timeout_s,
     "EP_DISPATCHER_SPIN_US": envs.spin_us,
+    "EP_DISPATCHER_NUM_SMS": envs.num_sms,
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
 }
 
@@ -20,7 +21,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None]
+    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None, None]
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
 
@@ -33,6 +34,7 @@ def test_defaults():
         ("EP_DISPATCHER_RANKS_PER_NODE", "4", 4),
         ("EP_DISPATCHER_TIMEOUT_S", "0.5", 0.5),
         ("EP_DISPATCHER_SPIN_US", "0", 0),
+        ("EP_DISPATCHER_NUM_SMS", "16", 16),
     ],
 )
 def test_values_are_read_when_asked(monkeypatch, name, text, value):
@@ -52,6 +54,7 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
         ("EP_DISPATCHER_TIMEOUT_S", "nan"),
         ("EP_DISPATCHER_SPIN_US", "-1"),
         ("EP_DISPATCHER_SPIN_US", "1.5"),
+        ("EP_DISPATCHER_NUM_SMS", "0"),
         ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
     ],
 )

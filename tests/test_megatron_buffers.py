@@ -1,5 +1,6 @@
 """The buffers of a Megatron job: shared between layers, sized, grown; and the budget of rows of an expert rank."""
 
+import dataclasses
 import sys
 import time
 import types
@@ -136,6 +137,75 @@ def first_size(rank: int) -> None:
 
 def test_the_first_size():
     run(first_size)
+
+
+# ---- multiprocessors ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class SmsOf019:
+    moe_flex_dispatcher_num_sms: int | None = None
+    moe_deepep_num_sms: int | None = None
+    moe_hybridep_num_sms: int | None = None
+
+
+@dataclasses.dataclass
+class SmsOf016:
+    moe_deepep_num_sms: int = 20
+    moe_hybridep_num_sms: int = 16
+
+
+def choose_sms(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import limits
+
+    for config, wanted in [
+        (SmsOf016(), None),
+        (SmsOf016(20, 16), None),
+        (SmsOf016(12, 16), 12),
+        (SmsOf016(20, 32), 32),
+        (SmsOf016(12, 12), 12),
+        (SmsOf019(), None),
+        (SmsOf019(20), 20),
+        (SmsOf019(20, 20), 20),
+        (SmsOf019(20, 12, 16), 20),
+    ]:
+        assert limits.num_sms(config) == wanted, config
+    text = error_of(lambda: limits.num_sms(SmsOf016(12, 32)))
+    assert "--moe-deepep-num-sms" in text and "'moe_hybridep_num_sms': 32" in text, text
+    text = error_of(lambda: limits.num_sms(SmsOf016(0)))
+    assert text.startswith("--moe-deepep-num-sms: given 0, allowed: an integer from 1"), text
+
+    def sms_of_a_new_buffer(**settings) -> int | None:
+        use_layout(Layout(ep=2))
+        layer = make_layer(make_config(**settings))
+        forward(layer, rank, 12)
+        return layer.token_dispatcher.buffer._config.num_sms
+
+    fields = make_config().__dataclass_fields__
+    flag = next(name for name in limits.SMS_FIELDS if name in fields)
+    assert sms_of_a_new_buffer() is None, "Megatron's default is another backend's"
+    with environment(EP_DISPATCHER_NUM_SMS="10"):
+        assert sms_of_a_new_buffer() == 10
+        assert sms_of_a_new_buffer(**{flag: 12}) == 12, "a flag that was given wins over the switch"
+
+
+def test_multiprocessors_are_the_flag_or_the_switch():
+    run(choose_sms)
+
+
+def sms_of_a_buffer(rank: int) -> None:
+    sizes = dict(hidden=32, num_experts=4, num_topk=2, max_tokens_per_rank=8, dtype=torch.float32)
+    with environment(EP_DISPATCHER_NUM_SMS="10"):
+        for given, wanted in [(None, 10), (12, 12)]:
+            with ep.Buffer(num_sms=given, **sizes) as buffer:
+                assert buffer._config.num_sms == wanted
+    with environment(EP_DISPATCHER_NUM_SMS=("10", "none")[rank]):
+        text = error_of(lambda: ep.Buffer(**sizes))
+        assert text == "EP_DISPATCHER_NUM_SMS: given 'none', allowed: an integer of at least 1 (on rank 1)", text
+
+
+def test_the_switch_is_the_default_of_every_buffer():
+    run(sms_of_a_buffer)
 
 
 # ---- growing --------------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ def dispatchers(
     register()
     alone, _ = dist.new_subgroups(group_size=1, group=group)
     try:
+        from ep_dispatcher.integrations.megatron.limits import SMS_FIELDS
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -106,8 +107,8 @@ def dispatchers(
             params_dtype=dtype,
         )
         ours = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=plugin.NAME)
-        if "moe_flex_dispatcher_num_sms" in TransformerConfig.__dataclass_fields__:
-            ours["moe_flex_dispatcher_num_sms"] = num_sms
+        fields = TransformerConfig.__dataclass_fields__
+        ours |= {next(f for f in SMS_FIELDS if f in fields and fields[f].default != num_sms): num_sms}
         num_local = num_experts // group.size()
         first = group.rank() * num_local
         groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=alone)

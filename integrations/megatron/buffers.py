@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.megatron import overfull
+from ep_dispatcher.integrations.megatron import limits, overfull
 from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
@@ -82,7 +82,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
                 num_topk=num_topk,
                 max_tokens_per_rank=max_tokens,
                 dtype=hidden_states.dtype,
-                num_sms=getattr(config, "moe_flex_dispatcher_num_sms", None),
+                num_sms=limits.num_sms(config),
             )
         except ep.PeerTimeoutError as error:
             error.note = note

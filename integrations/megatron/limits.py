@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.transformer.moe import moe_utils
 
 from ep_dispatcher import checks
 
+# Fields that say how many multiprocessors communication may use. 0.19 added the first, and the others set it there.
+SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -22,6 +23,7 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
             checks.fail(flag, "none, which is the whole layer", "attn, moe_router, moe_preprocess")
         if "moe" in modules:
             checks.fail(flag, "moe", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
+    num_sms(config)
     columns = config.moe_router_topk * expert_tp
     if columns > checks.MAX_TOPK:
         times = f" x --expert-tensor-parallel-size {expert_tp}" if expert_tp > 1 else ""
@@ -50,9 +52,27 @@ def _graph_modules(config) -> tuple[str, list[str]]:
     return "--cuda-graph-impl", []
 
 
+def num_sms(config) -> int | None:
+    """The multiprocessors that the user's flags give to communication; None where they are Megatron's defaults.
+
+    Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are other backends' and say nothing about this one.
+    """
+    fields = type(config).__dataclass_fields__
+    given = {name: getattr(config, name) for name in SMS_FIELDS if name in fields}
+    given = {name: value for name, value in given.items() if value != fields[name].default}
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        checks.integer(flag, value, 1)
+        if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
+            checks.fail(flag, f"{value} beside {given}", "one number of multiprocessors")
+    return next(iter(given.values()), None)
+
+
 def expert_alignment(config) -> int:
     """Rows of a group are a multiple of this: what the quantised grouped GEMMs need, else 1."""
     if config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False):
+        from megatron.core.transformer.moe import moe_utils  # not before Megatron is in use: buffers.py imports this
+
         return max(1, moe_utils.get_align_size_for_quantization(config))
     return 1
 
