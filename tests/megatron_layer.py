@@ -153,27 +153,36 @@ def make_config(dispatcher: str = OURS, **settings):
     return TransformerConfig(**(defaults | chosen | settings))
 
 
-def make_layer(config, layer_number: int = 1):
-    """A MoELayer of SequentialMLP experts, with the same weights whatever dispatches."""
+def make_layer(config, layer_number: int = 1, *, own_router: bool = False):
+    """A MoELayer of SequentialMLP experts, with the same weights whatever dispatches.
+
+    Megatron's own router fails on a rank without tokens, so here another one stands in for it there. ``own_router``
+    leaves Megatron's alone.
+    """
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
 
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)  # 0.18: a partial
     layer.set_layer_number(layer_number)
-    route = layer.router.forward
+    if not own_router:
+        _route_no_tokens_too(layer)
+    set_weights(layer, layer)
+    return layer.to(device())
+
+
+def _route_no_tokens_too(layer) -> None:
+    config, route = layer.config, layer.router.forward
 
     def route_any_number(x: Tensor, *args, **kwargs):
         if x.numel():
             return route(x, *args, **kwargs)
-        # Megatron's router cannot view a tensor without elements. With a gradient: alltoall's backward is collective.
+        # With a gradient: alltoall's backward is collective.
         probs = torch.nn.functional.linear(x.flatten(0, -2), layer.router.weight)
         probs = probs.to({"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype, x.dtype))
         return probs, probs.bool()
 
     layer.router.forward = route_any_number
-    set_weights(layer, layer)
-    return layer.to(device())
 
 
 def set_weights(module, moe_layer) -> None:
@@ -242,6 +251,7 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
     later: dict = field(default_factory=dict)  # put on the config when its checks, which want a GPU for them, are over
     checkpointed: bool = False  # the whole layer, as recompute_granularity "full" does
+    own_router: bool = False  # Megatron's, also on ranks without tokens, where it fails
 
 
 @dataclass(frozen=True)
@@ -265,7 +275,8 @@ def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
         for name, value in case.later.items():
             assert hasattr(config, name), name
             setattr(config, name, value)
-        layer = make_layer(config)
+        layer = make_layer(config, own_router=case.own_router)
+        assert ("forward" in vars(layer.router)) != case.own_router
         assert type(layer.token_dispatcher).__name__ == CLASSES[dispatcher]
         length = SEQUENCE if case.lengths is None else case.lengths[rank]
         outputs, input_grads = [], []

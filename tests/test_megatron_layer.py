@@ -12,6 +12,7 @@ from megatron_layer import (
     Case,
     Layout,
     assert_agree,
+    error_of,
     grads_of,
     make_config,
     make_layer,
@@ -70,6 +71,12 @@ CASES = {
         settings=SHARED | dict(recompute_granularity="selective", recompute_modules=["shared_experts"])
     ),
     "uneven tokens": Case(references=ALLTOALL, lengths=(12, 3, 17, 8)),
+    "uneven tokens, Megatron's own router": Case(
+        settings=dict(moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001),
+        references=ALLTOALL,
+        lengths=(5, 12, 1, 9),
+        own_router=True,
+    ),
     "no tokens": Case(references=ALLTOALL, lengths=(0, 5, 0, 9)),
     "latent": Case(settings=dict(moe_latent_size=16)),
     "latent, shared expert, recompute": Case(settings=dict(moe_latent_size=16) | SHARED | RECOMPUTE),
@@ -117,6 +124,18 @@ def compare(rank: int, case: Case) -> None:
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
 def test_layer_agrees_with_megatrons_own_dispatchers(name):
     megatron_pool(4).run(compare, CASES[name])
+
+
+def route_none(rank: int) -> None:
+    use_layout(EP4)
+    layer = make_layer(make_config(), own_router=True)
+    layer.router(tokens_of(rank, length=1))
+    assert "0 elements" in error_of(lambda: layer.router(tokens_of(rank, length=0)), RuntimeError)
+
+
+def test_megatrons_own_router_takes_no_empty_tensor():
+    """So a rank without tokens needs another router. Where this fails, README.md's table can promise more."""
+    megatron_pool(4).run(route_none)
 
 
 # ---- combinations of features that the cases above have one by one --------------------------------------------------
