@@ -282,7 +282,7 @@ def main() -> int:
 
         dist.init_process_group("gloo")
         let_megatron_run_on_cpu()
-    ep_megatron.register()
+    ep_megatron.register(max_tokens_per_rank=args.micro_batch_size * args.seq_length)
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())

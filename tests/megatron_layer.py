@@ -93,13 +93,14 @@ _layout: Layout | None = None
 def use_layout(layout: Layout) -> None:
     """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
     global _layout
-    from ep_dispatcher.integrations.megatron import destroy_buffers, register
+    from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, register
 
     _use_device()
     register()
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
+    buffers._has_warned = False
     if layout != _layout:
         if _layout is not None:
             parallel_state.destroy_model_parallel()

@@ -1,9 +1,12 @@
 """The buffers of a Megatron job: shared between layers, sized, grown; and the budget of rows of an expert rank."""
 
 import dataclasses
+import gc
+import logging
 import sys
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -137,6 +140,106 @@ def first_size(rank: int) -> None:
 
 def test_the_first_size():
     run(first_size)
+
+
+def size_at_registration(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import register, unregister
+
+    use_layout(Layout(ep=2))
+    try:
+        for wrong in (0, 2.0, "40"):
+            assert error_of(lambda wrong=wrong: register(max_tokens_per_rank=wrong)).startswith("max_tokens_per_rank:")
+        registration = register(max_tokens_per_rank=40)
+        assert "40 tokens per rank" in str(registration) and register() is registration
+        layer = make_layer(make_config())
+        with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # a default, which what a caller passes overrides
+            forward(layer, rank, 3)
+        assert sizes() == [40]
+        forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
+        assert sizes() == [40]
+        text = error_of(lambda: forward(layer, rank, 21))
+        assert text == "hidden_states: given 42 tokens, allowed: register(max_tokens_per_rank=40)", text
+        register(max_tokens_per_rank=50)
+        forward(layer, rank, (21, 3)[rank])
+        assert sizes() == [40, 50]
+        unregister()
+        assert register().max_tokens_per_rank is None, "the size goes with the registration"
+    finally:
+        unregister()
+        register()
+
+
+def test_the_size_can_be_given_at_registration():
+    run(size_at_registration)
+
+
+def warn_of_a_guess(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import buffers, register, unregister
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    buffers.logger.addHandler(handler)
+    try:
+        use_layout(Layout(ep=2))
+        with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"):
+            forward(make_layer(make_config()), rank, 12)
+        use_layout(Layout(ep=2))
+        forward(make_layer(make_config(variable_seq_lengths=True)), rank, 12)
+        use_layout(Layout(ep=2))
+        register(max_tokens_per_rank=40)
+        forward(make_layer(make_config()), rank, 12)
+        unregister()
+        use_layout(Layout(ep=2))
+        module = types.ModuleType("megatron.training.global_vars")
+        sizes = dict(seq_length=12, micro_batch_size=2, context_parallel_size=1, sequence_parallel=False)
+        module._GLOBAL_ARGS = types.SimpleNamespace(**sizes)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, module.__name__, module)
+            forward(make_layer(make_config()), rank, 12)
+        assert not lines, "a size was given, or is not needed"
+        use_layout(Layout(ep=2))
+        for settings in ({}, dict(moe_router_topk=3)):  # two buffers
+            forward(make_layer(make_config(**settings)), rank, (12, 3)[rank])
+        assert len(lines) == (rank == 0), lines
+        for word in ("24 tokens per rank", "register(max_tokens_per_rank=...)", "EP_DISPATCHER_MAX_TOKENS_PER_RANK"):
+            assert all(word in line for line in lines), lines
+    finally:
+        buffers.logger.removeHandler(handler)
+        unregister()
+        register()
+
+
+def test_a_size_that_nobody_gave_is_warned_of_once():
+    run(warn_of_a_guess)
+
+
+def destroy_a_group(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import buffers
+
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config())
+    forward(layer, rank, 12)
+    group, x = dist.new_group([0, 1]), tokens_of(rank).flatten(0, 1)
+    topk_idx = torch.zeros(24, 2, dtype=torch.int64, device=x.device)
+    topk_idx[:, 1] = 1
+    made = buffers.shared_buffer(group, layer.config, x, topk_idx, "")
+    assert len(living()) == 2
+    dist.destroy_process_group(group)
+    forward(layer, rank, 12)
+    assert made in living(), "nobody looks while no buffer is made"
+    other = make_layer(make_config(moe_router_topk=3))
+    forward(other, rank, 12)
+    assert living() == [layer.token_dispatcher.buffer, other.token_dispatcher.buffer]
+    assert made.dispatch(x, topk_idx).x.shape[1] == HIDDEN, "who still has the buffer can use it"
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
+def test_buffers_of_a_destroyed_group_are_forgotten():
+    run(destroy_a_group)
 
 
 # ---- multiprocessors ------------------------------------------------------------------------------------------------
@@ -291,7 +394,12 @@ def bring_more_alone(rank: int, greedy: int) -> None:
                 f"in {LIMIT_S:g} s at most 24 on rank {1 - greedy}",
                 "hidden_states",
             ]
-            for word in (*words, "EP_DISPATCHER_MAX_TOKENS_PER_RANK", "variable_seq_lengths"):
+            ways_out = (
+                "register(max_tokens_per_rank=...)",
+                "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
+                "variable_seq_lengths",
+            )
+            for word in (*words, *ways_out):
                 assert word in text, text
         else:
             text = error_of(lambda: forward(layer, rank, 12), ep.PeerTimeoutError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.megatron import limits, overfull
+from ep_dispatcher.integrations.megatron import limits, overfull, plugin
 from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
@@ -18,6 +19,8 @@ from torch.distributed import PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import count_attempt
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronBuffer(ep.Buffer):
@@ -42,25 +45,31 @@ class _Shared:
 
 
 _shared: dict[tuple, _Shared] = {}
+_has_warned = False
 
 
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
     """The buffer for these tokens [num_tokens, hidden], made at their first use; then collective.
 
-    Its size is EP_DISPATCHER_MAX_TOKENS_PER_RANK where that is set. Else it is what Megatron's arguments say
-    (sequence length x micro batch size), or the most that a rank brings to the first forward pass if that is more or
-    there are no arguments. It grows when all ranks bring more at once, and with ``variable_seq_lengths`` whenever one
-    does. Raises ValueError on a rank that alone brings more, PeerTimeoutError (with the note) when one does not come.
+    Its size is what ``register(max_tokens_per_rank=...)`` was given, or else EP_DISPATCHER_MAX_TOKENS_PER_RANK. Where
+    neither is set, it is what Megatron's arguments say (sequence length x micro batch size), or the most that a rank
+    brings to the first forward pass if that is more or there are no arguments. Then it grows when all ranks bring more
+    at once, and with ``variable_seq_lengths`` whenever one does. Raises ValueError on a rank that alone brings more,
+    PeerTimeoutError (with the note) when one does not come.
     """
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
-    shared = _shared.setdefault((group, hidden, hidden_states.dtype, num_experts, num_topk), _Shared())
-    limit, needed = envs.max_tokens_per_rank(), num_tokens
-    if limit is not None:
-        if num_tokens > limit:
-            checks.fail("hidden_states", f"{num_tokens} tokens", f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={limit}")
-        needed = limit
+    key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
+    if key not in _shared:
+        _forget_destroyed_groups()
+        _shared[key] = _Shared()
+    shared, needed = _shared[key], num_tokens
+    given, where = _size_up_front()
+    if given is not None:
+        if num_tokens > given:
+            checks.fail("hidden_states", f"{num_tokens} tokens", where)
+        needed = given
     elif not shared.buffers or config.variable_seq_lengths:
         most = torch.tensor(num_tokens)
         try:
@@ -69,11 +78,15 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             if not shared.buffers:  # a late rank finds the others' messages, and goes on to make the buffer
                 count_attempt(group)
             raise
-        needed = max(int(most), 1 if shared.buffers else _tokens_by_arguments())
+        by_arguments = _tokens_by_arguments()
+        needed = max(int(most), 1 if shared.buffers or by_arguments is None else by_arguments)
+        if by_arguments is None and group.rank() == 0 and not config.variable_seq_lengths:
+            _warn_of_a_guess(needed)
     elif num_tokens > shared.max_tokens:
         needed = _agree_to_grow(group, shared, num_tokens)
     if needed > shared.max_tokens:
-        max_tokens = max(needed, 2 * shared.max_tokens)  # doubling bounds what the old ones take
+        # Doubling bounds what the old buffers take together.
+        max_tokens = needed if given is not None else max(needed, 2 * shared.max_tokens)
         try:
             buffer = MegatronBuffer(
                 group,
@@ -108,12 +121,40 @@ def destroy_buffers() -> None:
 atexit.register(destroy_buffers)
 
 
-def _tokens_by_arguments() -> int:
-    """Tokens of one rank in one microbatch by the arguments of megatron.training; 1 where it is not in use."""
+def _size_up_front() -> tuple[int | None, str]:
+    """The tokens per rank that the user has asked for, and where."""
+    given = plugin.registered_size()
+    if given is not None:
+        return given, f"register(max_tokens_per_rank={given})"
+    given = envs.max_tokens_per_rank()
+    return given, f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={given}"
+
+
+def _warn_of_a_guess(num_tokens: int) -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        logger.warning(
+            "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no size "
+            "was given. A rank that alone brings more later is an error. Call register(max_tokens_per_rank=...) or set "
+            "EP_DISPATCHER_MAX_TOKENS_PER_RANK, or use variable_seq_lengths where lengths vary.",
+            num_tokens,
+        )
+
+
+def _forget_destroyed_groups() -> None:
+    """Drop the buffers whose process group was destroyed; a layer that still uses one keeps it alive."""
+    living = dist.distributed_c10d._world.pg_map
+    for key in [key for key in _shared if key[0] not in living]:
+        del _shared[key]
+
+
+def _tokens_by_arguments() -> int | None:
+    """Tokens of one rank in one microbatch by the arguments of megatron.training; None where it is not in use."""
     module = sys.modules.get("megatron.training.global_vars")
     args = getattr(module, "_GLOBAL_ARGS", None)
     if args is None:
-        return 1  # a buffer holds one at least, also when nobody brings any
+        return None
     ways = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     return -(-args.seq_length // ways) * args.micro_batch_size
 
@@ -133,7 +174,8 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
         checks.fail(
             "hidden_states",
             f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {shared.max_tokens} on rank {missing}",
-            f"up to the {shared.max_tokens} that the buffers hold; where ranks bring different numbers of tokens, set "
-            "EP_DISPATCHER_MAX_TOKENS_PER_RANK or variable_seq_lengths",
+            f"up to the {shared.max_tokens} that the buffers hold; where ranks bring different numbers of tokens, give "
+            "the largest to register(max_tokens_per_rank=...) or EP_DISPATCHER_MAX_TOKENS_PER_RANK, or use "
+            "variable_seq_lengths",
         )
     return max(int(store.get(r)) for r in ranks)

@@ -185,7 +185,8 @@ def _megatron(plan: Plan, seed: int) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     registered = plugin._active is not None
-    register()
+    size = None if registered or plan.settings.get("variable_seq_lengths") else plan.tokens * plan.batch
+    register(max_tokens_per_rank=size)
     settings = plan.settings
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     given = {f"{name}_size": settings[f"{name}_size"] for name in sizes if f"{name}_size" in settings}

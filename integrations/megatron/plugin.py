@@ -10,8 +10,10 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
+
+from ep_dispatcher import checks
 
 NAME = "ep_dispatcher"
 OLDEST, NEWEST_RUN = (0, 16), (0, 19)
@@ -29,14 +31,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Registration:
-    """What register() did: Megatron's version and, a line each, what it replaced."""
+    """What register() did: Megatron's version and, a line each, what it replaced; and the size that it was given."""
 
     megatron_version: str
     replaced: tuple[str, ...]
+    max_tokens_per_rank: int | None = None
 
     def __str__(self) -> str:
-        lines = [f"ep_dispatcher is a backend of Megatron-core {self.megatron_version}'s flex dispatcher. Replaced:"]
-        return "\n  ".join([*lines, *self.replaced])
+        size = (
+            "" if self.max_tokens_per_rank is None else f" Its buffers hold {self.max_tokens_per_rank} tokens per rank."
+        )
+        head = f"ep_dispatcher is a backend of Megatron-core {self.megatron_version}'s flex dispatcher.{size} Replaced:"
+        return "\n  ".join([head, *self.replaced])
 
 
 class UnknownMegatronError(RuntimeError):
@@ -59,14 +65,27 @@ def is_ours(config) -> bool:
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
 
 
-def register() -> Registration:
+def registered_size() -> int | None:
+    """The tokens per rank that register() was given for the buffers."""
+    return None if _active is None else _active.max_tokens_per_rank
+
+
+def register(*, max_tokens_per_rank: int | None = None) -> Registration:
     """Let ``moe_token_dispatcher_type="flex"`` with ``moe_flex_dispatcher_backend="ep_dispatcher"`` choose ours.
 
-    Call it on every rank before Megatron parses its arguments; a second call changes nothing. ``unregister()`` undoes
-    it. Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
+    Call it on every rank before Megatron parses its arguments; a second call changes nothing but the size that it
+    gives. ``unregister()`` undoes it.
+
+    max_tokens_per_rank  the most tokens that a rank brings to a MoE layer in one microbatch, the same on all ranks:
+                         sequence length x micro batch size / (context x, with sequence parallel, tensor parallel size).
+                         None: EP_DISPATCHER_MAX_TOKENS_PER_RANK, or Megatron's arguments, or the first forward pass
+
+    Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
     warns when it is newer than the newest version that the tests ran with.
     """
     global _active
+    if max_tokens_per_rank is not None:
+        checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1)
     if _active is None:
         import megatron.core
 
@@ -79,6 +98,8 @@ def register() -> Registration:
             setattr(patch.owner, patch.name, patch.make(old))
         _active = Registration(version, tuple(patch.text for patch in patches))
         logger.info("%s", _active)
+    if max_tokens_per_rank is not None:
+        _active = replace(_active, max_tokens_per_rank=max_tokens_per_rank)
     return _active
 
 
