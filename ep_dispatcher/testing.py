@@ -228,20 +228,24 @@ class RankPool:
         return results
 
     def _how_it_died(self, rank: int) -> str:
-        self._processes[rank].join(5)
+        self._processes[rank].join(30)
         code = self._processes[rank].exitcode
         return f"died with signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
 
     def _stack_of(self, rank: int) -> str:
-        """The Python stacks of a rank that does not answer."""
+        """Return the Python stacks of a rank that does not answer; wait until the rank has written them."""
         if self._stacks[rank] is None or not self._processes[rank].is_alive():
             return ""
-        pid = self._processes[rank].pid
+        pid, text, before = self._processes[rank].pid, "", None
+        deadline = time.monotonic() + 10
         try:
             os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.1)
-            with open(f"/proc/{pid}/fd/{self._stacks[rank]}") as file:
-                return file.read()
+            while text != before or (not text and time.monotonic() < deadline):
+                before = text
+                time.sleep(0.1)
+                with open(f"/proc/{pid}/fd/{self._stacks[rank]}") as file:
+                    text = file.read()
+            return text
         except OSError as error:
             return f"(no stack: {error})"
 

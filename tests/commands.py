@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def run_module(*command: str, timeout_s: float = 180) -> tuple[int, str, str]:
+def run_module(*command: str, timeout_s: float = 600) -> tuple[int, str, str]:
     """``python -m`` and ``command``, with the project importable: exit code, output, errors.
 
     When the time is up, or the test is interrupted, everything that it has started is killed.

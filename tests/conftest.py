@@ -35,7 +35,7 @@ def pools():
 
     def pool_of(num_ranks: int) -> RankPool:
         if num_ranks not in started or started[num_ranks].closed:
-            started[num_ranks] = RankPool(num_ranks, timeout_s=60)
+            started[num_ranks] = RankPool(num_ranks, timeout_s=180)
         return started[num_ranks]
 
     yield pool_of

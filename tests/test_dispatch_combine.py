@@ -201,7 +201,7 @@ def make_buffer(case: Case, engine: str, max_tokens_per_rank: int, group=None) -
         dtype=case.dtype,
         engine=engine,
         ranks_per_node=case.ranks_per_node,
-        timeout_s=20,
+        timeout_s=60,
     )
 
 

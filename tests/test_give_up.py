@@ -4,9 +4,11 @@ import json
 import pickle
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks, follow_chain
@@ -46,7 +48,7 @@ def word(waits, gone=(), operation="", epoch=0) -> str:
 def test_a_store_that_hangs_does_not_hang_the_rank():
     begin = time.monotonic()
     assert find_late_ranks(HangingStore(), 0, [2, 1]) == [1, 2]
-    assert time.monotonic() - begin < GRACE_S + 2
+    assert time.monotonic() - begin < GRACE_S + 60  # the store hangs for an hour
 
 
 def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
@@ -103,7 +105,7 @@ def tokens(engine: str, rank: int, num_experts: int):
 def dispatch_with_one_rank_out_of_memory(rank: int, engine: str, ranks_per_node: int):
     given = tokens(engine, rank, 3)
     options = dict(hidden=64, num_experts=3, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
-    with ep.Buffer(**options, engine=engine, timeout_s=30) as buffer:
+    with ep.Buffer(**options, engine=engine, timeout_s=100) as buffer:
         buffer.dispatch(*given)
         buffer.check()
         if rank == 1:
@@ -132,7 +134,7 @@ def test_only_the_rank_that_gave_up_is_blamed_and_at_once(engine, ranks_per_node
     assert waits[0] == [("PeerTimeoutError", (1,))] * 3
     assert slow[0] == [("PeerTimeoutError", (1,))] * 3
     assert failed[0] == [("MemoryError", None), ("RuntimeError", None), ("RuntimeError", None)]
-    assert max(seconds for _, seconds in (waits, failed, slow)) < 15  # the limit is 30
+    assert max(seconds for _, seconds in (waits, failed, slow)) < 50  # the limit is 100
 
 
 def use_from_two_threads(rank: int, engine: str) -> str:
@@ -150,33 +152,37 @@ def test_a_second_thread_is_told(pools, engine):
     assert message.startswith("buffer: given while another thread") and "allowed: one at a time" in message
 
 
-def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> list[int]:
-    """Rank 0 waits a second for rank 1, in a dispatch and in a combine; how often another thread of it runs then."""
+def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> None:
+    """Rank 0 waits for rank 1 in a dispatch and in a combine. Rank 1 comes when another thread of rank 0 has run."""
     options = dict(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
-    times = []
-    with ep.Buffer(**options, engine="cpu", timeout_s=30) as buffer:
+    store = dist.distributed_c10d._get_default_store()
+    with ep.Buffer(**options, engine="cpu", timeout_s=60) as buffer:
         x, (idx, _) = torch.zeros(8, 64).bfloat16(), make_routing("uniform", 8, 2, 1, seed=rank)
         out = buffer.dispatch(x, idx)
+
+        def run_beside(key: str, epoch: int) -> None:
+            turns = 0
+            while turns < 20:
+                time.sleep(0.01)
+                turns += buffer._engine._c.epoch > epoch  # the next operation has begun
+            store.set(key, "")
+
         for operation in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.x, out.handle)):
-            done, seen = threading.Event(), []
-
-            def run(done=done, seen=seen):
-                while not done.wait(0.01):
-                    seen.append(1)
-
-            thread = threading.Thread(target=run)
-            time.sleep(rank)
-            thread.start()
-            operation()
-            done.set()
-            thread.join()
-            times.append(len(seen))
-    return times
+            epoch = buffer._engine._c.epoch
+            key = f"ran/{buffer.id}/{epoch}"
+            if rank == 0:
+                thread = threading.Thread(target=run_beside, args=(key, epoch), daemon=True)
+                thread.start()
+                operation()
+                thread.join()
+            else:
+                store.wait([key], timedelta(seconds=30))  # fails where rank 0 lets no thread run while it waits
+                operation()
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_other_threads_run_while_a_rank_waits(pools, ranks_per_node):
-    assert min(pools(2).run(wait_with_a_thread_beside, ranks_per_node)[0]) > 20  # 100 on an idle machine; else 0 or 1
+    pools(2).run(wait_with_a_thread_beside, ranks_per_node)
 
 
 def test_a_plan_is_never_larger_than_what_can_be_received():
@@ -204,7 +210,7 @@ def make_with_timeout(rank: int, timeout_s: float) -> str:
 
 def disagree_inside_one_node(rank: int):
     """Ranks 0 and 1, a node, disagree about topk_weights; ranks 2 and 3 are right."""
-    options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=20)
+    options = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=2, timeout_s=100)
     with ep.Buffer(**options, engine="cpu") as buffer:
         x, (idx, weights) = torch.ones(8, 64).bfloat16(), make_routing("uniform", 8, 4, 2, seed=rank)
         right = buffer.dispatch(x, idx, weights)
@@ -221,4 +227,4 @@ def disagree_inside_one_node(rank: int):
 def test_after_a_disagreement_inside_a_node_all_nodes_go_on(pools):
     for errors, receives, seconds in pools(4).run(disagree_inside_one_node):
         assert all(error.startswith("topk_weights: rank") and "rank 1 gave None" in error for error in errors)
-        assert receives == [] and seconds < 10  # the limit is 20
+        assert receives == [] and seconds < 50  # the limit is 100

@@ -23,7 +23,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def all_gone(pids, within_s=10.0) -> bool:
+def all_gone(pids, within_s=60.0) -> bool:
     deadline = time.monotonic() + within_s
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -37,6 +37,10 @@ def late_for_low_ranks(rank, text):
     return text, rank, int(total)
 
 
+def process_id(rank):
+    return os.getpid()
+
+
 def echo(rank, *args):
     return args
 
@@ -48,8 +52,11 @@ def fail_on(rank, ranks):
 
 
 def fail_before_barrier(rank):
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["rank 0 is here"])
         raise ValueError("rank 1 leaves")
+    store.set("rank 0 is here", "")
     dist.barrier()
 
 
@@ -86,10 +93,8 @@ def not_restorable(rank):
 def test_results_come_in_rank_order_and_the_pool_is_reused():
     with RankPool(3) as pool:
         assert pool.run(late_for_low_ranks, "a") == [("a", 0, 3), ("a", 1, 3), ("a", 2, 3)]
-        started = time.monotonic()
-        assert pool.run(fail_on, []) == [0, 1, 2]
-        assert time.monotonic() - started < 5
         pids = pool.pids
+        assert pool.run(process_id) == pool.run(process_id) == pids
     assert all_gone(pids)
 
 
@@ -132,7 +137,7 @@ def test_ranks_that_wait_for_a_failed_one_are_stopped_early(monkeypatch):
         pids, started = pool.pids, time.monotonic()
         with pytest.raises(RankError) as caught:
             pool.run(fail_before_barrier)
-        assert time.monotonic() - started < 30  # not the two minutes that the pool may take
+        assert time.monotonic() - started < 60  # not the two minutes that the pool may take
         assert caught.value.failures[1][:2] == ("ValueError", "rank 1 leaves")
         name, message, stack = caught.value.failures[0]
         assert name == "Stopped" and "after rank 1 failed" in message and "in fail_before_barrier" in stack
@@ -178,11 +183,11 @@ def test_a_rank_that_takes_too_long_is_killed_and_named_with_its_stack():
     pool.run(sleep_on, [], 0)  # the ranks have imported this file
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        pool.run(sleep_on, [1], 100, timeout_s=1.5)
-    assert 1.5 < time.monotonic() - started < 30
+        pool.run(sleep_on, [1], 100, timeout_s=4)  # rank 0 answers within these
+    assert 4 <= time.monotonic() - started < 60
     assert set(caught.value.failures) == {1}
     name, message, stack = caught.value.failures[1]
-    assert name == "Timeout" and "1.5 s" in message and "in sleep_on" in stack
+    assert name == "Timeout" and "4 s" in message and "in sleep_on" in stack
     assert pool.closed and all_gone(pids)
 
 
