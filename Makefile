@@ -1,7 +1,9 @@
 # One command per chore; each first sets up what it needs.
 #   make demo     train a small MoE language model over several ranks (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
-#   make test     run every test
+#   make test     run every test, with a case of each path (8 to 10 minutes on two idle cores; ARGS="..." is passed on)
+#   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
+#   make test-all run every case of every test in one go
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)
 #   make doctor   say what was found on this machine, what will be used, and how to get the rest (works before setup)
 #   make format   format all code; `make check-format` only checks
@@ -31,7 +33,7 @@ ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the s
 $(shell rm -rf $(STAMPS))
 endif
 
-.PHONY: demo demo-megatron test bench doctor format check-format setup clean distclean
+.PHONY: demo demo-megatron test test-exhaustive test-all bench doctor format check-format setup clean distclean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -44,6 +46,14 @@ demo-megatron: setup
 
 test: setup
 	$(SAY) 'tests'
+	$(PY) -m pytest -q --durations=10 -m 'not exhaustive' $(ARGS)
+
+test-exhaustive: setup
+	$(SAY) 'exhaustive cases of tests'
+	$(PY) -m pytest -q --durations=10 -m exhaustive $(ARGS)
+
+test-all: setup
+	$(SAY) 'all cases of all tests'
 	$(PY) -m pytest -q --durations=10 $(ARGS)
 
 bench: setup

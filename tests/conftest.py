@@ -1,4 +1,4 @@
-"""What all tests share: the engines to test, and processes that live as long as the session."""
+"""What all tests share: the engines to test, marks of cases, and processes that live as long as the session."""
 
 import os
 
@@ -21,6 +21,21 @@ def on(engine: str, *values):
     """Parameters of a test, which is skipped where that engine cannot run."""
     skip = pytest.mark.skipif(engine == "cuda" and NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
     return pytest.param(engine, *values, marks=skip)
+
+
+def exhaustive(*values):
+    """Mark a case that repeats a path in another shape: ``make test`` leaves it out, ``make test-all`` does not."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves cases out
+def pytest_collection_modifyitems(config, items):
+    """Refuse a test that ``make test`` would leave out altogether."""
+    if config.option.markexpr == "not exhaustive" and not config.option.keyword:
+        named = [(item.nodeid.partition("[")[0], item.get_closest_marker("exhaustive")) for item in items]
+        missing = {name for name, _ in named} - {name for name, is_exhaustive in named if not is_exhaustive}
+        if missing:
+            raise pytest.UsageError(f"{sorted(missing)}: all cases are exhaustive, allowed: all but one")
 
 
 @pytest.fixture(params=[on(engine) for engine in ENGINES])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import ENGINES, on
+from conftest import ENGINES, exhaustive, on
 from round_trip import device, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
@@ -23,9 +23,11 @@ LONG_S = 120.0  # limit of whatever should not fail, however slow the machine is
 NUM_RANKS = 4
 
 
-def here(cases: list[tuple]) -> list[tuple]:
-    """Those of the engines that are tested; an engine is the first of each."""
-    return [on(*case) for case in cases if case[0] in ENGINES]
+def here(cases: list[tuple], others: list[tuple] = ()) -> list:
+    """Select the cases of the engines that are tested, the first value of each; ``others`` are exhaustive."""
+    return [on(*case) for case in cases if case[0] in ENGINES] + [
+        exhaustive(*case) for case in others if case[0] in ENGINES
+    ]
 
 
 def meet(name: str) -> None:
@@ -183,9 +185,18 @@ def oversleep(rank: int, victim: int, operation: str, engine: str, ranks_per_nod
     return error.waited_s
 
 
-@pytest.mark.parametrize("operation", ["dispatch", "combine"])
 @pytest.mark.parametrize(
-    "engine,ranks_per_node,victim", here([("cpu", 4, 1), ("cpu", 2, 3), ("cpu", 1, 2), ("cuda", 4, 1)])
+    "engine,ranks_per_node,victim,operation",
+    here(
+        [
+            ("cpu", 4, 1, "dispatch"),
+            ("cpu", 2, 3, "combine"),
+            ("cpu", 1, 2, "dispatch"),
+            ("cuda", 4, 1, "dispatch"),
+            ("cuda", 4, 1, "combine"),
+        ],
+        others=[("cpu", 4, 1, "combine"), ("cpu", 2, 3, "dispatch"), ("cpu", 1, 2, "combine")],
+    ),
 )
 def test_a_late_rank_is_named_by_all_others(pools, engine, ranks_per_node, victim, operation):
     """Also by those that wait for it only because they wait for another one: other node, other rail."""
@@ -264,26 +275,28 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
     "engine,ranks_per_node,victim,death",
     here(
         [
-            ("cpu", 4, 0, Death("dispatch")),
             ("cpu", 4, 3, Death("dispatch", "stage")),
             ("cpu", 4, 1, Death("dispatch", "count")),
-            ("cpu", 4, 2, Death("dispatch", "pull")),
             ("cpu", 4, 0, Death("combine")),
             ("cpu", 4, 3, Death("combine", "push")),
-            ("cpu", 4, 1, Death("combine", "sum")),
-            ("cpu", 2, 3, Death("dispatch")),
             ("cpu", 2, 0, Death("dispatch", "head_arrived")),
             ("cpu", 2, 1, Death("dispatch", "pull", 2)),
-            ("cpu", 2, 2, Death("combine")),
             ("cpu", 2, 3, Death("combine", "reduce")),
             ("cpu", 1, 3, Death("dispatch")),
             ("cpu", 1, 1, Death("dispatch", "outgoing_lists", 2)),
-            ("cpu", 1, 0, Death("combine")),
             ("cpu", 1, 2, Death("combine", "sum")),
             ("cuda", 4, 0, Death("dispatch", "prepare")),
             ("cuda", 4, 2, Death("dispatch", "pull")),
             ("cuda", 4, 1, Death("combine", "combine")),
-        ]
+        ],
+        others=[
+            ("cpu", 4, 0, Death("dispatch")),
+            ("cpu", 4, 2, Death("dispatch", "pull")),
+            ("cpu", 4, 1, Death("combine", "sum")),
+            ("cpu", 2, 3, Death("dispatch")),
+            ("cpu", 2, 2, Death("combine")),
+            ("cpu", 1, 0, Death("combine")),
+        ],
     ),
     ids=str,
 )

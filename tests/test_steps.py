@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import exhaustive
 from test_dispatch_combine import (
     Case,
     Inputs,
@@ -81,7 +82,9 @@ def train(rank: int, engine: str, case: Case, pauses: int):
         return digest.hexdigest(), before, resources()
 
 
-@pytest.mark.parametrize("ranks_per_node,layout", [(4, "expert"), (2, "expert"), (2, "rank"), (1, "rank")])
+@pytest.mark.parametrize(
+    "ranks_per_node,layout", [(4, "expert"), (2, "rank"), exhaustive(2, "expert"), exhaustive(1, "rank")]
+)
 def test_steps_do_not_grow_and_repeat_their_bits(pools, engine, ranks_per_node, layout):
     alignment = 8 if layout == "expert" else 1
     case = Case(4, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, layout=layout, alignment=alignment)
@@ -107,7 +110,7 @@ def make_and_destroy(rank: int, engine: str, case: Case):
     return seen[3], seen[-1]
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("ranks_per_node", [exhaustive(2), 1])
 def test_destroyed_buffers_leave_nothing(pools, engine, ranks_per_node):
     for before, after in pools(2).run(make_and_destroy, engine, Case(2, ranks_per_node)):
         assert after["files"] <= before["files"] and after["mappings"] <= before["mappings"] + 4
