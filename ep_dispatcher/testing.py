@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
 ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
 # Imported once, by the server that the ranks are forked from. A first custom operator imports torch._dynamo.
@@ -294,6 +295,27 @@ def device_of(engine: str, rank: int) -> str:
         return "cpu"
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return f"cuda:{torch.cuda.current_device()}"
+
+
+def different_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Return where two tensors of the same dtype and shape differ in a bit: bool, of their shape.
+
+    The sign of zero counts, which ``torch.equal`` does not see. Every NaN is like every other NaN.
+    """
+    bits = _BITS[a.itemsize]
+    different = a.view(bits) != b.view(bits)
+    return different & ~(a.float().isnan() & b.float().isnan()) if a.is_floating_point() else different
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether dtype, shape and, in the sense of ``different_bits``, all elements are the same."""
+    return a.dtype == b.dtype and a.shape == b.shape and not different_bits(a, b).any()
+
+
+def with_negative_zeros(t: Tensor, *, seed: int) -> Tensor:
+    """Return ``t`` with -0.0 at a random quarter of its elements; the same for the same arguments."""
+    chosen = torch.rand(t.shape, generator=torch.Generator().manual_seed(seed)) < 1 / 4
+    return t.masked_fill(chosen.to(t.device), -0.0)
 
 
 def make_routing(

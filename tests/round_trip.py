@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import device_of, make_routing
+from ep_dispatcher.testing import device_of, make_routing, same_bits, with_negative_zeros
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 64, 12, 3, 32  # 12 experts: groups of 1, 2, 3, 4 and 6 ranks
 CONFIG = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS)
@@ -36,6 +36,7 @@ def inputs(
     num_tokens = MAX_TOKENS - 3 * rank
     topk_idx, topk_weights = make_routing("masked", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=100 * seed + rank)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+    x = with_negative_zeros(x, seed=seed)
     return x.to(device), topk_idx.to(device), topk_weights.to(device)
 
 
@@ -44,7 +45,7 @@ def outputs(
 ) -> Tensor:
     """What a rank gives to a combine: the rows of its experts."""
     y = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9000 + 100 * seed + rank))
-    return y.to(dtype).to(device)
+    return with_negative_zeros(y, seed=seed).to(dtype).to(device)
 
 
 def node_of(buffer: ep.Buffer) -> list[int]:
@@ -66,7 +67,7 @@ def expected(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = No
 
 def assert_received(out: ep.DispatchOutput, right: reference.Dispatched) -> None:
     for name in ("x", "topk_weights", "tokens_per_expert", "rows_per_expert"):
-        assert torch.equal(getattr(out, name).cpu(), getattr(right, name)), name
+        assert same_bits(getattr(out, name).cpu(), getattr(right, name)), name
 
 
 def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None) -> None:
@@ -76,4 +77,4 @@ def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = 
     out = buffer.dispatch(*inputs(rank, **given, device=device(buffer)), max_recv_rows=max_recv_rows)
     assert_received(out, right)
     y = outputs(rank, out.x.shape[0], **given, device=device(buffer))
-    assert torch.equal(buffer.combine(y, out.handle).x.cpu(), right_sum)
+    assert same_bits(buffer.combine(y, out.handle).x.cpu(), right_sum)

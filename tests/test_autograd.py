@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, reference
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.testing import device_of, with_negative_zeros
 
 SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
 LAYOUTS = ["expert", "rank"]
@@ -18,7 +18,8 @@ MAX_TOKENS = 64
 
 
 def normal(shape, seed: int, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return with_negative_zeros(values, seed=seed)
 
 
 def expert_matrices(case: Case) -> torch.Tensor:

@@ -12,7 +12,7 @@ from test_faults import LIMIT_S, SLACK_S, assert_given_up, assert_names
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.testing import RankPool, same_bits
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 NUM_ROWS = 200  # enough for every rank
@@ -38,7 +38,7 @@ def delayed(rank: int) -> None:
             if rank == (late + 1) % 3:
                 spin(0.5)
             total = buffer.combine(y, out.handle).x
-            assert torch.equal(out.x.cpu(), right.x) and torch.equal(total.cpu(), right_sum)
+            assert same_bits(out.x.cpu(), right.x) and same_bits(total.cpu(), right_sum)
 
 
 def test_a_rank_that_is_delayed_for_less_than_the_limit(pools):

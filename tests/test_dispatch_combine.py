@@ -11,7 +11,15 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import ROUTINGS, RankError, device_of, make_routing
+from ep_dispatcher.testing import (
+    ROUTINGS,
+    RankError,
+    device_of,
+    different_bits,
+    make_routing,
+    same_bits,
+    with_negative_zeros,
+)
 
 NUM_TOKENS = {"even": (19, 19, 19, 19), "uneven": (23, 0, 1, 14), "many": (2500, 2100, 0, 1025)}
 
@@ -126,6 +134,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def random_rows(case: Case, num_tokens: int, seed: int):
     rows = torch.randn(num_tokens, case.hidden, generator=torch.Generator().manual_seed(seed)).to(case.dtype)
+    rows = with_negative_zeros(rows, seed=seed)
     if case.payload == "pair":
         scales = torch.rand(num_tokens, case.hidden // 128, generator=torch.Generator().manual_seed(seed))
         return rows.to(torch.float8_e4m3fn), scales
@@ -151,10 +160,10 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def expert_rows(case: Case, out, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Random outputs of the experts, and random weights, for what dispatch returned; NaN where there is no token."""
+    """Make random outputs of the experts and weights for what dispatch returned; NaN where there is no token."""
     num_rows = (out.x[0] if isinstance(out.x, tuple) else out.x).shape[0]
     y = torch.randn(num_rows, case.hidden, generator=torch.Generator().manual_seed(1000 + rank)).to(case.dtype)
-    weights = None
+    y, weights = with_negative_zeros(y, seed=rank), None
     if out.topk_weights is not None:
         weights = torch.rand(out.topk_weights.shape, generator=torch.Generator().manual_seed(2000 + rank))
     used = torch.zeros(num_rows, dtype=torch.bool)
@@ -256,7 +265,7 @@ def expected_of(case: Case, inputs: Inputs, max_recv_rows: int | None):
 
 
 def assert_same(seen, expected, what: str) -> None:
-    """The same type, shape and values, none of them NaN."""
+    """Check that dtype, shape and all bits are the same, and that no element is NaN."""
     if isinstance(expected, tuple):
         assert isinstance(seen, tuple) and len(seen) == len(expected), f"{what}: a tuple of {len(expected)} expected"
         for i, pair in enumerate(zip(seen, expected)):
@@ -266,10 +275,9 @@ def assert_same(seen, expected, what: str) -> None:
         assert seen is None and expected is None, f"{what}: seen {seen}, expected {expected}"
         return
     assert (seen.dtype, seen.shape) == (expected.dtype, expected.shape), what
-    if expected.dtype == torch.float8_e4m3fn:
-        seen, expected = seen.view(torch.uint8), expected.view(torch.uint8)
-    if not torch.equal(seen, expected):
-        wrong = (seen != expected).nonzero()
+    assert not (expected.is_floating_point() and expected.float().isnan().any()), f"{what}: NaN is expected"
+    wrong = different_bits(seen, expected).nonzero()
+    if len(wrong):
         first = tuple(wrong[0].tolist())
         pytest.fail(
             f"{what}: {len(wrong)} of {seen.numel()} differ, first at {first}: "
@@ -380,8 +388,8 @@ def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         out_grad = ep.dispatch(buffer, *given, async_finish=True)
         out_grad.event.wait()
         sum_grad = ep.combine(buffer, out_grad.x, out_grad.handle, async_finish=True)
-        assert torch.equal(out.x, right.x) and torch.equal(out_grad.x, right.x)
-        assert torch.equal(combined.x, right_sum) and torch.equal(sum_grad, right_sum)
+        assert same_bits(out.x, right.x) and same_bits(out_grad.x, right.x)
+        assert same_bits(combined.x, right_sum) and same_bits(sum_grad, right_sum)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])

@@ -24,7 +24,7 @@ from test_dispatch_combine import (
 )
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import ROUTINGS, device_of, make_routing
+from ep_dispatcher.testing import ROUTINGS, device_of, make_routing, same_bits, with_negative_zeros
 
 NUM_STEPS = 200
 WARM_UP = 50
@@ -57,7 +57,7 @@ def step_inputs(case: Case, step: int, rank: int):
     kind = ROUTINGS[step % len(ROUTINGS)]
     topk_idx, weights = make_routing(kind, num_tokens, case.num_experts, case.num_topk, seed=1000 * step + rank)
     x = torch.randn(num_tokens, case.hidden, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return x.to(case.dtype), topk_idx, weights
+    return with_negative_zeros(x.to(case.dtype), seed=step), topk_idx, weights
 
 
 def train(rank: int, engine: str, case: Case, pauses: int):
@@ -215,9 +215,9 @@ def back_to_back(rank: int, engine: str, case: Case, num_turns: int):
         again = [buffer.dispatch(x + value, handle=out.handle).x for value in values]
         total = buffer.combine(torch.ones_like(first), out.handle).x
         combined = [buffer.combine(torch.ones_like(first) * value, out.handle).x for value in values]
-    wrong = [f"dispatch {i}" for i, value in enumerate(values) if not torch.equal(dispatched[i], first + value)]
-    wrong += [f"cached dispatch {i}" for i, value in enumerate(values) if not torch.equal(again[i], first + value)]
-    wrong += [f"combine {i}" for i, value in enumerate(values) if not torch.equal(combined[i], total * value)]
+    wrong = [f"dispatch {i}" for i, value in enumerate(values) if not same_bits(dispatched[i], first + value)]
+    wrong += [f"cached dispatch {i}" for i, value in enumerate(values) if not same_bits(again[i], first + value)]
+    wrong += [f"combine {i}" for i, value in enumerate(values) if not same_bits(combined[i], total * value)]
     return wrong, int((topk_idx >= 0).sum()), int(total[:, 0].sum())
 
 

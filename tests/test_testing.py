@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ep_dispatcher import testing
-from ep_dispatcher.testing import ROUTINGS, RankError, RankPool, make_routing, run_ranks
+from ep_dispatcher.testing import (
+    ROUTINGS,
+    RankError,
+    RankPool,
+    different_bits,
+    make_routing,
+    run_ranks,
+    same_bits,
+    with_negative_zeros,
+)
 
 
 def is_running(pid: int) -> bool:
@@ -105,8 +114,7 @@ def test_tensors_of_every_dtype_survive_both_ways():
     (result,) = run_ranks(1, echo, tensors, {"x": tensors[1]})
     for given, back in zip([*tensors, tensors[1]], [*result[0], result[1]["x"]]):
         assert given.dtype == back.dtype and given.shape == back.shape
-        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (given, back)]
-        assert torch.equal(*bits)
+        assert same_bits(given, back)
 
 
 def test_a_small_view_does_not_carry_its_storage():
@@ -239,6 +247,19 @@ def test_routings_keep_their_promises(kind, num_tokens, num_experts, num_topk):
         assert (idx == -1).all()
     if kind not in ("one_expert", "empty"):
         assert not torch.equal(make_routing(kind, num_tokens, num_experts, num_topk, seed=6)[0], idx)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_bits_are_compared_and_not_values(dtype):
+    nan = float("nan")
+    a = torch.tensor([0.0, -0.0, 1.0, nan, nan, 2.0]).to(dtype)
+    b = torch.tensor([-0.0, -0.0, 1.5, -nan, 1.0, 2.0]).to(dtype)
+    assert different_bits(a, b).tolist() == [True, False, True, False, True, False]
+    assert same_bits(a, a.clone()) and not same_bits(a, b) and not same_bits(a[:2], a[:3])
+    assert not same_bits(torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=torch.int64))
+    zeros = with_negative_zeros(torch.ones(1000), seed=1)
+    assert same_bits(zeros, with_negative_zeros(torch.ones(1000), seed=1))
+    assert 200 < int(zeros.signbit().sum()) == int((zeros == 0).sum()) < 300
 
 
 def test_routing_mistakes():
