@@ -227,7 +227,7 @@ def test_every_operation_knows_its_layer_and_microbatch(settings):
 
 
 def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
-    """Rank 3 begins when the others have given up; without a size in the environment it agrees with them on one first."""
+    """Rank 3 begins when the others have given up; without a size in the environment it first agrees on one."""
     name = f"megatron/first/{size}"
     others = [f"{name}/{other}" for other in range(3)]
     store = dist.distributed_c10d._get_default_store()

@@ -236,9 +236,8 @@ class CudaEngine:
 
     def _free(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._c = None
-        self._reports = None
-        self._aborts = None
+        self._aborts.free()
+        self._c = self._reports = None
         del self._symmetric, self._memory
 
     # ---- streams --------------------------------------------------------------------------------------------------
@@ -336,6 +335,11 @@ class Aborts:
     def add_peer(self, aborted: Tensor) -> None:
         """``aborted``: int64 [num_ranks] flags in the peer's region."""
         self._peers.append(aborted)
+
+    def free(self) -> None:
+        """Let go of the peers' memory, once nothing runs any more."""
+        self._peers.clear()
+        self.state = None
 
     def run(self) -> None:
         with torch.cuda.stream(self._stream):  # copies, no kernels: these might have to wait for a multiprocessor

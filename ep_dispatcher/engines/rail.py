@@ -41,7 +41,8 @@ class Rail:
 
     It is a process group of its own, outside torch.distributed's registry: making it is collective among the ranks
     of the rail alone, and it goes away with its buffer. Raises PeersLate when that takes longer than ``timeout_s``.
-    ``deadline`` (time.monotonic()) is that of the operation under way. All but ``interrupt`` is for one thread at a time.
+    ``deadline`` (time.monotonic()) is that of the operation under way. All but ``interrupt`` is for one thread at a
+    time.
     """
 
     deadline = 0.0
