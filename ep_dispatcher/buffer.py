@@ -197,12 +197,11 @@ class Buffer:
                       order of (source rank, source token), expert_alignment counting only in rows_per_expert
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer, the same on all ranks: its routing again, without topk_idx
-        max_recv_rows the output has exactly so many rows, zero rows at the end; a ValueError on every rank, which says
-                      what each rank needs, if that is too few for one of them. With the CUDA engine no host waits then,
-                      so that this error and others that need the counts come from a later call, and what was received
-                      is not of use: out.event.synchronize() or check(), if all ranks ask so before their next
-                      operation, and the buffer is as good as before; or the next operation, or they after it, which
-                      also ends the buffer's use, because some ranks may have launched what others refuse; or destroy()
+        max_recv_rows the output has exactly so many rows, zero rows at the end. Too few for any rank is a ValueError on
+                      every rank; it says what each rank needs. With the CUDA engine no host waits then, so this error
+                      and others that need the counts appear later, in whichever comes first: check() or
+                      out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
+                      or destroy() (the buffer is finished). Discard the outputs
         async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
                       complete in the order of the current stream; this one runs in a stream of the buffer's own.)
 
@@ -226,7 +225,7 @@ class Buffer:
 
         y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank
                       layout the caller has summed a token's local experts
-        handle        of the dispatch, the same on all ranks (the CUDA engine tells late if not: see max_recv_rows)
+        handle        of the dispatch, the same on all ranks. The CUDA engine finds a difference late: see max_recv_rows
         topk_weights  float32, shaped as dispatch gave them, or None on every rank: brought back, for their gradient
 
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.

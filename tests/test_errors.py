@@ -565,22 +565,24 @@ def test_disagreement_is_an_error_on_all_ranks(pools, engine, kind, ranks_per_no
 
 
 def operations_of(buffer: ep.Buffer, rank: int):
-    """Three operations that ranks may take for one another, by name."""
-    given = inputs(rank)
+    """Operations that ranks may take for one another, by name, each complete when it returns."""
+    given = inputs(rank, device=device(buffer))
     out = buffer.dispatch(*given)
-    return {
+    calls = {
         "dispatch": lambda: buffer.dispatch(*given),
+        "dispatch of fixed rows": lambda: buffer.dispatch(*given, max_recv_rows=1000),
         "cached dispatch": lambda: buffer.dispatch(given[0], None, given[2], handle=out.handle),
         "combine": lambda: buffer.combine(out.x, out.handle),
     }
+    return {name: lambda call=call: call().event.synchronize() for name, call in calls.items()}
 
 
 MIXED = [("dispatch", "cached dispatch"), ("combine", "dispatch"), ("cached dispatch", "combine")]
 
 
-def mix_operations_on_one_node(rank: int, operation: str, other: str, odd: int) -> list[str]:
+def mix_operations_on_one_node(rank: int, engine: str, operation: str, other: str, odd: int) -> list[str]:
     """One rank calls another operation than the others, twice, and all go on."""
-    with make_buffer(engine="cpu", timeout_s=60) as buffer:
+    with make_buffer(engine=engine, timeout_s=60) as buffer:
         calls, messages = operations_of(buffer, rank), []
         begin = time.monotonic()
         for _ in range(2):
@@ -591,10 +593,10 @@ def mix_operations_on_one_node(rank: int, operation: str, other: str, odd: int) 
 
 
 @pytest.mark.parametrize("odd", [0, 3])
-@pytest.mark.parametrize("operation,other", MIXED)
-def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, operation, other, odd):
-    field = {("dispatch", "cached dispatch"): "handle"}.get((operation, other), "operation")
-    ranks = pools(4).run(mix_operations_on_one_node, operation, other, odd)
+@pytest.mark.parametrize("operation,other", [*MIXED, ("dispatch of fixed rows", "cached dispatch")])
+def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, engine, operation, other, odd):
+    field = "operation" if "combine" in (operation, other) else "handle"
+    ranks = pools(4).run(mix_operations_on_one_node, engine, operation, other, odd)
     assert len({message for messages in ranks for message in messages}) == 1
     message = ranks[0][0]
     assert message.startswith(f"{field}: rank {odd or 1} ") and "rank 0 " in message and "all ranks must" in message

@@ -24,7 +24,7 @@ class Peers:
 
 
 def error_of(call) -> BaseException:
-    with pytest.raises(BaseException) as caught:  # noqa: PT011: callers look at it
+    with pytest.raises(BaseException) as caught:  # callers look at it
         call()
     return caught.value
 

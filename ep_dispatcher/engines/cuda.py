@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -173,7 +174,11 @@ class CudaEngine:
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(*received)
         if counted:
-            self._reports.raise_found(ends=False)
+            try:
+                self._reports.raise_found(ends=False)
+            except ValueError:
+                self._wait(self._stream)  # until the operation is complete: then all ranks are in step
+                raise
         return received
 
     def _wait_for_counts(self) -> int:
@@ -237,7 +242,6 @@ class CudaEngine:
     def _free(self) -> None:
         torch.cuda.synchronize(self._device)
         self._aborts.free()
-        self._c = self._reports = None
         del self._symmetric, self._memory
 
     # ---- streams --------------------------------------------------------------------------------------------------
@@ -279,12 +283,21 @@ class CudaEngine:
         here: an operation completes on a rank only after every rank has begun it, so all are in step."""
         self._health.raise_if_ended()
         if self._stream is not None:
-            self._wait(self._stream)
+            self._wait_or_end(self._stream)
         self._reports.raise_found(ends=False)
 
     def check(self) -> None:
-        self._wait(torch.cuda.current_stream(self._device))
+        self._wait_or_end(torch.cuda.current_stream(self._device))
         self.synchronize()
+
+    def _wait_or_end(self, stream: torch.cuda.Stream) -> None:
+        """Wait for a stream. An interrupt ends the buffer's use: whoever destroys it then does not wait for peers."""
+        try:
+            self._wait(stream)
+        except BaseException as error:
+            text = f"this buffer gave up while it waited for its operations, by {type(error).__name__}: {error}; "
+            self._health.end(partial(RuntimeError, text + "destroy() it"))
+            raise
 
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()
