@@ -55,7 +55,8 @@ class Buffer:
                          a usable GPU is there
     ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of
                          so many consecutive ranks, also several on one host (virtual nodes)
-    timeout_s            limit of every operation, and of each step of making the buffer, in seconds; None:
+    timeout_s            limit of every operation (CUDA engine: of each of its waits), and of each step of making the
+                         buffer, in seconds; None:
                          EP_DISPATCHER_TIMEOUT_S, which is 100 by default. Ranks may give different limits: the first
                          that is over ends the wait of all. A rank that gives a wrong one waits 100 s for the others
     num_sms              the most multiprocessors that the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or
@@ -239,7 +240,8 @@ class Buffer:
             graph.replay()
             buffer.check()    # a replay raises nothing by itself: PeerTimeoutError, or ValueError (see max_recv_rows)
 
-        After a ValueError the buffer is as good as before, if all ranks ask at the same place.
+        After a ValueError the buffer is as good as before, if all ranks ask at the same place. It is about the first
+        mistake: discard the outputs of all operations since the last check.
         """
         with self._noted():
             self._live_engine().check()

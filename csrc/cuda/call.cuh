@@ -5,9 +5,10 @@
 
 namespace ep::cuda {
 
-// [team, one block, after the team's barrier] Write this rank's Call to every rank and raise `called`. The flag covers
-// the counts that the team has written to `heads` before. A Call may be overwritten without a flag: a rank begins
-// operation e + 1 after every rank has begun e, and so has finished e - 1, whose Call has the same place.
+// [team, one block] Write this rank's Call to every rank and raise `called`; one thread per rank does both. Counts that
+// the team has written to `heads` before its last barrier are covered by the flag. A Call may be overwritten without a
+// flag: a rank begins operation e + 1 after every rank has begun e, and so has finished e - 1, whose Call has the same
+// place.
 template <class Team>
 __device__ void announce(const Op& op, const Call& call) {
   const Context& context = op.context;
@@ -60,6 +61,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
     detail[2] = found.theirs;
     detail[3] = found.first;
   }
+  // Several ranks write one token's weights: a late store must not meet another rank's next combine.
   return pushed_flags(context).wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
 }
 

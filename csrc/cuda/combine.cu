@@ -56,7 +56,9 @@ __device__ void complete(const Op& op, const CombineParams& params, bool differs
   } else {
     if (source < op.num_ranks()) {
       const int32_t* begin = params.plan.head->item_begin;
-      state->bytes_written[source] += static_cast<uint64_t>(begin[source + 1] - begin[source]) * op.context.row_bytes;
+      const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
+      state->bytes_written[source] +=
+          static_cast<uint64_t>(begin[source + 1] - begin[source]) * (op.context.row_bytes + weights);
     }
     raise_at_all<Block>(op, &Region::slots_free);
     if (threadIdx.x == 0) state->pushed_epoch = op.epoch;

@@ -128,6 +128,15 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
     clear_row(op, params, row);
 }
 
+// [block] Clear this block's share of the rows after an abort, and all indices: other blocks may have completed their
+// part, and clear nothing. Whoever reads the output then stays in bounds.
+__device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
+  clear_from<Block>(op, params, 0);
+  if (!params.args.out_topk_idx) return;
+  const int64_t num_indices = static_cast<int64_t>(params.args.num_rows) * op.context.config.num_topk;
+  for (int64_t i = threadIdx.x; i < num_indices; i += Block::kThreads) params.args.out_topk_idx[i] = -1;
+}
+
 // [helpers] Clear the padding of the groups, and the rows behind the last group.
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.pulls) return;
-  if (!ok) return clear_from<Block>(op, params, 0);  // so that whoever reads the output stays in bounds
+  if (!ok) return clear_after_abort(op, params);
   if (last_block<Block>(&context.state->pull_done, gridDim.x)) complete(op, params, differs);
 }
 

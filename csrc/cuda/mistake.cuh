@@ -1,5 +1,5 @@
 // Mistakes of the caller that kernels find. The first one of an operation is kept in device memory, and published to
-// the host when the operation is complete: docs/protocol.md says why not earlier.
+// the host when the operation is complete, or earlier if the host waits for its counts. docs/protocol.md says why.
 #pragma once
 #include "cuda/wait.cuh"
 

@@ -32,6 +32,7 @@ _SLICE_OVER = -2  # of wait_for_counts
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
 DEFAULT_SMS = 24
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
+MAX_TOKENS = 2**22  # the counters of a block's chunks have to
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
 
@@ -89,6 +90,9 @@ class CudaEngine:
                 checks.fail("group", f"{topology.num_ranks} ranks", f"at most {_C_cuda.max_ranks} with engine='cuda'")
             if config.num_experts > MAX_EXPERTS:
                 checks.fail("num_experts", config.num_experts, f"at most {MAX_EXPERTS} with engine='cuda'")
+            if config.max_tokens_per_rank > MAX_TOKENS:
+                given = config.max_tokens_per_rank
+                checks.fail("max_tokens_per_rank", given, f"at most {MAX_TOKENS} with engine='cuda'")
             self._device = torch.device("cuda", torch.cuda.current_device())
             # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with
             # the old mapping could then write into a later buffer. This lives while a peer has it mapped.
@@ -235,6 +239,7 @@ class CudaEngine:
             elif not self._health.ended:
                 if self._stream is not None:
                     self._wait(self._stream)
+                torch.cuda.synchronize(self._device)  # for replays of graphs, which are in no stream known here
                 self._reports.raise_found(ends=False)
         finally:
             self._health.stop(self._aborts.run, self._free)
