@@ -59,7 +59,7 @@ struct Pipeline {
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
   int max_addends;
-  int lanes_per_work;  // of a warp that issues: a power of two
+  int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
 
   // Lay the pipeline out. Without a base the cursor measures.
   EP_HOST_DEVICE static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends) {
@@ -67,7 +67,7 @@ struct Pipeline {
     p.num_bays = num_bays;
     p.bay_bytes = bay_bytes;
     p.max_addends = max_addends;
-    for (p.lanes_per_work = 1; kIssuingWarps * p.lanes_per_work < max_addends;) p.lanes_per_work *= 2;
+    for (p.log_lanes = 0; kIssuingWarps << p.log_lanes < max_addends;) ++p.log_lanes;
     p.bays = c.take<char>(static_cast<size_t>(num_bays) * bay_bytes, kLine);
     p.queue = c.take<Work>(kQueue);
     p.full = c.take<uint64_t>(kQueue);
@@ -158,16 +158,25 @@ struct Preparer {
 };
 
 // One issuing warp's side. It takes the works in their order, as bays become free, and of each work the rows that are
-// its own. It looks at 32 / lanes_per_work works together: then little is left to do once there are bays.
+// its own. It looks at several works together: then little is left to do once there are bays. No division stands in its
+// loop: a combine of short rows waits for the issuing warps.
 struct Issuer {
   static constexpr int kWarps = Pipeline::kIssuingWarps;
 
   const Pipeline& pipeline;
-  const int warp, lane, width, number;     // `width` lanes per work; the lane's work is the number-th of those together
+  const int warp, lane;
+  const int log_width, together;           // 2^log_width lanes per work; works together
+  const int number, lane_of_work;          // the lane's work is the number-th of those together
   int issued = 0, released = 0, used = 0;  // works, works, bays
 
   __device__ Issuer(const Pipeline& pipeline, int warp)
-      : pipeline(pipeline), warp(warp), lane(threadIdx.x % 32), width(pipeline.lanes_per_work), number(lane / width) {}
+      : pipeline(pipeline),
+        warp(warp),
+        lane(threadIdx.x % 32),
+        log_width(pipeline.log_lanes),
+        together(32 >> log_width),
+        number(lane >> log_width),
+        lane_of_work(lane & ((1 << log_width) - 1)) {}
 
   // What a lane loads of the works together.
   struct Load {
@@ -197,7 +206,7 @@ struct Issuer {
     load.first = (warp + issued + number) % kWarps;
     if (number >= here) return load;
     const Work& work = pipeline.queue[load.place];
-    const int row = load.first + lane % width * kWarps;
+    const int row = load.first + lane_of_work * kWarps;
     load.num_rows = work.num_rows;
     load.bytes = work.bytes;
     load.bay = pipeline.bay(work.first_bay + row);
@@ -210,7 +219,7 @@ struct Issuer {
   __device__ void load_rows(const Load& load, bool fits) const {
     uint64_t* full = pipeline.full + load.place;
     __syncwarp();
-    if (fits && lane % width == 0) {
+    if (fits && lane_of_work == 0) {
       if (load.num_rows > load.first)
         ptx::barrier_arrive_expect(full, (load.num_rows - load.first + kWarps - 1) / kWarps * load.bytes);
       else
@@ -229,11 +238,11 @@ struct Issuer {
       ptx::barrier_wait(pipeline.prepared + place, BatchRing::parity(n));
       const Pipeline::Batch batch = pipeline.batches[place];
       if (batch.num == 0) return;
-      for (int begin = 0; begin < batch.num; begin += 32 / width) {
-        const int here = min(32 / width, batch.num - begin);  // works together
+      for (int begin = 0; begin < batch.num; begin += together) {
+        const int here = min(together, batch.num - begin);
         const Load load = find(batch, place, begin, here);
-        const int end = inclusive_sum(load.num_rows, width);  // bays of the works together, up to the lane's
-        for (int count = 0; count < here;) {                  // issued of them
+        const int end = inclusive_sum(load.num_rows, 1 << log_width);  // bays of the works together, up to the lane's
+        for (int count = 0; count < here;) {                           // issued of them
           const bool fits = number >= count && number < here && used + end <= pipeline.num_bays &&
                             issued + number - released < Pipeline::kMaxBays;
           const uint32_t fitting = __ballot_sync(~0u, fits);
@@ -242,7 +251,7 @@ struct Issuer {
             continue;
           }
           load_rows(load, fits);
-          count = (31 - __clz(fitting)) / width + 1;
+          count = ((31 - __clz(fitting)) >> log_width) + 1;
         }
         issued += here;
         used += __shfl_sync(~0u, end, 31);
