@@ -104,7 +104,7 @@ def use_layout(layout: Layout) -> None:
     if layout != _layout:
         if _layout is not None:
             parallel_state.destroy_model_parallel()
-            _end_groups()
+            end_groups()
         parallel_state.initialize_model_parallel(
             create_gloo_process_groups=False,  # they all are: these would be a second set of the same
             tensor_model_parallel_size=layout.tp,
@@ -116,7 +116,7 @@ def use_layout(layout: Layout) -> None:
             tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def _end_groups() -> None:
+def end_groups() -> None:
     """Megatron only forgets its groups. Each has threads, and one of them looks for messages 100 times a second."""
     dist.barrier()
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from ep_dispatcher.integrations.megatron import parity
+    from megatron_layer import end_groups
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), BUGS[bug]() if bug else contextlib.nullcontext():
@@ -34,6 +35,7 @@ def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
             code = parity.main(argv)
         except SystemExit as exit:  # --help
             code = exit.code
+    end_groups()
     return code, output.getvalue()
 
 
