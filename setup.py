@@ -2,8 +2,11 @@
 
 CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once. The CUDA module is
 built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags.
+The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME or as the package nvidia-nvshmem-cu13
+(or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise.
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -27,6 +30,10 @@ LINK_FLAGS = ["-fopenmp"]
 ARCHITECTURES = ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"]
 NVCC_FLAGS = ["-O3", "-std=c++17", *ARCHITECTURES, "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+
+# The NVSHMEM module links device code of another library. Functions are then compiled apart from the kernels that call
+# them, so each has to keep to the registers that the launch bounds of the kernels leave.
+NVSHMEM_FLAGS = ["-DEP_WIRE_NVSHMEM", "-rdc=true", "-maxrregcount=128"]
 
 NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
 NVCC_FAILED += "knows compute_90a (12.0 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
@@ -59,9 +66,44 @@ def find_nvcc():
     return found
 
 
+def find_nvshmem():
+    """The folder of NVSHMEM with include/ and lib/, or None to build without its module."""
+    wanted = os.environ.get("EP_DISPATCHER_NVSHMEM", "").strip()
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"EP_DISPATCHER_NVSHMEM: given {wanted!r}, allowed: 0, 1 or unset")
+    if wanted == "0" or find_nvcc() is None:
+        return None
+    folders = [os.environ.get("NVSHMEM_HOME")]
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+        folders += spec.submodule_search_locations if spec else []
+    except ModuleNotFoundError:
+        pass
+    found = next((f for f in folders if f and Path(f, "include/nvshmem.h").exists()), None)
+    if wanted == "1" and found is None:
+        raise SystemExit(
+            "EP_DISPATCHER_NVSHMEM=1, but there is no NVSHMEM; pip install nvidia-nvshmem-cu13, or set NVSHMEM_HOME"
+        )
+    return found
+
+
+def nvshmem_link_flags(folder):
+    """The library of the host is found at run time where it lies now, or where PyTorch has loaded it from."""
+    lib = Path(folder, "lib")
+    host = max(lib.glob("libnvshmem_host.so*"), key=lambda path: len(path.name)).name
+    flags = [f"-L{lib}", "-lnvshmem_device", f"-l:{host}", "-Xlinker=--exclude-libs=libnvshmem_device.a"]
+    return [*flags, f"-Xlinker=-rpath={lib}"]
+
+
+def cccl_folders():
+    """Where a CUDA toolkit of version 13 keeps <cuda/std/...>, which NVSHMEM's headers include."""
+    home = Path(find_nvcc()).resolve().parent.parent
+    return [str(path) for path in (home / "include/cccl", *home.glob("targets/*/include/cccl")) if path.is_dir()]
+
+
 class BuildExt(build_ext):
     def build_extension(self, ext):
-        if ext.name == CUDA_MODULE:
+        if ext.name in (CUDA_MODULE, NVSHMEM_MODULE):
             self.build_cuda(ext)
         else:
             super().build_extension(ext)
@@ -72,10 +114,10 @@ class BuildExt(build_ext):
         sources = [*ext.sources, *ext.depends, "setup.py"]
         if not self.force and target.exists() and all(os.path.getmtime(s) < target.stat().st_mtime for s in sources):
             return
-        folder = Path(self.build_temp, "cuda")
+        folder = Path(self.build_temp, ext.name)
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        nvcc = [find_nvcc(), *NVCC_FLAGS, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+        nvcc = [find_nvcc(), *NVCC_FLAGS, *ext.extra_compile_args, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
         if os.environ.get("CXX"):
             nvcc += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
         includes = [f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs]]
@@ -85,7 +127,7 @@ class BuildExt(build_ext):
         with ThreadPoolExecutor(jobs) as pool:
             outputs = list(pool.map(self.run_nvcc, commands))
         (folder / "ptxas.txt").write_text("\n".join(outputs))  # registers and spills of every kernel
-        self.run_nvcc([*nvcc, "-shared", *objects, "-o", str(target)])
+        self.run_nvcc([*nvcc, "-shared", *objects, *ext.extra_link_args, "-o", str(target)])
 
     @staticmethod
     def run_nvcc(command):
@@ -104,7 +146,7 @@ class BuildExt(build_ext):
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
         for ext in self.extensions:
             print(f"ep_dispatcher build: {ext.name} from {len(ext.sources)} files: {' '.join(ext.sources)}")
-            flags = NVCC_FLAGS if ext.name == CUDA_MODULE else ext.extra_compile_args
+            flags = [*(NVCC_FLAGS if ext.name != CPU_MODULE else []), *ext.extra_compile_args]
             print(f"ep_dispatcher build: {ext.name} flags: {' '.join(flags)}", flush=True)
         super().build_extensions()
 
@@ -124,13 +166,14 @@ class BuildExt(build_ext):
                     raise SystemExit(f"ep_dispatcher: the compiler '{command[0]}' cannot {what}; {fix}\n{reason}")
 
 
-CUDA_MODULE = "ep_dispatcher._C_cuda"
+CPU_MODULE, CUDA_MODULE = "ep_dispatcher._C_cpu", "ep_dispatcher._C_cuda"
+NVSHMEM_MODULE = "ep_dispatcher._C_nvshmem"
 
 
 def extensions():
     headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cpu/*.h")
     cpu = Pybind11Extension(
-        "ep_dispatcher._C_cpu",
+        CPU_MODULE,
         files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),
         depends=headers,
         include_dirs=["csrc"],
@@ -143,7 +186,20 @@ def extensions():
     sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*.cu")
     headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
     include_dirs = ["csrc", pybind11.get_include()]
-    return [cpu, Extension(CUDA_MODULE, sources, depends=headers, include_dirs=include_dirs, language="c++")]
+    cuda = Extension(CUDA_MODULE, sources, depends=headers, include_dirs=include_dirs, language="c++")
+    folder = find_nvshmem()
+    if folder is None:
+        return [cpu, cuda]
+    nvshmem = Extension(
+        NVSHMEM_MODULE,
+        [*sources, *files("csrc/nvshmem/*.cu")],
+        depends=[*headers, *files("csrc/nvshmem/*.h")],
+        include_dirs=[*include_dirs, f"{folder}/include", *cccl_folders()],
+        extra_compile_args=NVSHMEM_FLAGS,
+        extra_link_args=nvshmem_link_flags(folder),
+        language="c++",
+    )
+    return [cpu, cuda, nvshmem]
 
 
 def packages():

@@ -1,8 +1,16 @@
-// The Python face of the CUDA engine. Streams come as the integers that PyTorch calls cuda_stream.
+// The Python face of the CUDA engine. Streams come as the integers that PyTorch calls cuda_stream. Two modules have it:
+// _C_cuda, whose wire between nodes is the peer wire, and _C_nvshmem. One process may use both, so all is local.
 #include <atomic>
 
 #include "bindings.h"
+#include "cuda/check.h"
 #include "cuda/engine.h"
+#ifdef EP_WIRE_NVSHMEM
+#include "nvshmem/world.h"
+#define EP_MODULE _C_nvshmem
+#else
+#define EP_MODULE _C_cuda
+#endif
 
 namespace py = pybind11;
 
@@ -32,25 +40,27 @@ void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArg
 
 }  // namespace
 
-PYBIND11_MODULE(_C_cuda, m) {
+PYBIND11_MODULE(EP_MODULE, m) {
   using namespace ep::cuda;
 
   ep::bind_types(m);
 
-  py::enum_<Operation>(m, "Operation").value("dispatch", Operation::kDispatch).value("combine", Operation::kCombine);
-  py::enum_<Phase>(m, "Phase")
+  py::enum_<Operation>(m, "Operation", py::module_local())
+      .value("dispatch", Operation::kDispatch)
+      .value("combine", Operation::kCombine);
+  py::enum_<Phase>(m, "Phase", py::module_local())
       .value("free_staging", Phase::kFreeStaging)
       .value("counts", Phase::kCounts)
       .value("lists", Phase::kItems)
       .value("rows", Phase::kRows)
       .value("free_slots", Phase::kFreeSlots)
       .value("partial_sums", Phase::kSums);
-  py::enum_<Mistake>(m, "Mistake")
+  py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
       .value("too_many_rows", Mistake::kTooManyRows)
       .value("differ", Mistake::kDiffer);
-  py::enum_<Field>(m, "Field")
+  py::enum_<Field>(m, "Field", py::module_local())
       .value("operation", Field::kOperation)
       .value("handle", Field::kPlan)
       .value("layout", Field::kLayout)
@@ -59,18 +69,18 @@ PYBIND11_MODULE(_C_cuda, m) {
       .value("row_bytes", Field::kRowBytes)
       .value("scale_bytes", Field::kScaleBytes);
 
-  py::class_<Config>(m, "Config")
+  py::class_<Config>(m, "Config", py::module_local())
       .def(py::init<>())
       .def_readwrite("rank", &Config::rank)
+      .def_readwrite("num_nodes", &Config::num_nodes)
       .def_readwrite("ranks_per_node", &Config::ranks_per_node)
-      .def_readwrite("ranks_per_sum", &Config::ranks_per_sum)
       .def_readwrite("num_experts", &Config::num_experts)
       .def_readwrite("num_topk", &Config::num_topk)
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("dtype", &Config::dtype);
 
-  py::class_<DispatchArgs> dispatch(m, "DispatchArgs");
+  py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
   dispatch.def(py::init<>())
       .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
       .def_readwrite("scale_bytes", &DispatchArgs::scale_bytes)
@@ -91,14 +101,15 @@ PYBIND11_MODULE(_C_cuda, m) {
   address(dispatch, "out_tokens_per_expert", &DispatchArgs::out_tokens_per_expert);
   address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
 
-  py::class_<CombineArgs> combine(m, "CombineArgs");
+  py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>()).def_readwrite("num_tokens", &CombineArgs::num_tokens);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
   address(combine, "out", &CombineArgs::out);
   address(combine, "out_weights", &CombineArgs::out_weights);
 
-  m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_ranks_per_node") = kMaxLocal;
+  m.attr("max_nodes") = kMaxNodes;
   m.attr("report_bytes") = sizeof(Report);
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);          // at the start of a region: these must be 0 at first
@@ -106,16 +117,43 @@ PYBIND11_MODULE(_C_cuda, m) {
   m.def("state_bytes", &state_bytes);
   // int32 elements that hold any plan of `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
-  // In the state: uint32, not 0 once this rank has aborted; counters of bytes, uint64 [max_ranks] each.
+  // In the state: uint32, not 0 once this rank has aborted; counters of bytes, uint64, by rank and by node.
   m.attr("state_aborted_offset") = offsetof(State, aborted);
   m.attr("bytes_read_offset") = offsetof(State, bytes_read);
   m.attr("bytes_written_offset") = offsetof(State, bytes_written);
+  m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
+  m.attr("lists_sent_offset") = offsetof(State, lists_sent);
 
-  py::class_<Engine>(m, "Engine")
-      .def(py::init([](const Config& config, const std::vector<Address>& regions, Address state, Address report,
-                       double timeout_s, int num_sms) {
-        return Engine(config, pointers(regions), pointer<char>(state), pointer<char>(report), timeout_s, num_sms);
-      }))
+  // Copy between any two addresses, in a stream: a copy needs no multiprocessor.
+  m.def("copy", [](Address to, Address from, size_t bytes, Address stream) {
+    check(
+        cudaMemcpyAsync(pointer<char>(to), pointer<char>(from), bytes, cudaMemcpyDefault, pointer<CUstream_st>(stream)),
+        "copy");
+  });
+#ifdef EP_WIRE_NVSHMEM
+  const py::call_guard<py::gil_scoped_release> others_run;
+  m.def("is_running", &ep::nvshmem::is_running);
+  m.def("make_id", [] { return py::bytes(ep::nvshmem::make_id()); });
+  m.def("start", &ep::nvshmem::start, others_run);
+  m.def("own_pe", &ep::nvshmem::own_pe);
+  m.def("num_pes", &ep::nvshmem::num_pes);
+  m.def("allocate", [](size_t bytes) { return reinterpret_cast<Address>(ep::nvshmem::allocate(bytes)); }, others_run);
+  m.def("address_at", [](Address memory, int pe) {
+    return reinterpret_cast<Address>(ep::nvshmem::address_at(pointer<char>(memory), pe));
+  });
+  m.def("quiet", &ep::nvshmem::quiet, others_run);
+#endif
+
+  py::class_<Engine>(m, "Engine", py::module_local())
+      .def(py::init([](const Config& config, const std::vector<Address>& regions, const std::vector<Address>& rail,
+                       const std::vector<int>& rail_pes, double wire_rate, Address state, Address report,
+                       double timeout_s, int num_sms, int rail_blocks) {
+             return Engine(config, pointers(regions), pointers(rail), rail_pes, wire_rate, pointer<char>(state),
+                           pointer<char>(report), timeout_s, num_sms, rail_blocks);
+           }),
+           py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"),
+           py::arg("wire_rate"), py::arg("state"), py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"),
+           py::arg("rail_blocks"))
       // Plan (without a plan made before) and stage; then bring the rows. `dispatch` is both in one launch.
       .def("prepare", launch_dispatch<true, false>)
       .def("pull", launch_dispatch<false, true>)
@@ -128,12 +166,11 @@ PYBIND11_MODULE(_C_cuda, m) {
       .def("late",
            [](const Engine& e) -> py::object {
              const Report& report = e.report();
-             const uint32_t late = *static_cast<const volatile uint32_t*>(&report.late);
-             if (late == 0) return py::none();
+             if (*static_cast<const volatile uint32_t*>(&report.aborted) == 0) return py::none();
              std::atomic_thread_fence(std::memory_order_acquire);  // the fields were written before the first one
              std::vector<int> ranks;
              for (int rank = 0; rank < kMaxRanks; ++rank)
-               if (late >> rank & 1) ranks.push_back(rank);
+               if (report.late[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
              return py::make_tuple(static_cast<Operation>(report.operation), static_cast<Phase>(report.phase),
                                    report.epoch, ranks, report.waited_ms / 1e3);
            })

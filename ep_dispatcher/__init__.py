@@ -6,15 +6,18 @@ from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.memory import BufferBytes, buffer_bytes
 
 __all__ = [
     "Buffer",
+    "BufferBytes",
     "CombineOutput",
     "DispatchOutput",
     "Handle",
     "PeerTimeoutError",
     "QuantizedRows",
     "__version__",
+    "buffer_bytes",
     "combine",
     "dequantize",
     "dispatch",

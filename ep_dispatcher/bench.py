@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.bench", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--ranks", type=int, help="processes to start (default: 4, with cuda one per GPU); under torchrun its own")
-    add("--ranks-per-node", type=int, nargs="+", help="cpu: topologies to measure (default: one node, and two nodes)")
+    add("--ranks-per-node", type=int, nargs="+", help="topologies to measure (default: one node; with cpu also two)")
     add("--tokens", type=numbers, help="tokens per rank; with cuda also a list: 256,1024,4096")
     add("--hidden", type=int)
     add("--experts", type=int, help="experts of all ranks together")
@@ -145,8 +145,9 @@ def _finish_cuda(args: argparse.Namespace, world_size: int | None, refuse) -> No
         refuse("--engine", "cuda", "cpu: there is no GPU that PyTorch can use")
     if args.ranks > num_gpus:
         refuse("--ranks", args.ranks, f"at most the {num_gpus} GPUs")
-    if args.ranks_per_node:
-        refuse("--ranks-per-node", args.ranks_per_node, "nothing with --engine cuda, which has one node")
+    for n in args.ranks_per_node or ():
+        if n < 1 or args.ranks % n:
+            refuse("--ranks-per-node", n, f"divisors of the {args.ranks} ranks")
     args.cases = make_cases(args)
     for case in args.cases:
         try:
@@ -163,7 +164,13 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
     common |= {name: getattr(args, name) for name in names}
     if not args.baseline:
         common["others"] = ()
-    return [Case(args.ranks, tokens=tokens, sms=sms, **common) for tokens in args.tokens for sms in args.sms]
+    nodes = [None if n == args.ranks else n for n in args.ranks_per_node or (args.ranks,)]
+    return [
+        Case(args.ranks, tokens=tokens, sms=sms, ranks_per_node=n, **common)
+        for tokens in args.tokens
+        for sms in args.sms
+        for n in nodes
+    ]
 
 
 def default_topologies(num_ranks: int) -> list[int]:

@@ -121,7 +121,7 @@ class Buffer:
             )
             return dict(
                 sizes=same,
-                same=same | dict(engine=name, ranks_per_node=per_node, version=__version__),
+                same=same | dict(engine=name, ranks_per_node=per_node, wire=envs.wire(), version=__version__),
                 timeout_s=limit_s,
                 num_sms=None if sms is None else int(sms),
                 host=host_id(),
@@ -143,6 +143,7 @@ class Buffer:
                 self._config = EngineConfig(
                     group=group,
                     topology=topology,
+                    hosts=tuple(hosts),
                     buffer_id=int(self.id),
                     **mine["sizes"],
                     timeout_s=mine["timeout_s"],
@@ -249,8 +250,9 @@ class Buffer:
     def counters(self) -> dict[str, list[int]]:
         """Bytes moved since the buffer was made, each a list by rank of the group.
 
-        inter_node_bytes_sent: to the rank, all messages; intra_node_bytes_read, intra_node_bytes_written: rows, scales
-        and weights from and to the rank's shared memory, this rank's own included.
+        inter_node_bytes_sent: rows, scales, weights and sums to the rank on another node; inter_node_list_bytes_sent:
+        counts and lists to it; intra_node_bytes_read, intra_node_bytes_written: rows, scales and weights from and to
+        the rank's memory, this rank's own included.
         """
         return self._live_engine().counters()
 

@@ -8,6 +8,7 @@ it, and whatever a probe raises becomes its finding.
 """
 
 import argparse
+import ctypes
 import importlib.machinery
 import importlib.util
 import json
@@ -26,6 +27,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 TORCH_MINIMUM = (2, 9)
 CUDA_MINIMUM = (9, 0)  # compute capability
+DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED of cuda.h
+TRANSPORTS = ("ibrc", "ucx", "libfabric", "ibdevx")  # of NVSHMEM between hosts
+ROOT = Path("/")  # of /sys and /dev
 
 OK, OPTIONAL, ERROR = "ok", "optional", "error"
 
@@ -95,6 +99,7 @@ class Probe:
 PROBES: list[Probe] = []
 EVERYTHING = "nothing works without it"
 ONLY_CUDA = 'only for engine="cuda"'
+ONLY_HOSTS = 'only for engine="cuda" on several hosts'
 
 
 def probe(what: str, state: str, matters: str, fix: str) -> Callable:
@@ -128,8 +133,9 @@ def load_module(name: str) -> str:
     )
     _run(sys.executable, "-c", code, name, str(path))
     csrc, engine = PACKAGE.parent / "csrc", name.removeprefix("_C_")
-    sources = [s for folder in ("common", engine) for s in (csrc / folder).glob("*")]
-    sources += csrc.glob(f"bindings_{engine}.cpp")
+    folders = {"nvshmem": ("common", "cuda", "nvshmem")}.get(engine, ("common", engine))
+    sources = [s for folder in folders for s in (csrc / folder).glob("*")]
+    sources += [s for folder in folders for s in csrc.glob(f"bindings_{folder}.cpp")]
     stale = [s.name for s in sources if s.stat().st_mtime > path.stat().st_mtime]
     if stale:
         raise Unusable(f"older than csrc/ ({', '.join(sorted(stale)[:3])})")
@@ -144,6 +150,16 @@ def look_for_cpu_module() -> str:
 @probe("compiled module cuda", OPTIONAL, ONLY_CUDA, "install the CUDA toolkit (nvcc), then make setup")
 def look_for_cuda_module() -> str:
     return load_module("_C_cuda")
+
+
+@probe(
+    "compiled module nvshmem",
+    OPTIONAL,
+    ONLY_HOSTS,
+    "with nvcc and NVSHMEM (below): EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation -e .",
+)
+def look_for_nvshmem_module() -> str:
+    return load_module("_C_nvshmem")
 
 
 @probe("Python", ERROR, EVERYTHING, "install Python 3.10 or newer")
@@ -301,19 +317,97 @@ def look_for_nvlink() -> str:
 @probe(
     "NVSHMEM",
     OPTIONAL,
-    'nothing here uses it yet; it is for engine="cuda" on several nodes',
-    "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME",
+    f"{ONLY_HOSTS}: to build and to run its module",
+    "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME; then build again with "
+    "EP_DISPATCHER_NVSHMEM=1",
 )
 def look_for_nvshmem() -> str:
+    """What setup.py takes: NVSHMEM_HOME before the wheel."""
     home = os.environ.get("NVSHMEM_HOME")
     if home:
         if not Path(home, "include", "nvshmem.h").exists():
             raise Unusable(f"NVSHMEM_HOME={home} has no include/nvshmem.h")
-        return f"NVSHMEM_HOME={home}"
+        header = Path(home, "include", "non_abi", "nvshmem_version.h")
+        text = header.read_text() if header.exists() else ""
+        numbers = re.findall(r"define NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", text)
+        return f"version {'.'.join(numbers) or 'unknown'}, NVSHMEM_HOME={home}"
     wheel = _version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
     if wheel is None:
         raise Unusable("neither the wheel nor NVSHMEM_HOME")
     return wheel
+
+
+@probe(
+    "NVSHMEM transport",
+    OPTIONAL,
+    ONLY_HOSTS,
+    "unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these",
+)
+def look_for_transport() -> str:
+    """What NVSHMEM will take between hosts, from its own switches."""
+    name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
+    if name and name not in TRANSPORTS:
+        said = "nothing leaves a host" if name == "none" else "no such transport"
+        raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {said}; there are {', '.join(TRANSPORTS)}")
+    switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
+    if switch in ("", "0", "n", "no", "f", "false", "off"):
+        return (
+            f"{name or 'ibrc, the default'}; IBGDA is off (NVSHMEM_IB_ENABLE_IBGDA=1 lets kernels post by themselves)"
+        )
+    return f"{name or 'ibrc, the default'}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch})"
+
+
+@probe(
+    "RDMA network cards",
+    OPTIONAL,
+    ONLY_HOSTS,
+    "InfiniBand or RoCE cards with a link; in a container also their devices (--device /dev/infiniband)",
+)
+def look_for_rdma() -> str:
+    cards = sorted((ROOT / "sys/class/infiniband").glob("*"))
+    if not cards:
+        raise Unusable("none in /sys/class/infiniband")
+    links: dict[str, list[str]] = {}
+    for card in cards:
+        for port in sorted(card.glob("ports/*")):
+            if "ACTIVE" in (port / "state").read_text():
+                links.setdefault((port / "link_layer").read_text().strip(), []).append(card.name)
+    if not links:
+        raise Unusable(f"{', '.join(card.name for card in cards)}: no port is active")
+    found = "; ".join(f"{layer}: {', '.join(names)}" for layer, names in links.items())
+    if not list((ROOT / "dev/infiniband").glob("uverbs*")):
+        raise Unusable(f"{found}; but this process has no /dev/infiniband/uverbs*")
+    return found
+
+
+@probe(
+    "GPUDirect RDMA",
+    OPTIONAL,
+    f"{ONLY_HOSTS}: network cards read and write the memory of GPUs by it",
+    "modprobe nvidia_peermem on the host, or the open kernel modules of the driver, which have dma-buf",
+)
+def look_for_gpudirect() -> str:
+    for module in ("nvidia_peermem", "nv_peer_mem"):
+        if (ROOT / "sys/module" / module).exists():
+            return f"{module} is loaded"
+    if not gpus_share_by_dmabuf():
+        raise Unusable("neither nvidia_peermem nor dma-buf")
+    return "the GPUs share memory by dma-buf; whether the network cards take it cannot be told here"
+
+
+def gpus_share_by_dmabuf() -> bool:
+    """Ask the driver; Unusable where there is none to ask."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise Unusable("cannot be told: no nvidia_peermem, and no GPU driver to ask about dma-buf") from None
+    count, shares, shared = ctypes.c_int(), ctypes.c_int(), []
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        raise Unusable("cannot be told: no nvidia_peermem, and the driver finds no GPU to ask about dma-buf")
+    for ordinal in range(count.value):  # a CUdevice is its ordinal
+        failed = cuda.cuDeviceGetAttribute(ctypes.byref(shares), DMA_BUF_SUPPORTED, ordinal)
+        shared.append(failed == 0 and shares.value == 1)
+    return all(shared)
 
 
 def installed(*names: str) -> str:
@@ -350,16 +444,28 @@ def choose_engine() -> str:
     return engines.choose(envs.engine())
 
 
+def between_hosts(wire: str) -> str:
+    """What the CUDA engine sends through between nodes: its wires are in engines/regions.py."""
+    if wire == "peer":
+        return "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
+    try:
+        load_module("_C_nvshmem")
+    except Unusable as error:
+        return f"nothing, all ranks have to be on one host: compiled module nvshmem {error}"
+    return "NVSHMEM; NVLink between virtual nodes of one host"
+
+
 def what_is_used() -> dict[str, str]:
     try:
-        engine, ranks_per_node = choose_engine(), _load("envs").ranks_per_node()
+        envs = _load("envs")
+        engine, ranks_per_node, wire = choose_engine(), envs.ranks_per_node(), envs.wire()
     except Exception as error:  # as for the probes
         return {"engine": f"none: {type(error).__name__}: {error}"}
     node = f"{ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
     if engine == "cpu":
         inside, between = "shared memory (memfd, which needs no /dev/shm)", "torch.distributed (gloo)"
     else:
-        inside, between = "NVLink peer memory", "nothing yet: all ranks have to be on one host"
+        inside, between = "NVLink peer memory", between_hosts(wire)
     return {"engine": engine, "a node is": node, "inside a node": inside, "between nodes": between}
 
 
@@ -426,13 +532,13 @@ def as_text(result: dict) -> str:
     lines = ["found"]
     for finding in result["findings"]:
         mark = {OK: "ok", OPTIONAL: "--", ERROR: "!!"}[finding["state"]]
-        lines.append(f"  {mark}  {finding['what']:<21} {finding['found']}")
+        lines.append(f"  {mark}  {finding['what']:<23} {finding['found']}")
         for label in ("matters", "fix"):
             if finding[label]:
-                lines.append(f"{'':29}{label}: {finding[label]}")
+                lines.append(f"{'':31}{label}: {finding[label]}")
     lines += ["", "a Buffer with default arguments takes"]
     for what, by_what in result["used"].items():
-        lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<21} {by_what}")
+        lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<23} {by_what}")
     lines += [
         "",
         "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!",

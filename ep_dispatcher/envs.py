@@ -91,6 +91,28 @@ SWITCHES = (
         _int_from(1),
     ),
     Switch(
+        "EP_DISPATCHER_RAIL_SMS",
+        None,
+        "an integer of at least 1",
+        "multiprocessors among these that serve the wire between nodes; unset: a sixth",
+        _int_from(1),
+    ),
+    Switch(
+        "EP_DISPATCHER_WIRE",
+        "auto",
+        "auto, peer, nvshmem",
+        "what the cuda engine sends through between nodes: nvshmem, or peer, which is stores through NVLink between "
+        "virtual nodes of one host; auto takes peer on one host and nvshmem on several",
+        _one_of("auto", "peer", "nvshmem"),
+    ),
+    Switch(
+        "EP_DISPATCHER_WIRE_GBPS",
+        None,
+        "a number above 0, in GB/s",
+        "how much the peer wire brings at most, per rank and direction: for measurements, in place of a network card",
+        _positive_float,
+    ),
+    Switch(
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
         None,
         "an integer of at least 1",
@@ -99,7 +121,7 @@ SWITCHES = (
     ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
-_OF_THE_BUILD = ("EP_DISPATCHER_CUDA",)  # setup.py reads it
+_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM")  # setup.py reads them
 
 
 def read(name: str) -> Any:
@@ -130,6 +152,18 @@ def spin_us() -> int:
 
 def num_sms() -> int | None:
     return read("EP_DISPATCHER_NUM_SMS")
+
+
+def rail_sms() -> int | None:
+    return read("EP_DISPATCHER_RAIL_SMS")
+
+
+def wire() -> str:
+    return read("EP_DISPATCHER_WIRE")
+
+
+def wire_gbps() -> float | None:
+    return read("EP_DISPATCHER_WIRE_GBPS")
 
 
 def max_tokens_per_rank() -> int | None:

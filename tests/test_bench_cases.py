@@ -253,6 +253,9 @@ def test_cases_of_the_command(four_gpus):
     args = bench.parse_args("--engine cuda --sms 8,12 --tokens 256,512 --graph --no-baseline --topk 1".split(), None)
     expected = [Case(4, tokens=t, sms=s, topk=1, graph=True, others=()) for t in (256, 512) for s in (8, 12)]
     assert args.cases == expected
+    args = bench.parse_args("--engine cuda --ranks-per-node 4 2".split(), None)
+    assert args.cases == [Case(4), Case(4, ranks_per_node=2)]
+    assert [case.name.partition("24sms")[2] for case in args.cases] == ["", "-2per_node"]
     args = bench.parse_args("--engine cuda --ranks 2 --suite somewhere --iters 5".split(), None)
     assert args.cases == list(suite_cases(2, iters=5)) and args.out.name == "somewhere"
 
@@ -262,7 +265,7 @@ def test_cases_of_the_command(four_gpus):
     [
         ("--engine cuda --sms 8,0", "--sms: given 0, allowed 1 or more"),
         ("--engine cuda --ranks 8", "--ranks: given 8, allowed at most the 4 GPUs"),
-        ("--engine cuda --ranks-per-node 2", "--ranks-per-node: given [2], allowed nothing with --engine cuda"),
+        ("--engine cuda --ranks 2 --ranks-per-node 3", "--ranks-per-node: given 3, allowed divisors of the 2 ranks"),
         ("--engine cuda --suite x --topk 2", "--topk: given beside --suite, allowed without it"),
         ("--engine cuda --suite x --no-baseline", "--baseline: given beside --suite, allowed without it"),
         (

@@ -74,7 +74,8 @@ def host_side():
     state = torch.zeros(_C_cuda.state_bytes(config, 4), dtype=torch.uint8)
     report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8)
     regions = [1 << 20, 1 << 30]
-    engine = _C_cuda.Engine(config, regions, state.data_ptr(), report.data_ptr(), 0.1, 4)
+    addresses = dict(regions=regions, rail=regions[:1], rail_pes=[], state=state.data_ptr(), report=report.data_ptr())
+    engine = _C_cuda.Engine(config=config, wire_rate=0, timeout_s=0.1, num_sms=4, rail_blocks=0, **addresses)
     return engine, report.view(torch.int32), report.view(torch.int64), (state, report)
 
 
@@ -87,15 +88,44 @@ def test_the_host_reads_what_kernels_report(host_side):
     assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
     longs[0], longs[1] = 7, 123
     assert engine.wait_for_counts(7, 0.01) == 123
-    words[4], words[5], words[6], words[7], longs[4] = 0b10, 1, 5, 2500, 42
-    assert engine.late() == (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1], 2.5)
+    words[5], words[6], words[7], words[8], words[9], longs[5] = 0b10, 0b100, 1, 5, 2500, 42
+    words[4] = 1
+    assert engine.late() == (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1, 34], 2.5)
     assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
-    words[10] = 4
-    words[12:16] = torch.tensor([3, 1, 0, 2])
-    longs[8] = 2**40
-    longs[9:13] = torch.tensor([5, 6, 7, 8])
+    words[12] = 4
+    words[14:18] = torch.tensor([3, 1, 0, 2])
+    longs[9] = 2**40
+    longs[10:14] = torch.tensor([5, 6, 7, 8])
     assert engine.take_mistake() == (_C_cuda.Mistake.differ, [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
     assert engine.take_mistake() is None
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "nodes,max_tokens,message",
+    [
+        (
+            ((0, 2), (1, 3)),
+            8,
+            "group: given nodes [(0, 2), (1, 3)], allowed: neighbouring ranks in a node with engine=",
+        ),
+        (tuple((n,) for n in range(9)), 8, "group: given 9 nodes of 1 ranks, allowed: at most 8 nodes of 8 ranks with"),
+        ((tuple(range(9)),), 8, "group: given 1 nodes of 9 ranks, allowed: at most 8 nodes of 8 ranks with engine="),
+        (((0, 1),), 2**22 + 1, "max_tokens_per_rank: given 4194305, allowed: at most 4194304 with engine='cuda'"),
+        (
+            ((0,), (1,)),
+            2**19 + 1,
+            "max_tokens_per_rank: given 524289, allowed: at most 524288 with engine='cuda' and 2",
+        ),
+    ],
+)
+def test_sizes_that_the_kernels_cannot_serve(nodes, max_tokens, message):
+    from ep_dispatcher.memory import check_cuda_sizes
+    from ep_dispatcher.topology import Topology
+
+    with pytest.raises(ValueError) as caught:
+        check_cuda_sizes(Topology(0, nodes), 72, max_tokens)
+    assert str(caught.value).startswith(message)
 
 
 class Compiled:

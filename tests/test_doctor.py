@@ -137,7 +137,19 @@ def test_what_is_used(monkeypatch):
     assert used()["engine"] == "cpu" and used()["a node is"].startswith("2 ranks")
     assert "memfd" in used()["inside a node"] and "POSIX" not in used()["inside a node"]
     monkeypatch.setattr(doctor, "choose_engine", lambda: "cuda")
-    assert used()["between nodes"] == "nothing yet: all ranks have to be on one host"
+
+    def not_built(name):
+        raise doctor.Unusable("not built")
+
+    monkeypatch.setattr(doctor, "load_module", not_built)
+    assert used()["between nodes"].endswith("all ranks have to be on one host: compiled module nvshmem not built")
+    monkeypatch.setattr(doctor, "load_module", lambda name: f"{name}.so")
+    assert used()["between nodes"].startswith("NVSHMEM")
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", "peer")
+    assert "EP_DISPATCHER_WIRE=peer: all ranks have to be on one host" in used()["between nodes"]
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", "carrier pigeon")
+    assert used()["engine"].startswith("none: ValueError: EP_DISPATCHER_WIRE")
+    monkeypatch.delenv("EP_DISPATCHER_WIRE")
 
     def none():
         raise ValueError("engine: given 'cuda', allowed: 'cpu'")
@@ -157,14 +169,28 @@ def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
     assert finding.state == "error" and "ImportError" in finding.found
 
 
-def test_a_compiled_module_older_than_its_sources_is_noticed(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("cpu", "csrc/cpu/plan.cpp"),
+        ("cuda", "csrc/cuda/plan.cuh"),
+        ("nvshmem", "csrc/nvshmem/world.cu"),
+        ("nvshmem", "csrc/cuda/plan.cuh"),  # of which it has all sources too
+        ("nvshmem", "csrc/bindings_cuda.cpp"),
+    ],
+)
+def test_a_compiled_module_older_than_its_sources_is_noticed(monkeypatch, tmp_path, module, source):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
     monkeypatch.setattr(doctor, "_run", lambda *command: "")
-    for path in (doctor.PACKAGE / "_C_cpu.abi3.so", tmp_path / "csrc/cpu/plan.cpp"):
+    compiled = doctor.PACKAGE / f"_C_{module}.abi3.so"
+    for path in (compiled, tmp_path / source):
         path.parent.mkdir(parents=True)
         path.touch()
-    os.utime(doctor.PACKAGE / "_C_cpu.abi3.so", (0, 0))
-    assert found("compiled module cpu").found == "older than csrc/ (plan.cpp)"
+    os.utime(tmp_path / source, (1, 1))
+    assert found(f"compiled module {module}").state == "ok"
+    os.utime(compiled, (0, 0))
+    finding = found(f"compiled module {module}")
+    assert finding.found == f"older than csrc/ ({source.rpartition('/')[2]})" and finding.fix
 
 
 def test_commands_that_are_missing_fail_or_hang():
@@ -215,6 +241,98 @@ def test_nvlink(monkeypatch):
 def test_nvshmem_home(monkeypatch, tmp_path):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     assert "has no include/nvshmem.h" in found("NVSHMEM").found
-    (tmp_path / "include").mkdir()
+    (tmp_path / "include/non_abi").mkdir(parents=True)
     (tmp_path / "include/nvshmem.h").touch()
-    assert found("NVSHMEM").state == "ok"
+    assert found("NVSHMEM") == doctor.Finding("NVSHMEM", "ok", f"version unknown, NVSHMEM_HOME={tmp_path}")
+    names = ("VENDOR_MAJOR", "VENDOR_MINOR", "VENDOR_PATCH", "TRANSPORT_PLUGIN_MAJOR")
+    lines = (f"#define NVSHMEM_{name}_VERSION {number}" for name, number in zip(names, (3, 4, 5, 9)))
+    (tmp_path / "include/non_abi/nvshmem_version.h").write_text("\n".join(lines))
+    assert found("NVSHMEM").found == f"version 3.4.5, NVSHMEM_HOME={tmp_path}"
+
+
+def test_nvshmem_wheel(monkeypatch):
+    monkeypatch.delenv("NVSHMEM_HOME", raising=False)
+    wheels = {}
+
+    def version(name):
+        if name not in wheels:
+            raise metadata.PackageNotFoundError(name)
+        return wheels[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    finding = found("NVSHMEM")
+    assert finding.state == "optional" and "several hosts" in finding.matters
+    assert "pip install nvidia-nvshmem-cu13" in finding.fix and "EP_DISPATCHER_NVSHMEM=1" in finding.fix
+    wheels["nvidia-nvshmem-cu12"] = "3.3.9"
+    assert found("NVSHMEM").found == "nvidia-nvshmem-cu12 3.3.9"
+
+
+def test_nvshmem_transport(monkeypatch):
+    for name in ("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
+        monkeypatch.delenv(name, raising=False)
+    assert found("NVSHMEM transport").found.startswith("ibrc, the default; IBGDA is off")
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
+    assert "kernels post by IBGDA" in found("NVSHMEM transport").found
+    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "libfabric")
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "0")
+    assert found("NVSHMEM transport").found.startswith("libfabric; IBGDA is off")
+    for wrong, said in (("none", "nothing leaves a host"), ("tcp", "no such transport")):
+        monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", wrong)
+        finding = found("NVSHMEM transport")
+        assert finding.state == "optional" and said in finding.found and "NVSHMEM_REMOTE_TRANSPORT" in finding.fix
+
+
+def test_rdma_network_cards(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    assert found("RDMA network cards").found == "none in /sys/class/infiniband"
+    for card, state, layer in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "Ethernet")):
+        port = tmp_path / "sys/class/infiniband" / card / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "link_layer").write_text(f"{layer}\n")
+    finding = found("RDMA network cards")
+    assert finding.state == "optional" and "no /dev/infiniband/uverbs*" in finding.found
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    assert found("RDMA network cards") == doctor.Finding("RDMA network cards", "ok", "InfiniBand: mlx5_0")
+    (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
+    assert found("RDMA network cards").found == "mlx5_0, mlx5_1: no port is active"
+
+
+class Driver:
+    """Stands for libcuda.so.1: what it says of dma-buf, by GPU."""
+
+    def __init__(self, *shares: int):
+        self._shares = shares
+
+    def cuInit(self, flags):
+        return 0 if self._shares else 100  # no device
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = len(self._shares)
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, ordinal):
+        assert attribute == 124
+        value._obj.value = self._shares[ordinal]
+        return 0
+
+
+def test_gpudirect_rdma(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+
+    def no_driver(name):
+        raise OSError(f"{name}: not there")
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", no_driver)
+    assert found("GPUDirect RDMA").found.startswith("cannot be told: no nvidia_peermem, and no GPU driver")
+    for shares, state, said in (
+        ((), "optional", "the driver finds no GPU"),
+        ((1, 1), "ok", "by dma-buf"),
+        ((1, 0), "optional", "neither nvidia_peermem nor dma-buf"),
+    ):
+        monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name, shares=shares: Driver(*shares))
+        finding = found("GPUDirect RDMA")
+        assert finding.state == state and said in finding.found
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert found("GPUDirect RDMA").found == "nvidia_peermem is loaded"

@@ -10,6 +10,9 @@ READERS = {
     "EP_DISPATCHER_TIMEOUT_S": envs.timeout_s,
     "EP_DISPATCHER_SPIN_US": envs.spin_us,
     "EP_DISPATCHER_NUM_SMS": envs.num_sms,
+    "EP_DISPATCHER_RAIL_SMS": envs.rail_sms,
+    "EP_DISPATCHER_WIRE": envs.wire,
+    "EP_DISPATCHER_WIRE_GBPS": envs.wire_gbps,
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
 }
 
@@ -21,7 +24,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None, None]
+    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None, None, "auto", None, None]
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
 
@@ -35,6 +38,9 @@ def test_defaults():
         ("EP_DISPATCHER_TIMEOUT_S", "0.5", 0.5),
         ("EP_DISPATCHER_SPIN_US", "0", 0),
         ("EP_DISPATCHER_NUM_SMS", "16", 16),
+        ("EP_DISPATCHER_RAIL_SMS", "2", 2),
+        ("EP_DISPATCHER_WIRE", "peer", "peer"),
+        ("EP_DISPATCHER_WIRE_GBPS", "50", 50.0),
     ],
 )
 def test_values_are_read_when_asked(monkeypatch, name, text, value):
@@ -55,6 +61,9 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
         ("EP_DISPATCHER_SPIN_US", "-1"),
         ("EP_DISPATCHER_SPIN_US", "1.5"),
         ("EP_DISPATCHER_NUM_SMS", "0"),
+        ("EP_DISPATCHER_RAIL_SMS", "0"),
+        ("EP_DISPATCHER_WIRE", "ib"),
+        ("EP_DISPATCHER_WIRE_GBPS", "0"),
         ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
     ],
 )

@@ -18,10 +18,11 @@ enum class Field : int32_t {
 };
 constexpr int kNumFields = 7;
 
-struct Call {
+struct alignas(16) Call {
   int32_t fields[kNumFields];
   int32_t max_rows;    // rows of the caller's output; -1: as many as are received. May differ between ranks.
-  int32_t num_chunks;  // combine: chunks for which the rank raises `pushed` at every rank
+  int32_t num_tokens;  // of the rank, as a source
+  int32_t num_chunks;  // combine: chunks for which the rank raises `pushed` at every rank of its node
 };
 
 // The first field that differs from rank 0's.

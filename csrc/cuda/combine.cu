@@ -1,9 +1,10 @@
 // Combine: most blocks sum the rows of every item and push the sums to the sources of the tokens, chunk by chunk. The
-// others reduce: they wait for the chunks that the next tokens need and sum the partial sums. All blocks reduce once
-// they have pushed.
+// others reduce: they wait for the chunks that the next tokens need and sum the partial sums, first those of tokens
+// from other nodes, which rail blocks send home. All blocks reduce once they have pushed.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 #include "cuda/push.cuh"
+#include "cuda/rail_sums.cuh"
 #include "cuda/reduce.cuh"
 
 namespace ep::cuda {
@@ -18,7 +19,9 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
-  const float reduce = params.reduce_weight * (static_cast<float>(head.num_sent) + params.args.num_tokens);
+  // A sum from another node is written and read once more than one from the own node.
+  const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
+  const float reduce = params.reduce_weight * (static_cast<float>(head.num_addends) + tokens);
   const float most = params.saturating * push / head.num_items;
   const int share = static_cast<int>(min(op.num_blocks * push / (push + reduce) + 0.5f, most));
   return min(max(share, 1), op.num_blocks - 1);
@@ -32,43 +35,52 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   set(Field::kOperation, static_cast<int32_t>(Operation::kCombine));
   set(Field::kPlan, head.made);
   set(Field::kWeights, params.args.topk_weights != nullptr);
-  call.num_chunks = num_chunks(Interleave(op.num_ranks(), op.rank(), head.item_begin).most());
+  call.num_tokens = params.args.num_tokens;
+  call.num_chunks = end_of_pushed(op, head);
   announce<Block>(op, call);
 }
 
 // [preparing warp] Push, then reduce.
-__device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, CombineMemory& memory,
-                           int num_groups) {
+__device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
+                           CombineMemory& memory, int num_groups) {
   Preparer preparer{memory.pipeline, num_groups};
   if (pushers.block < pushers.num_blocks) push_items(op, params, pushers, memory, preparer);
   Verdict verdict = agree(op);
-  if (verdict == Verdict::kAgree && !Reducer(op, params, memory.sent_items).run(preparer)) verdict = Verdict::kAborted;
+  if (verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
+    verdict = Verdict::kAborted;
   preparer.end();
   return verdict;
 }
 
-// [last block] Hand the memory back to the peers, and complete the operation.
-__device__ void complete(const Op& op, const CombineParams& params, bool differs) {
-  State* state = op.context.state;
-  const int source = threadIdx.x;
-  if (differs) {
-    release_after_difference<Block>(op);
+// [thread] A warp has stored all sums of a chunk. The last one makes it known.
+__device__ void finish_chunk(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
+                             int chunk) {
+  const Context& context = op.context;
+  const auto arrivals = [](uint32_t* in_block, uint32_t* in_grid, const Part& part) {
+    return ChunkArrivals{in_block, Pipeline::kSummingWarps, in_grid, static_cast<uint32_t>(part.num_blocks)};
+  };
+  const SumChunks sums{context};
+  if (chunk < sums.first()) {
+    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk))
+      raise_on_node(context, context.own.pushed + context.local * context.max_item_chunks + chunk, op.epoch);
   } else {
-    if (source < op.num_ranks()) {
-      const int32_t* begin = params.plan.head->item_begin;
-      const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
-      state->bytes_written[source] +=
-          static_cast<uint64_t>(begin[source + 1] - begin[source]) * (op.context.row_bytes + weights);
-    }
-    raise_at_all<Block>(op, &Region::slots_free);
-    if (threadIdx.x == 0) state->pushed_epoch = op.epoch;
+    const int place = sums.place(chunk);
+    if (arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(place))
+      ptx::store_relaxed(context.own.summed + place, op.epoch);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    publish_mistake(op.context);
-    state->next_token = 0;
-    state->epoch = op.epoch;
-  }
+}
+
+// [last block] Count the bytes that this rank has stored, by the rank whose inboxes they went to.
+__device__ void count_bytes(const Op& op, const CombineParams& params) {
+  const int local = threadIdx.x;
+  if (local >= op.ranks_per_node()) return;
+  const int32_t* begin = params.plan.head->item_begin;
+  const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
+  uint64_t items = 0;
+#pragma unroll 1
+  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node())
+    items += begin[source + 1] - begin[source];
+  op.context.state->bytes_written[op.first_local_rank() + local] += items * (op.context.row_bytes + weights);
 }
 
 template <class Summing>
@@ -77,10 +89,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   constexpr int kNumGroups = Pipeline::kSummingWarps / Summing::kWarps;
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
-              static_cast<int>(gridDim.x)};
+              static_cast<int>(gridDim.x) - params.rail_blocks};
   if (__syncthreads_or(has_aborted(context))) return;  // all threads or none
   const Part pushers{op.block, num_push_blocks(op, params)};
-  const bool pushes = pushers.block < pushers.num_blocks;
+  const bool pushes = pushers.block < pushers.num_blocks, is_rail = op.block >= op.num_blocks;
+  // Blocks that do not push sum what travels; where all push, all of them do.
+  const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
+  const Part for_others{op.block - first, op.num_blocks - first};
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
@@ -88,8 +103,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   bool ok = true;
   if (threadIdx.x < 32) {
     memory.pipeline.init(kNumGroups);
-    for (int i = threadIdx.x; i < context.max_item_chunks; i += 32) memory.arrivals[i] = 0;
-    if (pushes) ok = wait_for_ranks(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
+    for (int i = threadIdx.x; i < context.max_item_chunks; i += 32) memory.pushed[i] = 0;
+    for (int i = threadIdx.x; i < context.config.num_others() * context.max_sum_chunks; i += 32) memory.summed[i] = 0;
+    if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (ok && op.block == 0) announce_combine(op, params);
   }
   if (!__syncthreads_and(ok)) return;
@@ -102,22 +118,25 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
 
   // Push and reduce the rows.
   Verdict verdict = Verdict::kAgree;
-  switch (Pipeline::role()) {
-    case Pipeline::Role::kIssue:
-      Issuer(memory.pipeline, threadIdx.x / 32).run();
-      break;
-    case Pipeline::Role::kPrepare:
-      verdict = prepare(op, params, pushers, memory, kNumGroups);
-      break;
-    case Pipeline::Role::kSum:
-      const ChunkArrivals arrivals{memory.arrivals, Pipeline::kSummingWarps, context.arrays.pushed_done,
-                                   uint32_t(pushers.num_blocks),
-                                   context.own.pushed + static_cast<size_t>(op.rank()) * context.max_item_chunks};
-      consume<Summing>(memory.pipeline, [&](int chunk) { arrivals.arrive(op, chunk, chunk + 1); });
-  }
+  if (is_rail) {
+    verdict = run_rail(op, params);
+  } else
+    switch (Pipeline::role()) {
+      case Pipeline::Role::kIssue:
+        Issuer(memory.pipeline, threadIdx.x / 32).run();
+        break;
+      case Pipeline::Role::kPrepare:
+        verdict = prepare(op, params, pushers, for_others, memory, kNumGroups);
+        break;
+      case Pipeline::Role::kSum:
+        consume<Summing>(memory.pipeline, pushes ? 0 : context.max_item_chunks,
+                         [&](int chunk) { finish_chunk(op, memory, pushers, for_others, chunk); });
+    }
   if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
-  if (last_block<Block>(&context.state->combine_done, op.num_blocks)) complete(op, params, differs);
+  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  if (!differs) count_bytes(op, params);
+  complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
 }
 
 }  // namespace
@@ -127,7 +146,8 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   CombineParams params{};
   params.args = args;
   params.plan = read_plan(config, plan);
-  params.max_addends = std::max(config.max_copies(), config.num_ranks());
+  params.max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
+  params.rail_blocks = rail_blocks_;
   const auto memory = [&] {
     Cursor c;
     CombineMemory::carve(c, params, context_);
@@ -151,9 +171,8 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);
-    if (config.ranks_per_sum < config.num_ranks()) return run(Summing<T, true, 4, 2>{});
-    if (is_long) return run(Summing<T, false, 4, 7>{});
-    run(Summing<T, false, 2, 4>{});
+    if (is_long) return run(Summing<T, 4, 7>{});
+    run(Summing<T, 2, 4>{});
   };
   if (config.dtype == DType::kFloat32) return run_with(Float32{});
   if (config.dtype == DType::kBFloat16) return run_with(BFloat16{});

@@ -13,28 +13,33 @@ struct CombineParams {
   Plan plan;
   uint32_t bay_bytes;  // of the pipeline, as the next two
   int num_bays, max_addends;
+  int rail_blocks;      // the last ones
   float reduce_weight;  // time to reduce a row, that to push one being 1
   float saturating;     // pushing blocks that saturate the links if they sum nothing
 };
 
 // Chunks of items, each announced by a flag of its own.
-constexpr int num_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
+constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
 
 struct CombineMemory {
   Pipeline pipeline;
-  Interleave::Position* positions;  // [2, Records::kBatch] of the items at work
-  Records items;                    // while this block pushes
-  Records sent_items;               // while it reduces
-  uint32_t* arrivals;               // [max_item_chunks] of ChunkArrivals
+  ItemOrder::Position* positions;  // [2, Records::kBatch] of the items at work
+  Sources sources;                 // of the items, while this block pushes
+  Records items;
+  Records tokens;    // while it reduces: rows of Plan::tables
+  uint32_t* pushed;  // [max_item_chunks] of ChunkArrivals, as the next one
+  uint32_t* summed;  // [num_others * max_sum_chunks]
 
   // Lay the memory out. Without a base the cursor measures.
   EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, const Context& context) {
     CombineMemory memory;
     memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
-    memory.positions = c.take<Interleave::Position>(2 * Records::kBatch);
+    memory.positions = c.take<ItemOrder::Position>(2 * Records::kBatch);
+    memory.sources = Sources::carve(c, context.config.num_ranks());
     memory.items = Records::carve(c, context.item_ints * 4);
-    memory.sent_items = Records::carve(c, context.sent_ints * 4);
-    memory.arrivals = c.take<uint32_t>(context.max_item_chunks);
+    memory.tokens = Records::carve(c, context.table_ints * 4);
+    memory.pushed = c.take<uint32_t>(context.max_item_chunks);
+    memory.summed = c.take<uint32_t>(context.config.num_others() * context.max_sum_chunks);
     return memory;
   }
 };

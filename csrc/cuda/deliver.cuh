@@ -40,14 +40,33 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
 
 // [warp] Wait until the tokens of a batch of items are staged: lane i has the token and the source of the i-th item, or
 // -1 and any source. Return false when this rank has aborted.
-__device__ inline bool wait_for_tails(const Op& op, ChunkFlags& staged, int token, int source) {
-  int chunk = -1;  // of the lane's rank
-  for (int rank = 0; rank < op.num_ranks(); ++rank) {
-    const int needed = __reduce_max_sync(~0u, token >= 0 && source == rank ? token / kTokenChunk : -1);
-    if (static_cast<int>(threadIdx.x) % 32 == rank) chunk = needed;
+__device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
+  // The items are in the order of their sources: only these few ranks have one here.
+  const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
+  const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
+#pragma unroll 1
+  for (int rank = first; rank <= last; ++rank) {
+    const int chunk = __reduce_max_sync(~0u, token >= 0 && source == rank ? token / kTokenChunk : -1);
+    if (chunk <= staged.seen(rank)) continue;
+    staged.look(op);
+    if (!staged.wait(op, rank, chunk)) return false;
   }
-  if (__any_sync(~0u, chunk > staged.arrived)) staged.look(op);
-  return staged.wait(op, Phase::kRows, chunk);
+  return true;
+}
+
+// [helpers] Copy the tables of the rail peers' tokens to a new plan. `listed` has arrived.
+__device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
+  const Context& context = op.context;
+  const int step = op.num_blocks * Helpers::kThreads;
+#pragma unroll 1
+  for (int node = 0; node < context.config.num_nodes; ++node) {
+    if (node == context.node) continue;
+    const int num = __ldcg(&call_at(op, context.rail_peer(node))->num_tokens) * context.table_ints;
+    const int32_t* const from = context.rail_to(node, &Rail::table_in);
+    int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
+#pragma unroll 1
+    for (int i = op.block * Helpers::kThreads + Helpers::thread(); i < num; i += step) to[i] = __ldcg(from + i);
+  }
 }
 
 // [helpers] Deliver the tails of all received items, 32 items per warp at a time. Items of a new plan are copied to it
@@ -60,9 +79,9 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
   const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
   const int num_scales = out.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
   const auto item_at = [&](int number) {
-    return Item{params.plan.items + static_cast<size_t>(number) * context.item_ints, context.config.max_copies()};
+    return Item{params.plan.items + static_cast<size_t>(number) * context.item_ints, context.max_copies};
   };
-  ChunkFlags staged = staged_flags(context);
+  StagedFlags staged;
   if (params.tail_bytes > 0) staged.look(op);
 #pragma unroll 1
   for (int first = 32 * (op.block + op.num_blocks * Helpers::warp()); first < num_items; first += step) {
@@ -141,7 +160,7 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
-  const int local = op.context.config.num_local_experts(), warp = op.block + op.num_blocks * Helpers::warp();
+  const int local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
   if (plan.head->has_expert_layout())
     for (int first = 0; first < local; first += 32) {
       const int e = min(first + lane, local - 1);

@@ -1,9 +1,11 @@
-// Dispatch: plan, stage, pull. One launch does it all, or two when the host needs the counts to make the outputs.
+// Dispatch: plan, stage, pull; rail blocks send to other nodes. One launch does it all, or two when the host needs the
+// counts to make the outputs.
 #include "cuda/deliver.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
 #include "cuda/plan.cuh"
 #include "cuda/pull.cuh"
+#include "cuda/rail_rows.cuh"
 #include "cuda/stage.cuh"
 
 namespace ep::cuda {
@@ -15,7 +17,7 @@ constexpr uint32_t kMaxScales = kLine;  // bytes of a row's scales that travel w
 // [movers of block 0] Write the counts of a routing that was planned before.
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
-  for (int e = threadIdx.x; e < op.context.config.num_local_experts(); e += Movers::kThreads) {
+  for (int e = threadIdx.x; e < op.context.num_local_experts; e += Movers::kThreads) {
     params.args.out_tokens_per_expert[e] = plan.head->usable ? plan.expert_rows[e] : 0;
     params.args.out_rows_per_expert[e] = plan.head->usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
   }
@@ -69,49 +71,45 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
     clear_from<Helpers>(op, params, 0);
     return verdict;
   }
+  if (params.new_plan) keep_tables(op, params);
   if (!deliver_tails(op, params)) return Verdict::kAborted;
   clear_padding(op, params);
   return verdict;
 }
 
-// [last block] Hand the memory back to the peers, and complete the operation.
-__device__ void complete(const Op& op, const DispatchParams& params, bool differs) {
-  State* state = op.context.state;
-  const int source = threadIdx.x;
-  if (differs) {
-    release_after_difference<Block>(op);
-  } else {
-    if (source < op.num_ranks()) {
-      const int32_t* begin = params.plan.head->item_begin;
-      state->bytes_read[source] +=
-          static_cast<uint64_t>(begin[source + 1] - begin[source]) * (params.args.row_bytes + params.tail_bytes);
-    }
-    raise_at_all<Block>(op, &Region::consumed);
-    if (threadIdx.x == 0) state->staged_epoch = op.epoch;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    publish_mistake(op.context);
-    state->epoch = op.epoch;
-  }
+// [last block] Count the bytes that this rank has read, by the rank whose inbox they were in.
+__device__ void count_bytes(const Op& op, const DispatchParams& params) {
+  const Config& config = op.context.config;
+  const int local = threadIdx.x;
+  if (local >= config.ranks_per_node) return;
+  const int32_t* begin = params.plan.head->item_begin;
+  uint64_t items = 0;
+#pragma unroll 1
+  for (int source = local; source < op.num_ranks(); source += config.ranks_per_node)
+    items += begin[source + 1] - begin[source];
+  op.context.state->bytes_read[op.first_local_rank() + local] += items * (params.args.row_bytes + params.tail_bytes);
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
   const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
-              static_cast<int>(gridDim.x)};
+              static_cast<int>(gridDim.x) - params.rail_blocks};
   if (params.stages && op.block == 0)  // the counts, if this rank aborts before it has better ones
-    for (int e = threadIdx.x; e < context.config.num_local_experts(); e += kBlockThreads)
+    for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads)
       params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(has_aborted(context)))  // all threads or none
-    verdict = Movers::has_thread() ? move(op, params, shared) : help(op, params, shared);
+    verdict = op.block >= op.num_blocks ? run_rail(op, params)
+              : Movers::has_thread()    ? move(op, params, shared)
+                                        : help(op, params, shared);
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.pulls) return;
   if (!ok) return clear_after_abort(op, params);
-  if (last_block<Block>(&context.state->pull_done, gridDim.x)) complete(op, params, differs);
+  if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
+  if (!differs) count_bytes(op, params);
+  complete<Block>(op, &Region::consumed, &State::staged_epoch, differs);
 }
 
 }  // namespace
@@ -126,6 +124,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   params.new_plan = args.topk_idx != nullptr;
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   params.tail_bytes = tail_bytes(config, args);
+  params.rail_blocks = rail_blocks_;
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
@@ -143,12 +142,13 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
     while (scratch() > room) --params.plan_warps;
     shared = scratch();
     const int tokens_of_block = 32 * params.plan_warps;
-    params.plan_blocks = std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_);
+    params.plan_blocks =
+        std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_ - rail_blocks_);
   }
   if (params.pulls) {
     const auto memory = [&] {
       Cursor c;
-      PullMemory::carve(c, context_.item_ints, params.pulled, 0);
+      PullMemory::carve(c, context_, params.pulled, 0);
       return c.size();
     };
     const size_t rings = room - memory();

@@ -15,7 +15,6 @@ constexpr int kBlockThreads = 32 * kBlockWarps;
 using Block = Team<0, 0, kBlockThreads>;
 using Movers = Team<1, 0, kBlockThreads / 2>;
 using Helpers = Team<2, kBlockThreads / 2, kBlockThreads / 2>;
-static_assert(Movers::kWarps >= kMaxLocal, "place_experts gives every rank a warp");
 
 // How a warp moves rows: piece by piece, through a ring of places in shared memory. The last piece of a row brings its
 // scales along, where they can be moved in bulk.
@@ -85,6 +84,7 @@ struct DispatchParams {
   // What this launch does. The two parts are launched apart when the host needs the counts in between.
   bool stages, pulls;
   bool new_plan;                // of this launch, or of the one before
+  int rail_blocks;              // the last ones
   int plan_blocks, plan_warps;  // blocks that plan, and how many of their warps
   uint32_t row_stride;          // of the staging
   uint32_t tail_bytes;          // of a token

@@ -1,5 +1,6 @@
 #include "cuda/engine.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -12,15 +13,24 @@ size_t state_bytes(const Config& config, int num_sms) {
   return c.size();
 }
 
-Engine::Engine(const Config& config, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
-               int num_sms)
-    : context_{}, num_sms_(num_sms) {
+Engine::Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
+               const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s,
+               int num_sms, int rail_blocks)
+    : context_{}, num_sms_(num_sms), rail_blocks_(rail_blocks) {
   context_.config = config;
+  context_.node = config.node_of(config.rank);
+  context_.local = config.local_of(config.rank);
+  context_.num_ranks = config.num_ranks();
+  context_.num_local_experts = config.num_local_experts();
+  context_.max_copies = config.max_copies();
+  for (int rank = 0; rank < config.num_ranks(); ++rank)
+    context_.nodes[rank] = static_cast<uint8_t>(config.node_of(rank));
   context_.item_ints = config.item_ints();
-  context_.sent_ints = config.sent_ints();
+  context_.table_ints = config.table_ints();
   context_.head_ints = Head::ints(config);
   context_.max_token_chunks = config.max_token_chunks();
   context_.max_item_chunks = config.max_item_chunks();
+  context_.max_sum_chunks = config.max_sum_chunks();
   context_.row_bytes = static_cast<uint32_t>(config.row_bytes());
   context_.slot_stride = static_cast<uint32_t>(config.slot_stride());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
@@ -28,8 +38,11 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, char* st
   context_.arrays = carve_state(of_state, config, num_sms);
   context_.state = context_.arrays.state;
   context_.report = reinterpret_cast<Report*>(report);
-  const char* own = regions[config.local_of(config.rank)];
+  const char* own = regions[context_.local];
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;
+  for (size_t node = 0; node < rail.size(); ++node) context_.wire.distance[node] = rail[node] - own;
+  std::copy(rail_pes.begin(), rail_pes.end(), context_.wire.pe);
+  context_.wire.ns_per_byte = wire_rate > 0 ? static_cast<float>(1e9 / wire_rate) : 0;
   Cursor of_region(const_cast<char*>(own));
   context_.own = carve_region(of_region, config);
 }
@@ -38,7 +51,7 @@ int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {
   const auto* report = static_cast<const volatile Report*>(context_.report);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);
   for (int turn = 0; report->counted != ticket; ++turn) {
-    if (report->late != 0) return -1;
+    if (report->aborted != 0) return -1;
     if (turn % 1024 == 0 && std::chrono::steady_clock::now() > end) return -2;
     if (turn > 1 << 16) std::this_thread::yield();
   }

@@ -51,10 +51,13 @@ struct CombineArgs {
 
 class Engine {
  public:
-  // `regions`: the symmetric memory of every rank of the node, as this rank reaches it; `state`: state_bytes() of
-  // device memory, 0; `report`: sizeof(Report) of pinned memory, 0.
-  Engine(const Config& config, const std::vector<char*>& regions, char* state, char* report, double timeout_s,
-         int num_sms);
+  // `regions`: the symmetric memory of every rank of the node, as this rank reaches it; `rail`: that of the rail peer
+  // on every node, likewise, or `rail_pes`: its number in NVSHMEM; `wire_rate`: [bytes / s] that the peer wire brings
+  // at most, 0 for all that it can; `state`: state_bytes() of device memory, 0; `report`: sizeof(Report) of pinned
+  // memory, 0; `num_sms`: blocks of a launch, `rail_blocks` of them for the rail.
+  Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
+         const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms,
+         int rail_blocks);
 
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
@@ -68,7 +71,7 @@ class Engine {
 
  private:
   Context context_;
-  int num_sms_;
+  int num_sms_, rail_blocks_;
 };
 
 size_t state_bytes(const Config& config, int num_sms);

@@ -17,32 +17,56 @@ struct Item {
   __device__ uint8_t& k(int copy) const { return reinterpret_cast<uint8_t*>(data + 2 + max_copies)[copy]; }
 };
 
-// [thread] Find the item of this number from `source` to `receiver`, in the source's inbox.
+// [thread] Find the item of this number from `source` to `receiver`, a rank of this node, in the source's inbox.
 __device__ inline int32_t* item_at_source(const Context& context, int source, int receiver, int number) {
-  const size_t index = static_cast<size_t>(context.config.local_of(receiver)) * context.config.max_tokens + number;
+  const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
   return context.inbox_of(source, &Inbox::items) + index * context.item_ints;
 }
 
-// The items of several ranks in one order: the first of each rank, then the second of each, and so on, so that all
-// links are busy. Every rank starts at a different one.
-struct Interleave {
-  int num_ranks, first;
-  int count[kMaxRanks];  // items of rank (first + position) % num_ranks
+// [thread] Find the item of this number from this rank to `receiver` on another node, before it travels.
+__device__ inline int32_t* item_to_send(const Context& context, int receiver, int number) {
+  const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
+  return context.rail_to(context.node_of(receiver), &Rail::items_out) + index * context.item_ints;
+}
 
-  __device__ Interleave(int num_ranks, int first, const int32_t* item_begin) : num_ranks(num_ranks), first(first) {
-#pragma unroll
-    for (int p = 0; p < kMaxRanks; ++p) {
-      const int rank = (first + p) % num_ranks;
-      count[p] = p < num_ranks ? item_begin[rank + 1] - item_begin[rank] : 0;
-    }
+// The sources of a rank's items, in the order in which it goes through them: those of its own node, then all others.
+// Each rank starts at a different one, so that all links are busy. In shared memory.
+struct Sources {
+  int32_t *ranks, *counts;  // [num_ranks] rank, and its items
+
+  // Lay out the sources of several warps, and return those of one. Without a base the cursor measures.
+  EP_HOST_DEVICE static Sources carve(Cursor& c, int num_ranks, int num_warps = 1, int warp = 0) {
+    int32_t* const ranks = c.take<int32_t>(2 * num_ranks * num_warps) + 2 * num_ranks * warp;
+    return {ranks, ranks + num_ranks};
   }
 
-  // The largest number of items of a rank.
-  __device__ int most() const {
-    int most = 0;
-#pragma unroll
-    for (int p = 0; p < kMaxRanks; ++p) most = max(most, count[p]);
-    return most;
+  // [warp]
+  __device__ void fill(const Context& context, const int32_t* item_begin) const {
+    const int locals = context.config.ranks_per_node;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < context.num_ranks; i += 32) {
+      const int node = (context.node + i / locals) % context.config.num_nodes;
+      const int rank = node * locals + (context.local + i % locals) % locals;
+      ranks[i] = rank;
+      counts[i] = item_begin[rank + 1] - item_begin[rank];
+    }
+    __syncwarp();
+  }
+};
+
+// All items of a rank in one order: those from its own node and those from others, one after the other. Of either: the
+// first of each source, then the second of each, and so on.
+struct ItemOrder {
+  const Sources sources;
+  const int num_own, num_ranks;  // sources
+  const bool own_first;
+  int num_first;  // items
+
+  __device__ ItemOrder(const Sources& sources, const Context& context, bool own_first)
+      : sources(sources), num_own(context.config.ranks_per_node), num_ranks(context.num_ranks), own_first(own_first) {
+    num_first = 0;
+#pragma unroll 1
+    for (int i = begin_of(0); i < end_of(0); ++i) num_first += sources.counts[i];
   }
 
   struct Position {
@@ -51,29 +75,34 @@ struct Interleave {
 
   // Find the item at `index` of the order. A warp that takes every `step`-th item gets items of all ranks in turn.
   __device__ Position at(int index, int step) const {
+    const int part = index >= num_first, begin = begin_of(part), end = end_of(part);
+    index -= part * num_first;
     int low = 0, before = 0;  // `before` items have a number below `low`
     while (true) {
       int with_more = 0, high = INT32_MAX;  // ranks with more than `low` items, and the fewest that one of them has
-#pragma unroll
-      for (int p = 0; p < kMaxRanks; ++p) {
-        with_more += count[p] > low;
-        if (count[p] > low) high = min(high, count[p]);
+#pragma unroll 1
+      for (int i = begin; i < end; ++i) {
+        const int count = sources.counts[i];
+        with_more += count > low;
+        if (count > low) high = min(high, count);
       }
       const int inside = index - before, width = (high - low) * with_more;
       if (inside < width) {
         const int number = low + inside / with_more;
         // Turn the ranks from time to time, alike for all items of a number, in case `step` is a multiple of with_more.
-        int turn = (inside % with_more + (index - inside % with_more) / step) % with_more;
-        int rank = 0;
-#pragma unroll
-        for (int p = 0; p < kMaxRanks; ++p)
-          if (count[p] > low && turn-- == 0) rank = (first + p) % num_ranks;
-        return {rank, number};
+        int turn = (inside % with_more + (index - inside % with_more) / step) % with_more, i = begin;
+        while (sources.counts[i] <= low || turn-- > 0) ++i;
+        return {sources.ranks[i], number};
       }
       before += width;
       low = high;
     }
   }
+
+ private:
+  // The sources of the first part and of the second.
+  __device__ int begin_of(int part) const { return (part == 0) == own_first ? 0 : num_own; }
+  __device__ int end_of(int part) const { return (part == 0) == own_first ? num_own : num_ranks; }
 };
 
 }  // namespace ep::cuda

@@ -1,15 +1,8 @@
-// Kernel launches and their errors.
+// Kernel launches.
 #pragma once
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
+#include "cuda/check.h"
 
 namespace ep::cuda {
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 // Bytes of dynamic shared memory that a kernel may ask for: 227 KiB a block on SM90, less 1 KiB for its static
 // variables.

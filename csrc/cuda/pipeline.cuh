@@ -17,13 +17,12 @@
 namespace ep::cuda {
 
 struct alignas(16) Work {
-  char* to;           // where the sum goes ...
-  uint32_t bytes;     // ... and its size; 0: no sum
+  char* to;           // where the sum goes; null: no sum
+  uint32_t bytes;     // of the sum; 0: no sum
   int16_t first_bay;  // of its rows; the others follow
   int8_t num_rows;    // to be summed
   bool stops;         // the last work of its group
-  Nodes nodes;
-  int32_t chunk;  // all works of earlier chunks stand before it
+  int32_t chunk;      // all works of earlier chunks stand before it
 };
 
 struct Pipeline {
@@ -113,8 +112,8 @@ struct Preparer {
     if (num_batches >= Pipeline::kBatches)
       ptx::barrier_wait(pipeline.issued + place, BatchRing::parity(num_batches - Pipeline::kBatches));
     Work work = given;
-    work.bytes = bytes;
-    if (bytes > 0) work.to += offset;
+    work.bytes = given.to ? bytes : 0;
+    if (work.bytes > 0) work.to += offset;
     const int end = inclusive_sum(lane < num ? work.num_rows : 0, 1, Pipeline::kBatch);  // bays up to this work's end
     if (lane < num) {
       work.first_bay = static_cast<int16_t>((next_bay + end - work.num_rows) % pipeline.num_bays);
@@ -150,7 +149,7 @@ struct Preparer {
     prepare(work, num_groups, 0, 0, [](const char**) {});
   }
 
-  // [warp] Stop the groups and the issuing warps.
+  // [warp] Stop the groups and the issuing warps. Chunks that have not ended stay open.
   __device__ void end() {
     end_chunks(0, true);
     prepare(Work{}, 0, 0, 0, [](const char**) {});
@@ -262,13 +261,12 @@ struct Issuer {
   }
 };
 
-// [group] Sum the group's works, until its last one.
+// [group] Sum the group's works, until its last one. `chunk` is the first of the block's chunks.
 //   finish(chunk): called by one thread of every warp, after all that the warp stored for the chunk and those before
 template <class Summing, class Finish>
-__device__ void consume(const Pipeline& pipeline, const Finish& finish) {
+__device__ void consume(const Pipeline& pipeline, int chunk, const Finish& finish) {
   const int group = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
   const int thread = threadIdx.x % Summing::kThreads;  // in the group, in some order
-  int chunk = 0;
   for (int n = group;; n += Pipeline::kSummingWarps / Summing::kWarps) {
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));
@@ -284,7 +282,7 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
     if (work.bytes > 0) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.bay(work.first_bay + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
-      sum_rows<Summing>(row, work.num_rows, work.bytes / 16, work.nodes, to, thread, release);
+      sum_rows<Summing>(row, work.num_rows, work.bytes / 16, to, thread, release);
     } else {
       release();
     }

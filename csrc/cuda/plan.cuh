@@ -26,16 +26,11 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
   int32_t* tokens = op.context.arrays.block_tokens + static_cast<size_t>(op.block) * experts;
-  int32_t* items = op.context.arrays.block_items + op.block * kMaxRanks;
+  int32_t* items = op.context.arrays.block_items + op.block * op.num_ranks();
   sum_before(scratch.expert_place, experts, experts, params.plan_warps,
              [&](int expert, int sum) { tokens[expert] = sum; });
-  sum_before(scratch.rank_place, kMaxRanks, op.num_ranks(), params.plan_warps,
+  sum_before(scratch.rank_place, op.num_ranks(), op.num_ranks(), params.plan_warps,
              [&](int rank, int sum) { items[rank] = sum; });
-}
-
-// The head of `source`, as it lies at `rank`.
-__device__ inline Head head_at(const Context& context, int rank, int source) {
-  return {context.peers.at(context.own.heads + source * context.head_ints, rank)};
 }
 
 __device__ inline Call call_of(const DispatchParams& params) {
@@ -50,19 +45,20 @@ __device__ inline Call call_of(const DispatchParams& params) {
   set(Field::kRowBytes, static_cast<int32_t>(args.row_bytes));
   set(Field::kScaleBytes, static_cast<int32_t>(args.scale_bytes));
   call.max_rows = args.num_rows;
+  call.num_tokens = args.num_tokens;
   return call;
 }
 
-// [movers, last block that has counted] Write this rank's counts to every rank, and announce the dispatch.
+// [movers, last block that has counted] Write this rank's counts to every rank of the node, and announce the dispatch.
 __device__ void send_heads(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
-  const auto head_of = [&](int peer) { return head_at(context, peer, op.rank()); };
+  const auto head_of = [&](int local) { return head_at(op, local, op.rank()); };
   sum_before(context.arrays.block_tokens, experts, experts, params.plan_blocks, [&](int expert, int sum) {
-    for (int peer = 0; peer < op.num_ranks(); ++peer) head_of(peer).tokens(context.config, expert) = sum;
+    for (int local = 0; local < op.ranks_per_node(); ++local) head_of(local).tokens(context.config, expert) = sum;
   });
-  sum_before(context.arrays.block_items, kMaxRanks, op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
-    for (int peer = 0; peer < op.num_ranks(); ++peer) head_of(peer).items(to) = sum;
+  sum_before(context.arrays.block_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
+    for (int local = 0; local < op.ranks_per_node(); ++local) head_of(local).items(to) = sum;
   });
   Movers::sync();
   announce<Movers>(op, call_of(params));
@@ -71,12 +67,13 @@ __device__ void send_heads(const Op& op, const DispatchParams& params) {
 // [movers] Sum every expert's tokens over all ranks, and over the ranks before this one.
 __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   const Context& context = op.context;
+  const int32_t* const heads = &own_head(op, 0).tokens(context.config, 0);
 #pragma unroll 1
   for (int e = threadIdx.x; e < context.config.num_experts; e += Movers::kThreads) {
     int total = 0, before = 0;
 #pragma unroll 4
     for (int source = 0; source < op.num_ranks(); ++source) {
-      const int tokens = __ldcg(&head_at(context, op.rank(), source).tokens(context.config, e));
+      const int tokens = __ldcg(heads + source * context.head_ints + e);
       total += tokens;
       before += source < op.rank() ? tokens : 0;
     }
@@ -90,7 +87,7 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
 // all groups. If `writes`, also write the groups to the plan and the counts to the caller's outputs.
 __device__ int64_t place_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
                                  bool writes) {
-  const int lane = threadIdx.x % 32, local = op.context.config.num_local_experts();
+  const int lane = threadIdx.x % 32, local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
   int64_t begin = 0;
 #pragma unroll 1
@@ -119,11 +116,14 @@ __device__ int64_t place_experts(const Op& op, const DispatchParams& params, con
 __device__ void place_groups(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   sum_sources(op, scratch);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (warp < op.num_ranks()) {
-    const int64_t rows = place_experts(op, params, scratch, warp, warp == op.rank() && op.block == 0);
-    int items = lane < op.num_ranks() ? __ldcg(&head_at(op.context, op.rank(), lane).items(warp)) : 0;
+#pragma unroll 1
+  for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
+    const int64_t rows = place_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
+    int items = 0;
+#pragma unroll 1
+    for (int source = lane; source < op.num_ranks(); source += 32) items += __ldcg(&own_head(op, source).items(rank));
     items = __reduce_add_sync(~0u, items);
-    if (lane == 0) scratch.needed[warp] = params.args.layout == Layout::kExpert ? rows : items;
+    if (lane == 0) scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : items;
   }
   Movers::sync();
 }
@@ -131,19 +131,27 @@ __device__ void place_groups(const Op& op, const DispatchParams& params, const S
 // [warp 0] Return whether the rows of every rank fit; all ranks find the same.
 __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const Context& context = op.context;
-  const int rank = min(static_cast<int>(threadIdx.x), op.num_ranks() - 1);
-  const int given = __ldcg(&call_of_lane(op)->max_rows);
-  const int64_t needed = scratch.needed[rank];
-  const bool countable = __all_sync(~0u, needed <= INT32_MAX);
-  if (countable && __all_sync(~0u, given < 0 || needed <= given)) return true;
+  const int lane = threadIdx.x % 32;
+  bool countable = true, fit = true;
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += 32) {
+    const int given = __ldcg(&call_of_lane(op, first)->max_rows);
+    const int64_t needed = scratch.needed[min(first + lane, op.num_ranks() - 1)];
+    countable &= __all_sync(~0u, needed <= INT32_MAX);
+    fit &= __all_sync(~0u, given < 0 || needed <= given);
+  }
+  if (countable && fit) return true;
   if (op.block != 0) return false;
   bool first = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
   first = __shfl_sync(~0u, first, 0);
   if (first) {
     MistakeFacts& facts = context.state->facts;
     facts.detail[0] = params.args.expert_alignment;
-    facts.rows[rank][0] = needed;
-    facts.rows[rank][1] = given;
+#pragma unroll 1
+    for (int rank = lane; rank < op.num_ranks(); rank += 32) {
+      facts.rows[rank][0] = scratch.needed[rank];
+      facts.rows[rank][1] = __ldcg(&call_at(op, rank)->max_rows);
+    }
     __threadfence();
   }
   __syncwarp();
@@ -153,23 +161,36 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 // [warp 0 of block 0] Write the head of the plan, and to the host the number of rows if it waits for that.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
   const int lane = threadIdx.x % 32;
-  const bool counts = usable && lane < op.num_ranks();
-  const int received = counts ? __ldcg(&head_at(op.context, op.rank(), lane).items(op.rank())) : 0;
-  const int sent = counts ? __ldcg(&head_at(op.context, op.rank(), op.rank()).items(lane)) : 0;
-  const int end = inclusive_sum(received), all_sent = __reduce_add_sync(~0u, sent);
   PlanHead& head = *params.plan.head;
-  if (lane < op.num_ranks()) head.item_begin[lane] = end - received;
-  if (lane == op.num_ranks() - 1) {
-    head.item_begin[lane + 1] = end;
+  int end = 0;  // items of the sources so far
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += 32) {
+    const int source = first + lane;
+    const bool counts = usable && source < op.num_ranks();
+    const int received = counts ? __ldcg(&own_head(op, source).items(op.rank())) : 0;
+    const int up_to = end + inclusive_sum(received);
+    if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
+    end = __shfl_sync(~0u, up_to, 31);
+  }
+  // Partial sums come from the ranks of the node, for tokens of this rank and of its rail peers.
+  int addends = 0;
+#pragma unroll 1
+  for (int i = lane; usable && i < op.num_ranks(); i += 32) {
+    const int source = i / op.ranks_per_node() * op.ranks_per_node() + op.context.local;
+    addends += __ldcg(&own_head(op, source).items(op.first_local_rank() + i % op.ranks_per_node()));
+  }
+  addends = __reduce_add_sync(~0u, addends);
+  if (lane == 0) {
+    head.item_begin[op.num_ranks()] = end;
     head.num_items = end;
-    head.num_sent = all_sent;
+    head.num_addends = addends;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
     head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;
     head.usable = usable;
   }
   __syncwarp();
-  if (lane != op.num_ranks() - 1 || params.args.num_rows >= 0) return;
+  if (lane != 0 || params.args.num_rows >= 0) return;
   Report* report = op.context.report;
   publish_mistake(op.context);  // the host waits, and raises it at once
   report->num_rows = head.num_rows;
@@ -202,10 +223,11 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (usable) {
     list_items(op, params, scratch);
   } else if (op.block == 0) {
-    for (int e = threadIdx.x; e < context.config.num_local_experts(); e += Movers::kThreads)
+    for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads)
       params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
   }
-  if (last_block<Movers>(&context.state->list_done, params.plan_blocks)) raise_at_all<Movers>(op, &Region::listed);
+  if (last_block<Movers>(&context.state->list_done, params.plan_blocks))
+    raise_at_all<Movers>(op, context.own.listed + op.rank());
   return verdict;
 }
 

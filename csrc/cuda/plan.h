@@ -13,7 +13,7 @@ struct PlanHead {
   int32_t num_rows;                   // rows of the output that the plan fills, padding included
   int32_t usable;                     // 0: the rows do not fit or the ranks differ; then there are no items
   int32_t num_items;                  // (source rank, source token) pairs that this rank receives
-  int32_t num_sent;                   // (receiving rank, token) pairs that this rank sends
+  int32_t num_addends;                // partial sums that come to this rank's inboxes
   int32_t item_begin[kMaxRanks + 1];  // items by source rank
 
 #ifdef __CUDACC__
@@ -26,9 +26,13 @@ struct Plan {
   PlanHead* head;
   int32_t* expert_rows;   // [num_local_experts] true counts
   int32_t* expert_begin;  // [num_local_experts + 1] first row of each expert's group, then the end
-  int32_t* sent_item;     // [max_tokens, sent_ints] of this rank's tokens: number of the item at every rank, or -1
-  uint32_t* sent_k;       // [max_tokens] bit mask of the columns of topk_idx that have an expert
-  int32_t* items;         // [capacity, item_ints] received items by source rank and number
+  // [num_nodes, max_tokens, table_ints] of the tokens of this rank and of its rail peers: number of the item at every
+  // rank of the own node, or -1.
+  int32_t* tables;
+  uint32_t* sent_k;      // [max_tokens] of this rank's tokens: bit mask of the columns of topk_idx that have an expert
+  uint32_t* sent_nodes;  // [max_tokens] bit mask of the nodes, without the own one, that have an expert; and
+  uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Both only for several nodes.
+  int32_t* items;        // [capacity, item_ints] received items by source rank and number
 };
 
 inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
@@ -36,8 +40,11 @@ inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   plan.head = c.take<PlanHead>(1);
   plan.expert_rows = c.take<int32_t>(config.num_local_experts());
   plan.expert_begin = c.take<int32_t>(config.num_local_experts() + 1);
-  plan.sent_item = c.take<int32_t>(static_cast<size_t>(config.max_tokens) * config.sent_ints());
-  plan.sent_k = c.take<uint32_t>(config.max_tokens);
+  const size_t tokens = config.max_tokens, tokens_of_nodes = config.num_nodes > 1 ? tokens : 0;
+  plan.tables = c.take<int32_t>(config.num_nodes * tokens * config.table_ints());
+  plan.sent_k = c.take<uint32_t>(tokens);
+  plan.sent_nodes = c.take<uint32_t>(tokens_of_nodes);
+  plan.k_node = c.take<uint8_t>(tokens_of_nodes * config.num_topk);
   plan.items = c.take<int32_t>(capacity * config.item_ints());
   return plan;
 }

@@ -19,16 +19,18 @@ struct alignas(16) Source {
 struct PullMemory {
   char* ring;
   Records records;
-  uint64_t* full;   // [kMaxPlaces] the place's piece has landed
-  Source* sources;  // [2, Records::kBatch]
+  uint64_t* full;  // [kMaxPlaces] the place's piece has landed
+  Source* rows;    // [2, Records::kBatch]
+  Sources sources;
 
   // Lay out the memory of all movers, and return that of one. Without a base the cursor measures.
-  EP_HOST_DEVICE static PullMemory carve(Cursor& c, int item_ints, const Pieces& pieces, int warp) {
+  EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
     PullMemory memory;
     memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
-    memory.records = Records::carve(c, item_ints * 4, Movers::kWarps, warp);
+    memory.records = Records::carve(c, context.item_ints * 4, Movers::kWarps, warp);
     memory.full = c.take<uint64_t>(Movers::kWarps * Pieces::kMaxPlaces) + warp * Pieces::kMaxPlaces;
-    memory.sources = c.take<Source>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
+    memory.rows = c.take<Source>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
+    memory.sources = Sources::carve(c, context.config.num_ranks(), Movers::kWarps, warp);
     return memory;
   }
 };
@@ -41,44 +43,50 @@ struct Puller {
   const DispatchParams& params;
   const Pieces& pieces;
   const PlanHead& head;
-  const Interleave order;
   const bool expert_layout;
   const int lane, first, step;  // this mover takes the items first, first + step, ... of the order
   int num;                      // of its items
   PullMemory memory;
+  const ItemOrder order;
   PieceCursor load, store;
   int room;  // places of the ring that can be loaded
-  ChunkFlags staged;
+  StagedFlags staged;
 
   __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
       : op(op),
         params(params),
         pieces(params.pulled),
         head(*params.plan.head),
-        order(op.num_ranks(), op.rank(), head.item_begin),
         expert_layout(head.has_expert_layout()),
         lane(threadIdx.x % 32),
         first(op.block + op.num_blocks * Movers::warp()),
         step(op.num_blocks * Movers::kWarps),
-        room(pieces.num_places),
-        staged(staged_flags(op.context)) {
-    num = first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0;
-    Cursor c(shared);
-    memory = PullMemory::carve(c, op.context.item_ints, pieces, Movers::warp());
+        num(first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0),
+        memory(memory_of(op, params, shared)),
+        order(memory.sources, op.context, true),
+        room(pieces.num_places) {
     memory.records.begin(num);
     if (lane == 0) init_places(memory.full);
     __syncwarp();
   }
 
-  __device__ Item item_at(int n) const {
-    return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.config.max_copies()};
+  // [warp] Lay this mover's memory out, and find the order of the sources.
+  static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
+    Cursor c(shared);
+    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
+    memory.sources.fill(op.context, params.plan.head->item_begin);
+    return memory;
   }
-  __device__ Source& source_of(int n) const { return memory.sources[n % (2 * kBatch)]; }
+
+  __device__ Item item_at(int n) const {
+    return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.max_copies};
+  }
+  __device__ Source& source_of(int n) const { return memory.rows[n % (2 * kBatch)]; }
 
   // [warp] Start to load the next batch of items: of a new plan from their sources, else from the plan.
   __device__ void fetch_items() {
     memory.records.fetch([&](int n) -> const int32_t* {
-      const Interleave::Position position = order.at(first + n * step, step);
+      const ItemOrder::Position position = order.at(first + n * step, step);
       Source& source = source_of(n);
       source.number = head.item_begin[position.rank] + position.number;
       source.rank = position.rank;
@@ -107,9 +115,9 @@ struct Puller {
 
   // [warp] Wait until the row of an item is staged. Return false when this rank has aborted.
   __device__ bool wait_for_row(const Source& source) {
-    if (source.chunk <= __shfl_sync(~0u, staged.arrived, source.rank)) return true;
+    if (source.chunk <= staged.seen(source.rank)) return true;
     staged.look(op);
-    return staged.wait(op, Phase::kRows, lane == source.rank ? source.chunk : -1);
+    return staged.wait(op, source.rank, source.chunk);
   }
 
   // [warp] Load pieces while there are places, and items that have landed. Return false when this rank has aborted.

@@ -1,8 +1,17 @@
-// Pushing: the partial sum of every received token goes to the inbox of its source.
+// Pushing: the partial sum of every received token goes to the inbox of its source, or to that of the source's rail
+// peer on this node.
 #pragma once
 #include "cuda/combine.cuh"
 
 namespace ep::cuda {
+
+// Chunks whose flags this rank raises in a combine: those of items from other nodes, then those from its own.
+__device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
+  int most = 0;
+  for (int rank = op.first_local_rank(), end = rank + op.ranks_per_node(); rank < end; ++rank)
+    most = max(most, head.item_begin[rank + 1] - head.item_begin[rank]);
+  return op.context.config.first_own_chunk() + num_item_chunks(most);
+}
 
 // [warp] Queue the sums of this part's items, chunk by chunk. Items go in the order that keeps all links busy.
 __device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
@@ -11,16 +20,17 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
   const Context& context = op.context;
   const Plan& plan = params.plan;
   const PlanHead& head = *plan.head;
-  const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.config.max_copies();
+  const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.max_copies;
   const bool expert_layout = head.has_expert_layout();
-  const Interleave order{op.num_ranks(), op.rank(), head.item_begin};
+  memory.sources.fill(context, head.item_begin);
+  const ItemOrder order(memory.sources, context, false);  // what has to cross goes first
   const int num = part.block < head.num_items ? (head.num_items - 1 - part.block) / part.num_blocks + 1 : 0;
   Records& items = memory.items;
-  const auto row_of = [&](const Interleave::Position& position) {
+  const auto row_of = [&](const ItemOrder::Position& position) {
     return static_cast<size_t>(head.item_begin[position.rank] + position.number);
   };
   const auto where = [&](int n) {
-    const Interleave::Position position = order.at(part.block + n * part.num_blocks, part.num_blocks);
+    const ItemOrder::Position position = order.at(part.block + n * part.num_blocks, part.num_blocks);
     memory.positions[n % (2 * kBatch)] = position;
     return plan.items + row_of(position) * item_ints;
   };
@@ -33,27 +43,28 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
     // Lane i takes the i-th item of the batch.
     Work work{};
     const Item item{reinterpret_cast<int32_t*>(items.at(first + lane % kBatch)), max_copies};
-    const Interleave::Position position = memory.positions[(first + lane) % (2 * kBatch)];
+    const ItemOrder::Position position = memory.positions[(first + lane) % (2 * kBatch)];
     if (lane < kBatch && first + lane < num) {
-      const size_t slot =
-          static_cast<size_t>(context.config.local_of(op.rank())) * context.config.max_tokens + position.number;
+      const size_t slot = static_cast<size_t>(context.local) * context.config.max_tokens + position.number;
       work.to = context.inbox_of(position.rank, &Inbox::slots) + slot * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
-      work.chunk = position.number / kItemChunk;
+      const int local = position.rank - op.first_local_rank();
+      const bool is_own = local >= 0 && local < op.ranks_per_node();
+      work.chunk = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
     }
     preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends) {
       for (int j = 0; j < work.num_rows; ++j)
         addends[j] = params.args.y + (expert_layout ? item.value(j) : row_of(position)) * context.row_bytes;
     });
   }
-  preparer.end_chunks(num_chunks(order.most()), false);
+  preparer.end_chunks(end_of_pushed(op, head), false);
 }
 
 // [block] Write the weights of this part's items to the inboxes of their sources.
 __device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;
-  const int max_copies = context.config.max_copies(), num_topk = context.config.num_topk;
+  const int max_copies = context.max_copies, num_topk = context.config.num_topk;
   const bool expert_layout = head.has_expert_layout();
   int source = 0;
   for (int i = part.block * blockDim.x + threadIdx.x; i < head.num_items; i += part.num_blocks * blockDim.x) {

@@ -1,4 +1,5 @@
-// Reducing: the owner of a token sums the partial sums in its inbox.
+// Reducing: the partial sums in the inboxes of a rank are added. Those of its own tokens become the result, together
+// with one sum from every other node; those of its rail peers' tokens become such sums, which the rail sends home.
 #pragma once
 #include "cuda/combine.cuh"
 
@@ -7,8 +8,10 @@ namespace ep::cuda {
 // [warp] Write the weights of some tokens whose partial sums have arrived: 0 where the token chose no expert.
 __device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
   constexpr int kTogether = 4;
-  const float* weights = op.context.inbox_of(op.rank(), &Inbox::weights);
-  const int num_topk = op.context.config.num_topk, num = num_tokens * num_topk;
+  const Context& context = op.context;
+  const Plan& plan = params.plan;
+  const float* own_weights = context.inbox_for(context.node, &Inbox::weights);
+  const int num_topk = context.config.num_topk, num = num_tokens * num_topk;
   const int64_t first = static_cast<int64_t>(first_token) * num_topk;
   for (int begin = threadIdx.x % 32; begin < num; begin += 32 * kTogether) {
     float values[kTogether];
@@ -16,8 +19,9 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
     for (int u = 0; u < kTogether; ++u) {
       const int i = begin + 32 * u;
       if (i >= num) break;
-      const bool chosen =
-          params.plan.head->usable && params.plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      const int node = chosen && context.config.num_nodes > 1 ? plan.k_node[first + i] : context.node;
+      const float* weights = node == context.node ? own_weights : context.rail_to(node, &Rail::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
 #pragma unroll
@@ -26,94 +30,168 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
   }
 }
 
-// The preparing warp's work for the tokens of this rank. Blocks take batches of tokens as they come to them.
+// Some tokens of this rank, or of its rail peer on another node, that a block reduces together.
+struct TokenBatch {
+  int node;  // whose tokens; of no tokens: -1
+  int begin, num;
+  int chunk;  // of the pipeline, for sums that travel
+};
+
+// Numbers of the sums that travel, among the pipeline's chunks: behind those that are pushed, chunk by chunk, and in
+// each chunk node by node.
+struct SumChunks {
+  const Context& context;
+
+  __device__ int first() const { return context.max_item_chunks; }
+  __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
+  __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
+  // The flag of a chunk, among Region::summed.
+  __device__ int place(int chunk) const {
+    const int others = context.config.num_others(), number = chunk - first();
+    return context.other(node(number % others)) * context.max_sum_chunks + number / others;
+  }
+};
+
+// The preparing warp's work for tokens. Sums that travel come first: the blocks of `for_others` share their tokens.
+// Then all blocks take batches of this rank's own tokens as they come to them.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
   const Op op;
+  const Context& context;
   const CombineParams& params;
   Records& records;
+  const Part for_others;
+  const SumChunks chunks;
   const int lane, num_tokens;
-  const int batch;  // tokens; few when there are few
-  ChunkFlags pushed;
+  const int batch;               // own tokens; few when there are few
+  ChunkFlags pushed, sums_here;  // by local rank; by other node
+  int chunk, next_begin;         // of the next batch for others
 
-  __device__ Reducer(const Op& op, const CombineParams& params, Records& records)
+  __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
       : op(op),
+        context(op.context),
         params(params),
         records(records),
+        for_others(for_others),
+        chunks{op.context},
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
         batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
-        pushed(pushed_flags(op.context)) {
+        pushed(chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank())),
+        sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
+        chunk(has_part() && params.plan.head->usable ? chunks.first() : chunks.end()),
+        next_begin(for_others.block * kBatch) {
+    sums_here.rank = context.rail_peer(lane + (lane >= context.node));
+    sums_here.raiser = op.rank();
     records.begin(INT32_MAX);
   }
 
-  // [warp] Take the next batch of tokens and start to load their items. Return its first token, or one past the last.
-  __device__ int take_batch() {
-    int begin = 0;
-    if (lane == 0) begin = static_cast<int>(atomicAdd(&op.context.state->next_token, batch));
-    begin = __shfl_sync(~0u, begin, 0);
-    if (begin >= num_tokens) return begin;
-    const int ints = op.context.sent_ints;
-    records.fetch([&](int n) { return params.plan.sent_item + static_cast<size_t>(begin + n % kBatch) * ints; },
-                  min(batch, num_tokens - begin));
-    return begin;
+  __device__ bool has_part() const { return for_others.block >= 0 && for_others.block < for_others.num_blocks; }
+
+  // [warp] Find the next batch of tokens, of other nodes first, and start to load their rows of the table.
+  __device__ TokenBatch take_batch() {
+    TokenBatch taken = take_for_others();
+    if (taken.node < 0) taken = take_own();
+    if (taken.node < 0) return taken;
+    const int ints = context.table_ints;
+    const size_t first = static_cast<size_t>(taken.node) * context.config.max_tokens + taken.begin;
+    const int32_t* table = params.plan.tables + first * ints;
+    records.fetch([&](int n) { return table + n % kBatch * ints; }, taken.num);
+    return taken;
   }
 
-  // [warp] Count the addends of the lane's token and mark those of remote nodes. `items` are the token's, if the lane
-  // `has_token`. Return the last chunk of the lane's rank that one of the tokens needs, or -1.
-  __device__ int count_addends(Work& work, const int32_t* items, bool has_token) const {
-    const Config& config = op.context.config;
-    const auto node_of = [&](int rank) { return rank / config.ranks_per_sum; };
-    int chunk = -1, last_node = -1;
-    for (int rank = 0; rank < op.num_ranks(); ++rank) {
-      const int item = has_token ? items[rank] : -1;
-      const int needed = __reduce_max_sync(~0u, item < 0 ? -1 : item / kItemChunk);
-      if (lane == rank) chunk = needed;
-      if (item < 0) continue;
-      if (node_of(rank) != node_of(op.rank())) {
-        const uint32_t bit = 1u << work.num_rows;
-        work.nodes.remote |= bit;
-        if (node_of(rank) == last_node) work.nodes.last &= ~(bit >> 1);
-        work.nodes.last |= bit;
-      }
-      last_node = node_of(rank);
-      ++work.num_rows;
+  __device__ TokenBatch take_for_others() {
+    for (; chunk < chunks.end(); ++chunk, next_begin = for_others.block * kBatch) {
+      const int number = chunk - chunks.first(), others = context.config.num_others();
+      const int node = chunks.node(number % others), first = number / others * kSumChunk;
+      const int end = min(__ldcg(&call_at(op, context.rail_peer(node))->num_tokens), first + kSumChunk);
+      const int begin = first + next_begin;
+      if (begin >= end) continue;
+      next_begin += for_others.num_blocks * kBatch;
+      return {node, begin, min(kBatch, end - begin), chunk};
     }
-    return chunk;
+    return {-1, 0, 0, chunks.end()};
+  }
+
+  __device__ TokenBatch take_own() {
+    int begin = 0;
+    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, batch));
+    begin = __shfl_sync(~0u, begin, 0);
+    if (begin >= num_tokens) return {-1, 0, 0, chunks.end()};
+    return {context.node, begin, min(batch, num_tokens - begin), chunks.end()};
+  }
+
+  // [warp] Wait until the partial sums of some tokens are here. `items` are those of the lane's token; the lane
+  // `has_token`; `nodes` send sums of it. Return false when this rank has aborted.
+  __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* items, bool has_token, uint32_t nodes) {
+    const bool is_own = tokens.node == context.node;
+    const int first_chunk = is_own ? context.config.first_own_chunk() : 0;
+    int chunk_of_lane = -1;
+    for (int local = 0; local < op.ranks_per_node(); ++local) {
+      const int item = has_token ? items[local] : -1;
+      const int needed = __reduce_max_sync(~0u, item < 0 ? -1 : first_chunk + item / kItemChunk);
+      if (lane == local) chunk_of_lane = needed;
+    }
+    if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
+    if (context.config.num_nodes == 1) return true;
+    const uint32_t all = __reduce_or_sync(~0u, nodes);
+    const bool awaited = lane < context.config.num_others() && (all >> (lane + (lane >= context.node)) & 1);
+    return sums_here.wait(op, Phase::kSums, awaited ? (tokens.begin + tokens.num - 1) / kSumChunk : -1);
+  }
+
+  // [warp] Queue the sums of a batch, the n-th of the records. Return false when this rank has aborted.
+  __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
+    const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
+    records.wait(n);
+    // Lane i takes the i-th token of the batch.
+    const bool has_token = usable && lane < tokens.num;
+    const size_t token = tokens.begin + lane;
+    const auto* items = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
+    const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
+    if (!wait_for_addends(tokens, items, has_token, nodes)) return false;
+    Work work{};
+    char* const to = is_own ? params.args.out : context.inbox_for(tokens.node, &Inbox::staging);
+    work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
+    work.chunk = is_own ? 0 : tokens.chunk;
+    work.num_rows = static_cast<int8_t>(__popc(nodes));
+    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && items[local] >= 0;
+    if (!is_own && work.num_rows == 0) work.to = nullptr;  // nothing travels
+    const char* slots = context.inbox_for(tokens.node, &Inbox::slots);
+    preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends) {
+      // In ascending order of ranks and nodes.
+      const auto add_nodes = [&](uint32_t some) {
+        for (; some != 0; some &= some - 1)
+          *addends++ = context.rail_to(__ffs(some) - 1, &Rail::sums) + token * context.slot_stride;
+      };
+      add_nodes(nodes & ((1u << context.node) - 1));
+      for (int local = 0; local < op.ranks_per_node(); ++local) {
+        if (!has_token || items[local] < 0) continue;
+        const size_t slot = static_cast<size_t>(local) * context.config.max_tokens + items[local];
+        *addends++ = slots + slot * context.slot_stride;
+      }
+      add_nodes(nodes & ~((1u << context.node) - 1));
+    });
+    if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
+    return true;
   }
 
   // [warp] Queue the sums of all batches that this block takes. Return false when this rank has aborted.
   __device__ bool run(Preparer& preparer) {
-    const Context& context = op.context;
-    const char* slots = context.inbox_of(op.rank(), &Inbox::slots);
-    const bool usable = params.plan.head->usable;
-    int begin = take_batch();
-    int next = begin < num_tokens ? take_batch() : num_tokens;
-    for (int n = 0; begin < num_tokens; n += kBatch) {
-      const int num = min(batch, num_tokens - begin);
-      records.wait(n);
-      // Lane i takes the i-th token of the batch.
-      const bool has_token = usable && lane < num;
-      const auto* items = reinterpret_cast<const int32_t*>(records.at(n + min(lane, num - 1)));
-      Work work{};
-      work.to = params.args.out + static_cast<size_t>(begin + lane) * context.row_bytes;
-      const int chunk = count_addends(work, items, has_token);
-      if (!pushed.wait(op, Phase::kSums, chunk)) {
+    // Sums that travel lie where the rows of other nodes lay.
+    const bool sends = chunk < chunks.end();
+    if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
+      return false;
+    TokenBatch tokens = take_batch(), next = tokens.node < 0 ? tokens : take_batch();
+    if (sends && tokens.chunk > chunks.first()) preparer.end_chunks(tokens.chunk, false);
+    for (int n = 0; tokens.node >= 0; n += kBatch) {
+      if (!queue(preparer, tokens, n)) {
         records.drain();
         return false;
       }
-      preparer.prepare_rows(work, num, context.row_bytes, [&](const char** addends) {
-        for (int rank = 0; rank < op.num_ranks(); ++rank) {
-          if (!has_token || items[rank] < 0) continue;
-          const size_t slot = static_cast<size_t>(rank) * context.config.max_tokens + items[rank];
-          *addends++ = slots + slot * context.slot_stride;
-        }
-      });
-      if (params.args.out_weights) take_weights(op, params, begin, num);
-      if (begin + num == num_tokens) break;
-      begin = next;
-      next = begin < num_tokens ? take_batch() : num_tokens;
+      if (next.chunk > tokens.chunk) preparer.end_chunks(next.chunk, false);
+      tokens = next;
+      if (tokens.node >= 0) next = take_batch();
     }
     return true;
   }

@@ -9,7 +9,7 @@
 //   marks   [expert]     a bit per lane whose token goes to the expert: popc of the lower lanes is the token's rank
 //                        among the batch's tokens of that expert
 // and a register of each lane
-//   copies               a byte per rank: how many experts its token has there
+//   ranks                a bit per rank that has an expert of its token
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
@@ -17,53 +17,56 @@
 namespace ep::cuda {
 
 constexpr int kChoices = 8;  // experts of a token in a vector of 16 bytes
+// An entry of Scratch::numbers: number of the item + kOneCopy * copies that have been listed.
+constexpr uint32_t kOneCopy = 1u << 24;
+static_assert(kMaxTopk < 1 << 8, "8 bits hold the copies of an item");
 
 // Shared memory of a block that plans.
 struct Scratch {
   int* expert_place;      // [plan_warps, num_experts] tokens of the block before those of the warp; then rows
   uint32_t* marks;        // [plan_warps, num_experts] lanes of the batch by expert; 0 between batches
-  int* rank_place;        // [plan_warps, kMaxRanks] items of the block before those of the warp
+  int* rank_place;        // [plan_warps, num_ranks] items of the block before those of the warp
   int16_t* choices;       // [plan_warps, 32, choices_per_token]
-  int* numbers;           // [plan_warps, kMaxRanks, 32] the batch's items by rank and lane
+  uint32_t* numbers;      // [plan_warps, num_ranks, 32] the batch's items by rank and lane (kOneCopy)
   int* expert_before;     // [num_experts] tokens of lower ranks, then the first row of this rank's tokens
   int* expert_total;      // [num_experts] tokens of all ranks
-  int64_t* needed;        // [kMaxRanks] rows of every rank
+  int64_t* needed;        // [num_ranks] rows of every rank
   int choices_per_token;  // num_topk rounded up to whole vectors
 
   // Lay the scratch out. Without a base the cursor measures.
   EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps) {
-    const size_t warps = plan_warps, experts = config.num_experts;
+    const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
     Scratch s;
     s.choices_per_token = (config.num_topk + kChoices - 1) / kChoices * kChoices;
     s.expert_place = c.take<int>(warps * experts);
     s.marks = c.take<uint32_t>(warps * experts);
-    s.rank_place = c.take<int>(warps * kMaxRanks);
+    s.rank_place = c.take<int>(warps * ranks);
     s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
-    s.numbers = c.take<int>(warps * kMaxRanks * 32);
+    s.numbers = c.take<uint32_t>(warps * ranks * 32);
     s.expert_before = c.take<int>(experts);
     s.expert_total = c.take<int>(experts);
-    s.needed = c.take<int64_t>(kMaxRanks);
+    s.needed = c.take<int64_t>(ranks);
     return s;
   }
 };
 
-// How many experts one token has on each rank.
-struct Copies {
-  static constexpr int kBits = 8;
-  uint64_t bytes = 0;
-  static_assert(kMaxRanks * kBits <= 64, "a byte per rank: more ranks need more words, or the ranks of one node only");
-  static_assert(kMaxTopk < 1 << kBits, "a byte holds the experts of one token");
+// The ranks that one token goes to, a bit each.
+struct RankSet {
+  uint64_t bits = 0;
+  static_assert(kMaxRanks <= 64, "a bit per rank: more ranks need more words");
 
-  __device__ void add(int rank) { bytes += uint64_t{1} << kBits * rank; }
-  __device__ int at(int rank) const { return static_cast<int>(bytes >> kBits * rank & ((1 << kBits) - 1)); }
+  __device__ void add(int rank) { bits |= uint64_t{1} << rank; }
+  __device__ bool has(int rank) const { return bits >> rank & 1; }
+  // Those of `num` ranks from `first` on.
+  __device__ uint64_t among(int first, int num) const { return bits >> first & ((uint64_t{1} << num) - 1); }
 };
 
 // A warp's part of the scratch and of the tokens.
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
-  int *expert_place, *rank_place, *numbers;
-  uint32_t* marks;
+  int *expert_place, *rank_place;
+  uint32_t *marks, *numbers;
   int16_t* choices;
   int choices_per_token, begin, end;
   uint32_t inverse;  // 2^32 / num_local_experts, rounded up: rank_of
@@ -73,28 +76,28 @@ struct Scan {
     const int experts = context.config.num_experts, num_tokens = params.args.num_tokens;
     expert_place = scratch.expert_place + warp * experts;
     marks = scratch.marks + warp * experts;
-    rank_place = scratch.rank_place + warp * kMaxRanks;
+    rank_place = scratch.rank_place + warp * context.num_ranks;
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
-    numbers = scratch.numbers + warp * kMaxRanks * 32;
+    numbers = scratch.numbers + warp * context.num_ranks * 32;
     const int batches = (num_tokens + 31) / 32, per_block = (batches + params.plan_blocks - 1) / params.plan_blocks;
     const int first = op.block * per_block, last = first + per_block;
     const int per_warp = (per_block + params.plan_warps - 1) / params.plan_warps;
     begin = min(num_tokens, min(first + warp * per_warp, last) * 32);
     end = min(num_tokens, min(first + (warp + 1) * per_warp, last) * 32);
-    inverse = 0xffffffffu / context.config.num_local_experts() + 1;
+    inverse = 0xffffffffu / context.num_local_experts + 1;
   }
 
   // expert / num_local_experts; exact while their product is below 2^32.
   __device__ int rank_of(int expert) const {
-    return context.config.num_local_experts() == 1 ? expert : __umulhi(expert, inverse);
+    return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
   }
 
   __device__ int16_t* own() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
-  // [warp] Load a batch to shared memory and mark its experts. Return the copies of the lane's token. An entry that is
+  // [warp] Load a batch to shared memory and mark its experts. Return the ranks of the lane's token. An entry that is
   // no expert, or repeats one, counts as -1; it is kept as a mistake if `checks`.
-  __device__ Copies load(int first, bool checks) const {
+  __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
     // Read the entries in the order of memory, whoever's they are.
@@ -111,7 +114,7 @@ struct Scan {
     }
     __syncwarp();
     // Mark the experts of the lane's own token.
-    Copies copies;
+    RankSet ranks;
     if (lane < num)
 #pragma unroll 1
       for (k = 0; k < num_topk; ++k) {
@@ -121,11 +124,11 @@ struct Scan {
           if (checks) keep_bad_entry(context, first + lane, k, true, expert);
           own()[k] = -1;
         } else {
-          copies.add(rank_of(expert));
+          ranks.add(rank_of(expert));
         }
       }
     __syncwarp();
-    return copies;
+    return ranks;
   }
 
   // [warp] Advance expert_place past the batch and clear its marks.
@@ -147,6 +150,20 @@ struct Scan {
   }
 };
 
+// [thread] Add to one of a few registers.
+__device__ inline void add_to(int (&counts)[kRankWords], int which, int count) {
+#pragma unroll
+  for (int word = 0; word < kRankWords; ++word) counts[word] += word == which ? count : 0;
+}
+
+// [thread] Read one of a few registers.
+__device__ inline int get_from(const int (&counts)[kRankWords], int which) {
+  int count = counts[0];
+#pragma unroll
+  for (int word = 1; word < kRankWords; ++word) count = word == which ? counts[word] : count;
+  return count;
+}
+
 // [movers] Count the tokens of every expert and the items of every rank, warp by warp, into the scratch.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -155,17 +172,19 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_place[e] = 0, scan.marks[e] = 0;
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
-    int items = 0;  // of the lane's rank
+    int items[kRankWords] = {};  // of rank 32 * word + lane
     for (int first = scan.begin; first < scan.end; first += 32) {
-      const Copies copies = scan.load(first, true);
+      const RankSet ranks = scan.load(first, true);
       scan.finish(first);
 #pragma unroll 1
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
-        const uint32_t lanes = __ballot_sync(~0u, copies.at(rank) > 0);
-        if (lane == rank) items += __popc(lanes);
+        const int here = __popc(__ballot_sync(~0u, ranks.has(rank)));
+        if (lane == rank % 32) add_to(items, rank / 32, here);
       }
     }
-    if (lane < kMaxRanks) scan.rank_place[lane] = items;
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word)
+      if (32 * word + lane < op.num_ranks()) scan.rank_place[32 * word + lane] = items[word];
   }
   Movers::sync();
 }
@@ -186,44 +205,69 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
   return count;
 }
 
-// [movers] Write the items of this rank's tokens to its inbox, and what combine needs of them to the plan.
+// [thread] Write what combine needs of a token: which nodes it goes to, and which of its columns go where.
+__device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token, const RankSet& ranks) {
+  const Context& context = scan.context;
+  const int num_topk = context.config.num_topk, locals = context.config.ranks_per_node;
+  uint32_t nodes = 0;
+#pragma unroll 1
+  for (int node = 0; node < context.config.num_nodes; ++node)
+    if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
+  plan.sent_nodes[token] = nodes;
+#pragma unroll 1
+  for (int k = 0; k < num_topk; ++k) {
+    const int expert = scan.own()[k];
+    const int node = expert < 0 ? context.node : context.node_of(scan.rank_of(expert));
+    plan.k_node[static_cast<size_t>(token) * num_topk + k] = static_cast<uint8_t>(node);
+  }
+}
+
+// [movers] Write the items of this rank's tokens to its inbox, or for other nodes to where the rail takes them, and
+// what combine needs of them to the plan.
 __device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
   const Context& context = op.context;
   const Config& config = context.config;
   const Scan scan(op, params, scratch, warp);
-  const int local = config.num_local_experts(), max_copies = config.max_copies();
+  const int local = context.num_local_experts, max_copies = context.max_copies, num_ranks = context.num_ranks;
   const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = params.args.layout == Layout::kExpert;
   const auto item_of = [&](int rank, int number) {
-    return Item{item_at_source(context, config.rank, rank, number), max_copies};
+    const bool stays = context.node_of(rank) == context.node;
+    return Item{stays ? item_at_source(context, config.rank, rank, number) : item_to_send(context, rank, number),
+                max_copies};
   };
   // Begin behind the rows and items of lower ranks, blocks and warps.
   const int32_t* block_tokens = context.arrays.block_tokens + static_cast<size_t>(op.block) * config.num_experts;
   for (int e = lane; e < config.num_experts; e += 32)
     scan.expert_place[e] += scratch.expert_before[e] + __ldcg(block_tokens + e);
-  int items = 0;  // of the lane's rank
-  if (lane < kMaxRanks)
-    items = scan.rank_place[lane] + __ldcg(context.arrays.block_items + op.block * kMaxRanks + lane);
+  int items[kRankWords] = {};  // of rank 32 * word + lane
+#pragma unroll
+  for (int word = 0; word < kRankWords; ++word)
+    if (const int rank = 32 * word + lane; rank < num_ranks)
+      items[word] = scan.rank_place[rank] + __ldcg(context.arrays.block_items + op.block * num_ranks + rank);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
-    const Copies copies = scan.load(first, false);
+    const RankSet ranks = scan.load(first, false);
     // Number the items, rank by rank.
+    int node = 0, local_rank = 0;  // of `rank`
 #pragma unroll 1
-    for (int rank = 0; rank < config.num_ranks(); ++rank) {
-      const int num_copies = copies.at(rank);
-      const uint32_t lanes = __ballot_sync(~0u, num_copies > 0);
-      const int number = __shfl_sync(~0u, items, rank) + __popc(lanes & ((1u << lane) - 1));
-      if (lane == rank) items += __popc(lanes);
-      if (token >= scan.end) continue;
-      scan.numbers[rank * 32 + lane] = number;
-      params.plan.sent_item[static_cast<size_t>(token) * context.sent_ints + rank] = num_copies > 0 ? number : -1;
-      if (num_copies == 0) continue;
-      const Item item = item_of(rank, number);
-      item.token() = token;
-      item.num_copies() = num_copies;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      const bool goes = ranks.has(rank);
+      const uint32_t lanes = __ballot_sync(~0u, goes);
+      const int number = __shfl_sync(~0u, get_from(items, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
+      if (lane == rank % 32) add_to(items, rank / 32, __popc(lanes));
+      if (token < scan.end) {
+        int32_t* const table = node == context.node ? params.plan.tables + static_cast<size_t>(node) *
+                                                                               config.max_tokens * context.table_ints
+                                                    : context.rail_to(node, &Rail::table_out);
+        table[static_cast<size_t>(token) * context.table_ints + local_rank] = goes ? number : -1;
+        scan.numbers[rank * 32 + lane] = number;
+        if (goes) item_of(rank, number).token() = token;
+      }
+      if (++local_rank == config.ranks_per_node) local_rank = 0, ++node;
     }
     // Write the copies: each choice finds its place among the token's experts of that rank.
     uint32_t used = 0;
@@ -236,11 +280,14 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const int rank = scan.rank_of(expert), begin = rank * local;
         const int row = scan.expert_place[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
         const int copy = count_between(scan.own(), num_vectors, begin, expert);
-        const Item item = item_of(rank, scan.numbers[rank * 32 + lane]);
+        const uint32_t entry = scan.numbers[rank * 32 + lane] += kOneCopy;
+        const Item item = item_of(rank, static_cast<int>(entry % kOneCopy));
+        item.num_copies() = static_cast<int>(entry / kOneCopy);  // so far
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }
     if (token < scan.end) params.plan.sent_k[token] = used;
+    if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token, ranks);
     scan.finish(first);
   }
 }

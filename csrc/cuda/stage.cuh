@@ -1,6 +1,7 @@
 // Staging: the helpers copy this rank's rows and tails (scales and weights) to its inbox, chunk by chunk, where all
 // ranks of the node can read them.
 #pragma once
+#include "cuda/copy.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/quantize.cuh"
 
@@ -16,39 +17,21 @@ struct StagedChunks {
 
   __device__ StagedChunks(const Op& op, uint32_t* counters, int num_tokens)
       : op(op),
-        arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks),
-                 op.context.own.staged + static_cast<size_t>(op.rank()) * op.context.max_token_chunks},
-        num_chunks(max(1, (num_tokens + kTokenChunk - 1) / kTokenChunk)) {}
+        arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
+        num_chunks(num_token_chunks(num_tokens)) {}
 
   // [warp] Count this warp in for all chunks before `end`: it has staged its tokens of these.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();
     for (; chunk < end; ++chunk) {
-      if (threadIdx.x % 32 != 0) continue;
+      if (threadIdx.x % 32 != 0 || !arrivals.arrive(chunk)) continue;
+      uint64_t* const flags = op.context.own.staged + static_cast<size_t>(op.rank()) * op.context.max_token_chunks;
       const int past = chunk == num_chunks - 1 ? op.context.max_token_chunks : chunk + 1;
-      arrivals.arrive(op, chunk, past);
+      for (int flag = chunk; flag < past; ++flag) raise_on_node(op.context, flags + flag, op.epoch);
     }
   }
 };
-
-// [warp] Copy a row of 16-byte vectors.
-__device__ inline void copy_row(char* to, const char* from, uint32_t bytes) {
-  constexpr int kTogether = 14;  // vectors of a thread; a row of 14336 bytes takes two turns
-  const int num_vectors = static_cast<int>(bytes / kVector);
-  const auto* source = reinterpret_cast<const uint4*>(from);
-  auto* target = reinterpret_cast<uint4*>(to);
-#pragma unroll 1
-  for (int begin = threadIdx.x % 32; begin < num_vectors; begin += 32 * kTogether) {
-    uint4 vectors[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (begin + 32 * i < num_vectors) vectors[i] = __ldg(source + begin + 32 * i);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (begin + 32 * i < num_vectors) target[begin + 32 * i] = vectors[i];
-  }
-}
 
 // A warp's tokens: every step-th.
 struct Share {
@@ -93,7 +76,9 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
   const bool copies = op.num_ranks() > 1;  // a rank alone reads its rows where the caller has them
   stage_rows(share, chunks, [&](size_t token) {
-    if (copies) copy_row(staging + token * params.row_stride, args.rows + token * args.row_bytes, args.row_bytes);
+    if (!copies) return;
+    auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
+    copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
   });
 }
 

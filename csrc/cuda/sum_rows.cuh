@@ -73,17 +73,10 @@ struct Float16 {
   }
 };
 
-// Rows that are added and rounded before they count: those of one remote node. Bit j stands for row j.
-struct Nodes {
-  uint32_t remote;  // the row is of a remote node ...
-  uint32_t last;    // ... and the last of that node
-};
-
 // How rows are summed: by groups of kWarps warps. Each thread has kVectors vectors at a time in registers.
-template <class Element, bool kSeveralNodes, int kNumWarps, int kNumVectors>
+template <class Element, int kNumWarps, int kNumVectors>
 struct Summing {
   using T = Element;
-  static constexpr bool kNodes = kSeveralNodes;
   static constexpr int kWarps = kNumWarps, kThreads = 32 * kWarps, kVectors = kNumVectors;
 };
 
@@ -96,15 +89,13 @@ __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
 //   row(j) -> the j-th row
 //   release(): called by every thread once it has read all
 template <class Summing, class Row, class Release>
-__device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, Nodes nodes, uint4* to,
-                                         int thread, const Release& release) {
+__device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, uint4* to, int thread,
+                                         const Release& release) {
   using T = typename Summing::T;
-  constexpr bool kNodes = Summing::kNodes;
   constexpr int kVectors = Summing::kVectors, kStep = kVectors * Summing::kThreads;
   for (int begin = 0; begin < num_vectors; begin += kStep) {
     const auto at = [&](int i) { return begin + thread + i * Summing::kThreads; };
     float total[kVectors][T::kElements] = {};
-    float of_node[kNodes ? kVectors : 1][T::kElements] = {};
     uint4 vectors[kVectors];
     for (int j = 0; j < num_rows; ++j) {
       const uint4* from = row(j);
@@ -112,23 +103,12 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
       for (int i = 0; i < kVectors; ++i)
         if (at(i) < num_vectors) vectors[i] = from[at(i)];
       if (num_rows == 1) break;  // needs no float32
-      const bool remote = kNodes && (nodes.remote >> j & 1), last = kNodes && (nodes.last >> j & 1);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float values[T::kElements];
         T::load(vectors[i], values);
 #pragma unroll
-        for (int e = 0; e < T::kElements; ++e) {
-          if (remote)
-            of_node[kNodes ? i : 0][e] += values[e];
-          else
-            total[i][e] += values[e];
-        }
-        if (last) {
-          T::load(T::round(of_node[kNodes ? i : 0]), values);
-#pragma unroll
-          for (int e = 0; e < T::kElements; ++e) total[i][e] += values[e], of_node[kNodes ? i : 0][e] = 0;
-        }
+        for (int e = 0; e < T::kElements; ++e) total[i][e] += values[e];
       }
     }
     if (begin + kStep >= num_vectors) release();

@@ -31,10 +31,10 @@ __device__ auto first_warp_waits(const Wait& wait) {
   return seen;
 }
 
-// [team] Wait for one flag of each rank.
+// [team] Wait for one flag of each rank of the node.
 template <class Team>
 __device__ bool team_waits(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
-  return first_warp_waits<Team>([&] { return wait_for_ranks(op, phase, flags, expected); });
+  return first_warp_waits<Team>([&] { return wait_for_node(op, phase, flags, expected); });
 }
 
 // [team] Count this block in. Return true in the last of `num_blocks` blocks: its threads see all that the teams of the
@@ -60,28 +60,27 @@ struct ChunkArrivals {
   uint32_t num_warps;
   uint32_t* in_grid;  // [max_chunks] in device memory, 0 between operations: blocks
   uint32_t num_blocks;
-  uint64_t* flags;  // [max_chunks] of this rank, as they lie in its own region
 
-  // [thread] Count a warp in for a chunk, after all that the warp stored for it. The last warp of all raises the flags
-  // of chunks [chunk, end) at every rank.
-  __device__ void arrive(const Op& op, int chunk, int end) const {
+  // [thread] Count a warp in for a chunk, after all that the warp stored for it. Return true in the last warp of all:
+  // it may raise the chunk's flag.
+  __device__ bool arrive(int chunk) const {
     ptx::fence_block();
-    if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return;
+    if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return false;
     ptx::fence_system();
-    if (atomicAdd(in_grid + chunk, 1u) != num_blocks - 1) return;
+    if (atomicAdd(in_grid + chunk, 1u) != num_blocks - 1) return false;
     in_grid[chunk] = 0;
     ptx::fence_system();
-    for (; chunk < end; ++chunk) raise_everywhere(op.context, flags + chunk, op.epoch);
+    return true;
   }
 };
 
-// [team] Raise this rank's flag at every rank, after the team's barrier.
+// [team] Raise a flag of this rank at every rank of its node, after the team's barrier.
 template <class Team>
-__device__ void raise_at_all(const Op& op, uint64_t* Region::* flags) {
+__device__ void raise_at_all(const Op& op, uint64_t* flag_here) {
   const Context& context = op.context;
-  if (Team::thread() >= context.config.ranks_per_node) return;
+  if (Team::thread() >= op.ranks_per_node()) return;
   ptx::fence_system();
-  ptx::store_relaxed(context.peers.at(context.own.*flags + op.rank(), Team::thread()), op.epoch);
+  ptx::store_relaxed(context.peers.at(flag_here, Team::thread()), op.epoch);
 }
 
 }  // namespace ep::cuda

@@ -44,6 +44,7 @@ class Case:
     dtype: str = "bfloat16"
     layout: str = "expert"
     sms: int = 24
+    ranks_per_node: int | None = None  # None: one node
     graph: bool = False  # each operation of the engine in a CUDA graph too
     iters: int = 20
     warmup: int = 3
@@ -56,7 +57,7 @@ class Case:
         return (
             "{engine}-{ranks}ranks-{tokens}tokens-{hidden}hidden-{experts}experts-top{topk}-{dtype}-{routing}-{layout}"
             "-{sms}sms"
-        ).format(**fields)
+        ).format(**fields) + (f"-{self.ranks_per_node}per_node" if self.ranks_per_node else "")
 
     @property
     def has_float8(self) -> bool:

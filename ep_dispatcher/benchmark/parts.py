@@ -72,7 +72,7 @@ def measure_engine(rank: int, case: Case) -> dict | None:
         max_tokens_per_rank=case.tokens,
         dtype=getattr(torch, case.dtype),
         engine=case.engine,
-        ranks_per_node=case.ranks,
+        ranks_per_node=case.ranks_per_node or case.ranks,
         timeout_s=TIMEOUT_S,
         num_sms=case.sms,
     )
@@ -98,7 +98,7 @@ def _measure_engine(part: Part, buffer: ep.Buffer) -> None:
         part.time_all(ALL_TO_ALL, {name: call for name, call in others.items() if name in calls})
         compared = part.attempt("comparison", lambda: compare(engine, baseline, *inputs, case.layout))
         found["compared"] = {ALL_TO_ALL: compared} if compared else {}
-    moved = part.attempt("bytes", lambda: wire_bytes(engine, baseline, case.ranks, *inputs))
+    moved = part.attempt("bytes", lambda: wire_bytes(engine, baseline, case.ranks_per_node or case.ranks, *inputs))
     found["wire_bytes"] = moved or {}
     if case.graph:
         for operation, call in calls.items():

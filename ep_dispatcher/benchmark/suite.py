@@ -93,7 +93,8 @@ def table(result: dict) -> str:
     case = result["case"]
     lines = [
         "{ranks} ranks, engine {engine}, {tokens} tokens per rank, hidden {hidden}, {experts} experts, top-{topk}, "
-        "{dtype}, {routing} routing, {layout} layout, {sms} SMs".format(**case),
+        "{dtype}, {routing} routing, {layout} layout, {sms} SMs".format(**case)
+        + (", {ranks_per_node} ranks per node".format(**case) if case["ranks_per_node"] else ""),
         f"microseconds of the slowest rank of an iteration: median of {case['iters']}, least, most",
         f"{'operation':<28}{'side':<22}{'median':>10}{'least':>10}{'most':>10}{'GB/s':>8}  engine's speed-up",
     ]

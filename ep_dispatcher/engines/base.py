@@ -20,6 +20,7 @@ class EngineConfig:
 
     group: ProcessGroup
     topology: Topology
+    hosts: tuple[str, ...]  # of the ranks
     buffer_id: int
     hidden: int
     num_experts: int

@@ -160,7 +160,7 @@ class CpuEngine:
         tag = self._tag(_HEADS)
         pending = {m: rail.receive("counts between nodes", m, c.incoming_head(m), tag) for m in rail.others}
         for m in rail.others:
-            rail.send("counts between nodes", m, c.own_head(), tag)
+            rail.send("counts between nodes", m, c.own_head(), tag, is_list=True)
         c.stage(arrays, weights, num_tokens)
         for m in rail.others:
             rail.wait(pending[m])
@@ -173,7 +173,7 @@ class CpuEngine:
         tag = self._tag(_LISTS)
         pending = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
         for m in rail.others:
-            rail.send("lists between nodes", m, c.outgoing_lists(m), tag)
+            rail.send("lists between nodes", m, c.outgoing_lists(m), tag, is_list=True)
         return plan, counted_rows, pending
 
     def _allocate(self, rows, scales, topk_weights, layout, num_rows, plan) -> Received:
@@ -226,11 +226,14 @@ class CpuEngine:
         """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
         if self._health.is_stopped:
             self._health.raise_if_ended()
-        sent = [0] * self._topology.num_ranks
-        for rank, count in zip(self._rail.ranks, self._rail.bytes_sent):
-            sent[rank] = count
+
+        def of_rail(by_node: list[int]) -> list[int]:
+            sent = dict(zip(self._rail.ranks, by_node, strict=True))
+            return [sent.get(rank, 0) for rank in range(self._topology.num_ranks)]
+
         return {
-            "inter_node_bytes_sent": sent,
+            "inter_node_bytes_sent": of_rail(self._rail.bytes_sent),
+            "inter_node_list_bytes_sent": of_rail(self._rail.list_bytes_sent),
             "intra_node_bytes_read": list(self._c.bytes_read),
             "intra_node_bytes_written": list(self._c.bytes_written),
         }

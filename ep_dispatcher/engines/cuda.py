@@ -1,4 +1,7 @@
-"""The CUDA engine: kernels that read and write the memory of all ranks of a node, launched in the current stream."""
+"""The CUDA engine: kernels launched in the current stream.
+
+They read and write the memory of all ranks of a node, and send to other nodes through a wire.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,21 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher import checks, envs
 from ep_dispatcher.engines.base import EngineConfig, Received
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
-from ep_dispatcher.engines.rendezvous import rendezvous
+from ep_dispatcher.engines.regions import regions_of
 from ep_dispatcher.float8 import BLOCK
-from ep_dispatcher.topology import host_id
+from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
+from ep_dispatcher.topology import Topology
 
-_DTYPES = {
-    torch.float32: _C_cuda.DType.float32,
-    torch.bfloat16: _C_cuda.DType.bfloat16,
-    torch.float16: _C_cuda.DType.float16,
-}
-_LAYOUTS = {"rank": _C_cuda.Layout.rank, "expert": _C_cuda.Layout.expert}
 _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
 _SLICE_OVER = -2  # of wait_for_counts
 
-# On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
-DEFAULT_SMS = 24
-MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
-MAX_TOKENS = 2**22  # the counters of a block's chunks have to
+RAIL_SHARE = 6  # of so many SMs one serves the wire
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
 
@@ -44,6 +38,12 @@ def _address(t: Tensor | None) -> int:
 def _aligned(t: Tensor | None) -> Tensor | None:
     """The rows are copied 16 bytes at a time; a view can begin anywhere."""
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _rail_sms(topology: Topology, num_sms: int) -> int:
+    """How many of the SMs serve the wire between nodes."""
+    check_cuda_sms(topology, num_sms)
+    return 0 if topology.num_nodes == 1 else min(envs.rail_sms() or max(1, num_sms // RAIL_SHARE), num_sms - 1)
 
 
 class StreamEvent:
@@ -75,60 +75,62 @@ class CudaEngine:
         topology = config.topology
         self._config, self._topology = config, topology
         self._ticket = 0
+        self._is_sound = False  # at the end: all operations have completed
         self._thread = threading.get_ident()  # that made the buffer
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
-        c = self._c_config = _C_cuda.Config()
-        # All ranks reach each other's memory; the nodes of the topology decide the order of the sums alone.
-        c.rank, c.ranks_per_node, c.ranks_per_sum = topology.rank, topology.num_ranks, topology.ranks_per_node
+        with config.gather.same_on_all_ranks():
+            check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
+            self._regions = regions_of(config)
+        compiled = self._compiled = self._regions.compiled
+        c = self._c_config = compiled.Config()
+        c.rank, c.num_nodes, c.ranks_per_node = topology.rank, topology.num_nodes, topology.ranks_per_node
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
-        c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
+        c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
+        c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
 
         def allocate():
-            if topology.num_ranks > _C_cuda.max_ranks:
-                checks.fail("group", f"{topology.num_ranks} ranks", f"at most {_C_cuda.max_ranks} with engine='cuda'")
-            if config.num_experts > MAX_EXPERTS:
-                checks.fail("num_experts", config.num_experts, f"at most {MAX_EXPERTS} with engine='cuda'")
-            if config.max_tokens_per_rank > MAX_TOKENS:
-                given = config.max_tokens_per_rank
-                checks.fail("max_tokens_per_rank", given, f"at most {MAX_TOKENS} with engine='cuda'")
             self._device = torch.device("cuda", torch.cuda.current_device())
-            # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with
-            # the old mapping could then write into a later buffer. This lives while a peer has it mapped.
-            allocate_symmetric = symmetric_memory._SymmetricMemory.empty_strided_p2p
-            self._memory = allocate_symmetric((_C_cuda.region_bytes(c),), (1,), torch.uint8, self._device)
-            self._memory[: _C_cuda.flag_bytes(c)].zero_()
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
-            self._state = torch.zeros(_C_cuda.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
-            self._report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8, pin_memory=True)
-            self._aborts = Aborts(self._device, topology.rank)
+            rail_blocks = _rail_sms(topology, self._num_sms)
+            self._regions.allocate()
+            self._regions.memory[: compiled.flag_bytes(c)].zero_()
+            self._state = torch.zeros(compiled.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
+            self._report = torch.zeros(compiled.report_bytes, dtype=torch.uint8, pin_memory=True)
             torch.cuda.synchronize(self._device)
-            return host_id()
+            return rail_blocks
 
         def attach():
-            if len(set(hosts)) > 1:
-                raise ValueError(
-                    "engine: given 'cuda' for ranks on several hosts, allowed: ranks of one host, or 'cpu'"
-                )
-            name = f"ep_dispatcher/{config.buffer_id}"  # used once
-            self._symmetric = rendezvous(self._memory, topology, config.store, name, config.timeout_s)
-            regions = list(self._symmetric.buffer_ptrs)
-            addresses = (self._state.data_ptr(), self._report.data_ptr())
-            self._c = _C_cuda.Engine(c, regions, *addresses, config.timeout_s, self._num_sms)
-            offset = _C_cuda.aborted_offset(c)
-            for peer in range(topology.num_ranks):
-                region = self._symmetric.get_buffer(peer, (offset + 8 * topology.num_ranks,), torch.uint8)
-                self._aborts.add_peer(region[offset:].view(torch.int64))
-            self._aborts.state = self._state[_C_cuda.state_aborted_offset :][:4].view(torch.int32)
+            self._regions.attach()
+            addresses = self._regions.addresses
+            self._c = compiled.Engine(
+                config=c,
+                regions=[addresses[rank] for rank in topology.local_ranks],
+                rail=[addresses[rank] for rank in topology.rail],
+                rail_pes=self._regions.rail_pes,
+                wire_rate=(envs.wire_gbps() or 0) * 1e9,
+                state=self._state.data_ptr(),
+                report=self._report.data_ptr(),
+                timeout_s=config.timeout_s,
+                num_sms=self._num_sms,
+                rail_blocks=rail_blocks[topology.rank],
+            )
+            own_flag = self._state.data_ptr() + compiled.state_aborted_offset
+            at_peers = compiled.aborted_offset(c) + 8 * topology.rank
+            self._aborts = Aborts(
+                self._device, compiled.copy, own_flag, [address + at_peers for address in addresses if address]
+            )
 
         try:
-            hosts = config.gather("memory", allocate)
+            self._regions.prepare(compiled.region_bytes(c))
+            rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             config.gather("memory of the other ranks", attach, waits_for_peers=True)
         except BaseException:  # a kept exception keeps this object, but not its memory
-            for name in ("_c", "_aborts", "_symmetric", "_memory", "_state"):
+            for name in ("_c", "_aborts", "_state"):
                 self.__dict__.pop(name, None)
+            self.__dict__.pop("_regions").abandon()
             raise
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
@@ -140,13 +142,13 @@ class CudaEngine:
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
-            rows, scales, args = _aligned(rows), _aligned(scales), _C_cuda.DispatchArgs()
+            rows, scales, args = _aligned(rows), _aligned(scales), self._compiled.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
             args.rows, args.row_bytes, args.quantizes = _address(rows), rows.shape[1] * dtype.itemsize, quantize
             args.scales, args.scale_bytes = _address(scales), num_scales * 4
             args.topk_idx, args.topk_weights = _address(topk_idx), _address(topk_weights)
-            args.num_tokens, args.layout = rows.shape[0], _LAYOUTS[layout]
+            args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
             tokens_per_expert, rows_per_expert = (
                 torch.empty(self._config.num_local_experts, dtype=torch.int64, device="cuda") for _ in range(2)
@@ -200,7 +202,7 @@ class CudaEngine:
 
     def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
         with self._operation("combine", y, plan, topk_weights) as stream:
-            y, args = _aligned(y), _C_cuda.CombineArgs()
+            y, args = _aligned(y), self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
             shape = 0 if topk_weights is None else (num_tokens, self._config.num_topk)
             weights_out = y.new_empty(shape, dtype=torch.float32)
@@ -211,20 +213,25 @@ class CudaEngine:
         return x, weights_out
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
-        return _C_cuda.plan_capacity(self._c_config, num_rows)
+        return self._compiled.plan_capacity(self._c_config, num_rows)
 
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
         self.join()
-        num_ranks, state = self._topology.num_ranks, self._state.cpu()
+        topology, state, compiled = self._topology, self._state.cpu(), self._compiled
 
-        def counter(offset: int) -> list[int]:
-            return state[offset : offset + 8 * num_ranks].view(torch.int64).tolist()
+        def counter(offset: int, num: int = topology.num_ranks) -> list[int]:
+            return state[offset : offset + 8 * num].view(torch.int64).tolist()
+
+        def of_rail(offset: int) -> list[int]:
+            sent = dict(zip(topology.rail, counter(offset, topology.num_nodes), strict=True))
+            return [sent.get(rank, 0) for rank in range(topology.num_ranks)]
 
         return {
-            "inter_node_bytes_sent": [0] * num_ranks,
-            "intra_node_bytes_read": counter(_C_cuda.bytes_read_offset),
-            "intra_node_bytes_written": counter(_C_cuda.bytes_written_offset),
+            "inter_node_bytes_sent": of_rail(compiled.bytes_sent_offset),
+            "inter_node_list_bytes_sent": of_rail(compiled.lists_sent_offset),
+            "intra_node_bytes_read": counter(compiled.bytes_read_offset),
+            "intra_node_bytes_written": counter(compiled.bytes_written_offset),
         }
 
     def destroy(self) -> None:
@@ -241,13 +248,14 @@ class CudaEngine:
                     self._wait(self._stream)
                 torch.cuda.synchronize(self._device)  # for replays of graphs, which are in no stream known here
                 self._reports.raise_found(ends=False)
+                self._is_sound = True
         finally:
             self._health.stop(self._aborts.run, self._free)
 
     def _free(self) -> None:
         torch.cuda.synchronize(self._device)
         self._aborts.free()
-        del self._symmetric, self._memory
+        self._regions.free(self._is_sound)
 
     # ---- streams --------------------------------------------------------------------------------------------------
 
@@ -341,27 +349,27 @@ class CudaEngine:
 
 
 class Aborts:
-    """Abort this rank from the host: its kernels end soon, and the peers' kernels wait for it no longer."""
+    """Abort this rank from the host: its kernels end soon, and the peers' kernels wait for it no longer.
 
-    def __init__(self, device: torch.device, rank: int):
-        self._rank = rank
+    ``own_flag``: address of the uint32 that this rank's kernels look at; ``flags``: of this rank's uint64 flag
+    ``aborted`` in every region that it reaches.
+    """
+
+    def __init__(self, device: torch.device, copy, own_flag: int, flags: list[int]):
+        self._copy, self._own_flag, self._flags = copy, own_flag, flags
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # copies in it need not wait for the kernels under way
-        self._peers: list[Tensor] = []
-        self.state: Tensor | None = None  # int32 [1] that this rank's kernels look at
-
-    def add_peer(self, aborted: Tensor) -> None:
-        """``aborted``: int64 [num_ranks] flags in the peer's region."""
-        self._peers.append(aborted)
 
     def free(self) -> None:
-        """Let go of the peers' memory, once nothing runs any more."""
-        self._peers.clear()
-        self.state = None
+        """Let go of the memory, once nothing runs any more."""
+        self._own_flag, self._flags = 0, []
 
     def run(self) -> None:
-        with torch.cuda.stream(self._stream):  # copies, no kernels: these might have to wait for a multiprocessor
-            if self.state is not None:
-                self.state.copy_(self._one.view(torch.int32)[:1], non_blocking=True)
-            for flags in self._peers:
-                flags[self._rank : self._rank + 1].copy_(self._one, non_blocking=True)
+        one, stream = self._one.data_ptr(), self._stream.cuda_stream
+        with torch.cuda.device(
+            self._stream.device
+        ):  # copies, no kernels: these might have to wait for a multiprocessor
+            if self._own_flag:
+                self._copy(self._own_flag, one, 4, stream)
+            for flag in self._flags:
+                self._copy(flag, one, 8, stream)

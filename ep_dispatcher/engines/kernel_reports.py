@@ -12,7 +12,7 @@ from ep_dispatcher.engines.health import Health
 from ep_dispatcher.errors import PeerTimeoutError
 
 # Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
-_SHOWN = {_C_cuda.Field.row_bytes: "x: bytes per row", _C_cuda.Field.scale_bytes: "x: bytes of scales"}
+_SHOWN = {"row_bytes": "x: bytes per row", "scale_bytes": "x: bytes of scales"}
 
 
 class KernelReports:
@@ -26,7 +26,7 @@ class KernelReports:
     Never waits for the device.
     """
 
-    def __init__(self, compiled: _C_cuda.Engine, config: EngineConfig, health: Health):
+    def __init__(self, compiled, config: EngineConfig, health: Health):
         self._compiled, self._config, self._health = compiled, config, health
 
     def raise_found(self, *, ends: bool) -> None:
@@ -54,14 +54,14 @@ class KernelReports:
         if found is None:
             return None
         kind, detail, value, rows = found
-        if kind == _C_cuda.Mistake.bad_entry:
+        if kind.name == "bad_entry":
             token, k, repeated, _ = detail
             return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)
-        if kind == _C_cuda.Mistake.too_few_rows:
+        if kind.name == "too_few_rows":
             return checks.too_few_rows(rows)
-        if kind == _C_cuda.Mistake.too_many_rows:
+        if kind.name == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
             return checks.too_many_rows(detail[0], rank, rows[rank][0])
         field, rank, theirs, first = detail
-        field = _C_cuda.Field(field)
-        return checks.disagreement(_SHOWN.get(field, field.name), rank, theirs, 0, first)
+        name = _C_cuda.Field(field).name
+        return checks.disagreement(_SHOWN.get(name, name), rank, theirs, 0, first)

@@ -52,7 +52,8 @@ class Rail:
     def __init__(self, store: Store, ranks: tuple[int, ...], node: int, timeout_s: float):
         self.ranks, self.node = ranks, node
         self.others = [(node + i) % len(ranks) for i in range(1, len(ranks))]  # every node starts at a different one
-        self.bytes_sent = [0] * len(ranks)
+        self.bytes_sent = [0] * len(ranks)  # of rows and sums
+        self.list_bytes_sent = [0] * len(ranks)  # of counts and lists
         self._group = None
         if self.others:
             prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
@@ -69,10 +70,10 @@ class Rail:
         self._receives: list[Message] = []
         _rails.add(self)
 
-    def send(self, phase: str, node: int, message: memoryview, tag: int) -> None:
+    def send(self, phase: str, node: int, message: memoryview, tag: int, *, is_list: bool = False) -> None:
         """Start to send; ``message`` must not change until ``flush``."""
         if message.nbytes:
-            self.bytes_sent[node] += message.nbytes
+            (self.list_bytes_sent if is_list else self.bytes_sent)[node] += message.nbytes
             self._sends.append(self._start("send", phase, node, message, tag))
 
     def receive(self, phase: str, node: int, message: memoryview, tag: int) -> Message | None:

@@ -1,0 +1,134 @@
+// The rail: blocks that bring to other nodes what this rank has for them, and that make known on this node what its
+// rail peers have sent. Of their warps, the first ones relay, each for one other node; the others send.
+//
+//   sender                                           relay for node m, on the rank that receives
+//   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
+//   items and tables  -> rail peers                  `listed`
+//   rows and tails, chunk by chunk -> rail peers     `staged`
+//   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
+//
+// Nothing but Calls and counts travels before all ranks agree.
+#pragma once
+#include "cuda/call.cuh"
+
+namespace ep::cuda {
+
+// This warp among those of all rail blocks.
+struct RailWarp {
+  const Op& op;
+  const Context& context;
+  const int lane, number, num_warps;
+  const int num_others, num_senders;
+
+  __device__ explicit RailWarp(const Op& op)
+      : op(op),
+        context(op.context),
+        lane(threadIdx.x % 32),
+        number(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
+        num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
+        num_others(op.context.config.num_others()),
+        num_senders(num_warps - num_others) {}
+
+  __device__ bool relays() const { return number < num_others; }
+  __device__ int sender() const { return number - num_others; }
+  // The i-th other node; every node begins with another one.
+  __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
+  __device__ Wire wire() const { return Wire{context}; }
+  __device__ Phase phase_of_calls() const {
+    return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+  }
+
+  // A wire flag that this rank raises at its rail peer, [num_others, max_chunks] there.
+  __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
+    return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
+  }
+
+  // [warp] Wait for a wire flag that the rail peer on `node` raises here. What it stands for can then be read.
+  __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
+    uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
+    if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
+    if (lane == 0) wire().arrived(flag, op.epoch);
+    __syncwarp();
+    return true;
+  }
+
+  // [warp] Wait for a flag that other blocks of this rank raise. There is no limit: those blocks wait for peers with
+  // one, and abort this rank. A limit here could be over first, and would blame this rank.
+  __device__ bool wait_for_self(const uint64_t* flag) const {
+    bool here;
+    do here = ptx::load_acquire(flag) >= op.epoch;
+    while (!here && !has_aborted(context));
+    return __all_sync(~0u, here);
+  }
+
+  // [warp] Raise flags [0, num) at every rank of the node, after what this warp has seen or copied.
+  __device__ void raise(uint64_t* flags_here, int num = 1) const {
+    __syncwarp();
+    if (lane < op.ranks_per_node()) {
+      ptx::fence_system();
+      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(flags_here + i, lane), op.epoch);
+    }
+    __syncwarp();
+  }
+
+  // [warp] Count this sender in: it has sent its share. The last sender of all signals.
+  __device__ void sent(uint32_t* counter, int node, uint64_t* flag_there) const {
+    __syncwarp();
+    if (lane == 0) {
+      ptx::fence_system();
+      if (atomicAdd(counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
+        *counter = 0;
+        ptx::fence_system();
+        wire().signal(node, flag_there, op.epoch);
+      }
+    }
+    __syncwarp();
+  }
+
+  // [warp] Count bytes that were sent to a node.
+  __device__ void count(uint64_t* counters, int node, uint64_t bytes) const {
+    if (lane == 0 && bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), bytes);
+  }
+
+  // [sender] Send this rank's Call, and the counts of a new plan. Return false when this rank has aborted.
+  __device__ bool send_call(bool has_counts) const {
+    if (sender() >= num_others) return true;
+    if (!wait_for_self(context.own.called + op.rank())) return false;
+    for (int i = sender(); i < num_others; i += num_senders) {
+      Call* const call = call_at(op, op.rank());
+      const uint32_t head_bytes = has_counts ? context.head_ints * sizeof(int32_t) : 0;
+      int32_t* const head = own_head(op, op.rank()).data;
+      if (has_counts) wire().put(node(i), head, head, head_bytes);
+      wire().put(node(i), call, call, sizeof(Call));
+      __syncwarp();
+      if (lane == 0) wire().signal(node(i), flag_at(node(i), context.own.call_arrived), op.epoch);
+      count(context.state->lists_sent, node(i), head_bytes + sizeof(Call));
+    }
+    return true;
+  }
+
+  // [relay] Pass the rail peer's Call on to the ranks of this node.
+  __device__ bool relay_call(int node, bool has_counts) const {
+    if (!wait_for_peer(phase_of_calls(), node, context.own.call_arrived)) return false;
+    const int source = context.rail_peer(node);
+    for (int local = 0; local < op.ranks_per_node(); ++local) {
+      if (local == context.local) continue;
+      Call* const call = call_at(op, source);
+      copy_words<uint4, 1>(reinterpret_cast<uint4*>(context.peers.at(call, local)), reinterpret_cast<uint4*>(call),
+                           sizeof(Call));
+      if (!has_counts) continue;
+      int32_t* const head = own_head(op, source).data;
+      copy_words<uint4, 2>(reinterpret_cast<uint4*>(context.peers.at(head, local)), reinterpret_cast<uint4*>(head),
+                           context.head_ints * sizeof(int32_t));
+    }
+    raise(context.own.called + source);
+    return true;
+  }
+
+  // [warp] Send or relay this rank's Call. Return false when this rank has aborted.
+  __device__ bool exchange_calls(bool has_counts) const {
+    return relays() ? relay_call(node(number), has_counts) : send_call(has_counts);
+  }
+};
+
+}  // namespace ep::cuda

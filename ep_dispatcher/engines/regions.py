@@ -1,0 +1,206 @@
+"""The symmetric memory of a buffer of the CUDA engine: a region on every rank, and how ranks reach each other's.
+
+``PeerRegions`` are in PyTorch's symmetric memory: all ranks of a host map each other's, and the wire between virtual
+nodes is stores through NVLink. ``NvshmemRegions`` are in NVSHMEM's symmetric heap: the ranks of a node map each
+other's, and the wire between nodes is NVSHMEM's.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from ep_dispatcher import _C_cuda, checks, envs
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.rendezvous import rendezvous
+from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread
+
+
+class PeerRegions:
+    """``memory``: uint8 [num_bytes] of this rank; ``addresses``: of every rank's region, as this rank reaches it."""
+
+    compiled = _C_cuda
+    allocates_together = False  # whether `allocate` waits for the other ranks
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self.rail_pes: list[int] = []
+
+    def prepare(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def allocate(self) -> None:
+        # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with the
+        # old mapping could then write into a later buffer. This lives while a peer has it mapped.
+        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = allocate((self._num_bytes,), (1,), torch.uint8, device)
+
+    def attach(self) -> None:
+        config = self._config
+        name = f"ep_dispatcher/{config.buffer_id}"  # used once
+        self._symmetric = rendezvous(self.memory, config.topology, config.store, name, config.timeout_s)
+        self.addresses: list[int] = list(self._symmetric.buffer_ptrs)
+
+    def free(self, is_sound: bool) -> None:
+        self.__dict__.pop("_symmetric", None)
+        self.__dict__.pop("memory", None)
+
+    def abandon(self) -> None:
+        """Give the memory back where the buffer could not be made."""
+        self.free(is_sound=False)
+
+
+class NvshmemRegions:
+    """As PeerRegions; ``addresses`` is 0 for ranks of other nodes.
+
+    NVSHMEM is started once per process, for the ranks of the first buffer, or joined where somebody else has started
+    it; later buffers are for the same ranks. Its heap gives memory only to all ranks together, and takes it back
+    likewise. So memory of a destroyed buffer is kept for the next one of the same size.
+    """
+
+    allocates_together = True
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self._device = torch.cuda.current_device()
+        self._pes: list[int] = []  # by rank
+        self._region: SimpleNamespace | None = None
+        config.gather("NVSHMEM's module", self._load)  # one rank may lack it
+
+    def _load(self) -> None:
+        try:
+            from ep_dispatcher import _C_nvshmem
+        except ImportError as error:
+            raise ValueError(
+                f"group: given ranks that need the NVSHMEM wire, which cannot be used here ({error}), allowed: ranks "
+                "of one host; `python -m ep_dispatcher.doctor` says what is missing"
+            ) from None
+        self.compiled: ModuleType = _C_nvshmem
+
+    @property
+    def rail_pes(self) -> list[int]:
+        return [self._pes[rank] for rank in self._config.topology.rail]
+
+    def prepare(self, num_bytes: int) -> None:
+        """Start NVSHMEM, or join it, and find memory that all ranks have left over. Collective."""
+        config, c = self._config, self.compiled
+        num_ranks, rank = config.topology.num_ranks, config.topology.rank
+
+        def offer():
+            if _process.out_of_step:
+                raise RuntimeError(_process.out_of_step)
+            id_of_world = c.make_id() if rank == 0 and not c.is_running() else b""
+            numbers = [r.number for r in _process.kept if r.num_bytes == num_bytes]
+            return c.is_running(), id_of_world, _process.next_number, numbers
+
+        running, ids, next_numbers, numbers = zip(*config.gather("NVSHMEM", offer))
+        with config.gather.same_on_all_ranks():
+            if len(set(running)) > 1:
+                checks.fail("group", "ranks of which only some use NVSHMEM already", "all of them, or none")
+
+        def start():
+            if not running[rank] or not _process.has_joined:
+                self._call(c.start, b"" if running[rank] else ids[0], rank, num_ranks)
+                _process.has_joined = True
+            return c.own_pe(), c.num_pes()
+
+        found = config.gather("NVSHMEM's start", start, waits_for_peers=True)
+        self._pes = [pe for pe, _ in found]
+        with config.gather.same_on_all_ranks():
+            if any(num_pes != num_ranks for _, num_pes in found) or sorted(self._pes) != list(range(num_ranks)):
+                given = f"{num_ranks} ranks that are {self._pes} of the {found[0][1]} in NVSHMEM"
+                checks.fail("group", given, "with the NVSHMEM wire one group of ranks per process")
+        common = set.intersection(*map(set, numbers))
+        self._region = next((r for r in _process.kept if common and r.number == min(common)), None)
+        if self._region is not None:
+            _process.kept.remove(self._region)
+        _process.next_number = max(next_numbers)
+        self._num_bytes = num_bytes
+
+    def allocate(self) -> None:
+        """Take new memory, unless there is some. Collective."""
+        if self._region is None:
+            number, _process.next_number = _process.next_number, _process.next_number + 1
+            address = self._call(self.compiled.allocate, self._num_bytes)
+            self._region = SimpleNamespace(number=number, num_bytes=self._num_bytes, address=address)
+        self.memory = _tensor_at(self._region.address, self._num_bytes, torch.device("cuda", self._device))
+
+    def attach(self) -> None:
+        topology, address_at = self._config.topology, self.compiled.address_at
+        self.addresses = [0] * topology.num_ranks
+        for rank in topology.local_ranks:
+            own = rank == topology.rank
+            self.addresses[rank] = self._region.address if own else address_at(self._region.address, self._pes[rank])
+            if not self.addresses[rank]:
+                raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
+
+    def free(self, is_sound: bool) -> None:
+        """Keep the memory for the next buffer. After an error nobody knows what is still on its way to it."""
+        region, self._region = self._region, None
+        self.__dict__.pop("memory", None)
+        if region is not None and is_sound:
+            with torch.cuda.device(self._device):
+                self.compiled.quiet()
+            _process.kept.append(region)
+
+    def abandon(self) -> None:
+        """Keep the memory, which nobody has written to, where the buffer could not be made."""
+        region, self._region = self._region, None
+        self.__dict__.pop("memory", None)
+        if region is not None:
+            _process.kept.append(region)
+
+    def _call(self, call, *arguments):
+        """Let NVSHMEM wait for the other ranks, which it does without a limit.
+
+        Where it does not return, its thread stays inside, and would meet the next call of other ranks: this process
+        uses NVSHMEM no more.
+        """
+
+        def with_device():
+            torch.cuda.set_device(self._device)
+            return call(*arguments)
+
+        timeout_s, topology = self._config.timeout_s, self._config.topology
+        _process.out_of_step = "NVSHMEM is out of step since a buffer could not be made: start new processes"
+        try:
+            result = in_thread(with_device, timeout_s + GRACE_S)
+        except StoreHangs as error:
+            others = [rank for rank in range(topology.num_ranks) if rank != topology.rank]
+            raise PeersLate(f"NVSHMEM waited {timeout_s} s for other ranks", others) from error
+        except RuntimeError:  # of the call, which has returned
+            _process.out_of_step = ""
+            raise
+        _process.out_of_step = ""
+        return result
+
+
+# What this process has of NVSHMEM.
+_process = SimpleNamespace(
+    has_joined=False,  # the module here uses it
+    kept=[],  # memory of destroyed buffers
+    next_number=0,  # of a region; the same on all ranks
+    out_of_step="",  # why it cannot be used any more
+)
+
+
+def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] of memory that PyTorch has not allocated."""
+    interface = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3, strides=None)
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+
+
+def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
+    """Choose the wire. Raises ValueError where the one asked for cannot serve these ranks."""
+    wire, num_hosts = envs.wire(), len(set(config.hosts))
+    if wire == "auto":
+        wire = "nvshmem" if num_hosts > 1 else "peer"
+    if wire == "peer" and num_hosts > 1:
+        checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nvshmem or auto")
+    if wire == "peer" or config.topology.num_nodes == 1:
+        return PeerRegions(config)
+    return NvshmemRegions(config)

@@ -1,0 +1,316 @@
+"""How many bytes one rank of a Buffer takes, before anything is allocated: no GPU and no compiled module is needed.
+
+The layout is that of the engines. Every function here names the C++ that it follows, array by array and in the same
+order. `tests/test_memory.py` compares the sums with what the engines say, byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_dispatcher import checks, envs
+from ep_dispatcher.topology import Topology
+
+# Limits of the CUDA engine, and its multiprocessors where nobody says how many.
+MAX_NODES, MAX_LOCAL = 8, 8  # as compiled (csrc/cuda/config.h)
+MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
+MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to
+# On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
+DEFAULT_SMS = 24
+
+ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/layout.h)
+LINE = 1024  # bytes; kLine of csrc/cuda/config.h
+VECTOR = 16  # bytes; kVector
+TOKEN_CHUNK, ITEM_CHUNK, SUM_CHUNK = 1024, 512, 512  # kTokenChunk, kItemChunk, kSumChunk
+SCALE_BLOCK = 128  # kScaleBlock
+
+STATE_BYTES = 2264  # sizeof(State), csrc/cuda/state.h
+CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
+CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
+CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
+HEAD_BYTES = CPU_CALL_BYTES + 8  # sizeof(Head::Fixed), csrc/cpu/region.h
+HEADING_BYTES = 2 * CPU_CALL_BYTES  # sizeof(Heading)
+
+FLAGS, PADDING = "flags and counts", "padding"
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class BufferBytes:
+    """Bytes of one rank, by kind of array; an array has the padding after it, and ``"padding"`` the rest.
+
+    ``region``: memory that the node's ranks share; ``state``: what the rank keeps for itself (CUDA engine).
+    """
+
+    region: dict[str, int]
+    state: dict[str, int]
+
+    @property
+    def region_bytes(self) -> int:
+        return sum(self.region.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(self.state.values())
+
+    @property
+    def total(self) -> int:
+        return self.region_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a buffer, unchecked: ``Config`` of csrc/cuda/config.h and csrc/common/args.h."""
+
+    num_nodes: int
+    ranks_per_node: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    hidden: int
+    itemsize: int  # bytes of an element
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.itemsize
+
+    @property
+    def slot_stride(self) -> int:
+        return round_up(self.row_bytes, 128 if self.row_bytes < 4 * LINE else LINE)
+
+    @property
+    def item_bytes(self) -> int:
+        copies = min(self.num_topk, self.num_experts // self.num_ranks)
+        return 4 * round_up(2 + copies + (copies + 3) // 4, 4)
+
+    @property
+    def table_bytes(self) -> int:
+        return 4 * round_up(self.ranks_per_node, 4)
+
+    @property
+    def tail_bytes(self) -> int:
+        return round_up(self.hidden // SCALE_BLOCK * 4, VECTOR) + round_up(self.num_topk * 4, VECTOR)
+
+    @property
+    def weights_bytes(self) -> int:
+        return 4 * self.num_topk
+
+    def chunks(self, length: int) -> int:
+        return -(-self.max_tokens // length)
+
+
+class Cursor:
+    """Measures arrays one after the other, as csrc/common/layout.h does, and sums them up by name."""
+
+    def __init__(self):
+        self.size = 0
+        self.arrays: dict[str, int] = {}
+
+    def take(self, name: str, num_bytes: int, alignment: int = ALIGNMENT) -> None:
+        begin = round_up(self.size, alignment)
+        self._add(PADDING, begin - self.size)
+        self._add(name, round_up(num_bytes, ALIGNMENT))
+
+    def repeat(self, times: int, carve: Callable[[Cursor, Shape], None], shape: Shape) -> None:
+        """Take as often what ``carve`` takes; each begins and ends at a multiple of a line."""
+        self.take(PADDING, 0, LINE)
+        once = Cursor()  # measured from a multiple of a line, like each of them
+        carve(once, shape)
+        once.take(PADDING, 0, LINE)
+        for name, num_bytes in once.arrays.items():
+            self._add(name, times * num_bytes)
+
+    def _add(self, name: str, num_bytes: int) -> None:
+        self.size += num_bytes
+        if num_bytes:
+            self.arrays[name] = self.arrays.get(name, 0) + num_bytes
+
+
+def buffer_bytes(
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None = None,
+    hidden: int,
+    num_experts: int,
+    num_topk: int,
+    max_tokens_per_rank: int,
+    dtype: torch.dtype = torch.bfloat16,
+    num_sms: int | None = None,
+    engine: str = "cuda",
+) -> BufferBytes:
+    """Return the bytes that one rank allocates when it makes this Buffer: the same on every rank, and exact.
+
+        one = ep.buffer_bytes(num_ranks=8, hidden=7168, num_experts=256, num_topk=8, max_tokens_per_rank=4096)
+        one.total                     # bytes: one.region_bytes + one.state_bytes
+        one.region["slots"]           # bytes by kind of array
+
+    num_ranks       ranks of the group
+    ranks_per_node  ranks of a node; None: EP_DISPATCHER_RANKS_PER_NODE, or all ranks where that is unset
+    num_sms         as Buffer takes it; a GPU with fewer multiprocessors makes the state a little smaller
+    engine          "cuda": memory of the GPU; "cpu": shared memory of the host, in pages that count once they are used
+
+    All other arguments are those of Buffer. Raises the ValueErrors that Buffer raises for these sizes. Formulas and
+    examples: docs/memory.md. Left out: about a kilobyte of pinned host memory, what an allocator adds by rounding up,
+    what operations allocate (outputs, plans, messages of the CPU engine between nodes), and the caller's tensors.
+    """
+    checks.one_of("engine", engine, ("cuda", "cpu"))
+    num_ranks = checks.integer("num_ranks", num_ranks, 1)
+    per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
+    if per_node is not None:
+        per_node = checks.integer("ranks_per_node", per_node, 1)
+    num_sms = envs.num_sms() if num_sms is None else num_sms
+    sizes = checks.buffer_config(
+        num_ranks=num_ranks,
+        hidden=hidden,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        max_tokens_per_rank=max_tokens_per_rank,
+        dtype=dtype,
+        timeout_s=envs.default("EP_DISPATCHER_TIMEOUT_S"),
+        num_sms=num_sms,
+    )
+    num_experts = sizes.pop("num_experts")
+    topology = Topology.make(0, ["one host"] * num_ranks, per_node)
+    checks.buffer_size(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **sizes)
+    shape = Shape(
+        topology.num_nodes,
+        topology.ranks_per_node,
+        num_experts,
+        sizes["num_topk"],
+        sizes["max_tokens_per_rank"],
+        sizes["hidden"],
+        dtype.itemsize,
+    )
+    if engine == "cpu":
+        return cpu_bytes(shape)
+    num_sms = DEFAULT_SMS if num_sms is None else int(num_sms)
+    check_cuda_sizes(topology, shape.num_experts, shape.max_tokens)
+    check_cuda_sms(topology, num_sms)
+    return cuda_bytes(shape, num_sms)
+
+
+def check_cuda_sizes(topology: Topology, num_experts: int, max_tokens_per_rank: int) -> None:
+    """Raise ValueError where the kernels of the CUDA engine cannot serve a buffer."""
+    given = "with engine='cuda'"
+    if topology.num_nodes > MAX_NODES or topology.ranks_per_node > MAX_LOCAL:
+        text = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
+        checks.fail("group", text, f"at most {MAX_NODES} nodes of {MAX_LOCAL} ranks {given}")
+    if [rank for ranks in topology.nodes for rank in ranks] != list(range(topology.num_ranks)):
+        checks.fail("group", f"nodes {list(topology.nodes)}", f"neighbouring ranks in a node {given}")
+    if num_experts > MAX_EXPERTS:
+        checks.fail("num_experts", num_experts, f"at most {MAX_EXPERTS} {given}")
+    most_tokens = MAX_TOKENS if topology.num_nodes == 1 else MAX_TOKENS_BETWEEN_NODES
+    if max_tokens_per_rank > most_tokens:
+        nodes = f" and {topology.num_nodes} nodes" * (topology.num_nodes > 1)
+        checks.fail("max_tokens_per_rank", max_tokens_per_rank, f"at most {most_tokens} {given}{nodes}")
+
+
+def check_cuda_sms(topology: Topology, num_sms: int) -> None:
+    """Raise ValueError where too few multiprocessors are left for the kernels of the CUDA engine."""
+    if topology.num_nodes > 1 and num_sms < 2:
+        checks.fail("num_sms", num_sms, "at least 2 with several nodes: one serves the wire between them")
+
+
+# ---- the CUDA engine ------------------------------------------------------------------------------------------------
+
+
+def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:
+    """Return the bytes of one rank, for any number of nodes: also for more than the engine serves."""
+    region, state = Cursor(), Cursor()
+    _carve_cuda_region(region, shape)
+    _carve_state(state, shape, num_sms)
+    return BufferBytes(region.arrays, state.arrays)
+
+
+def _carve_inbox(c: Cursor, s: Shape) -> None:
+    """``carve_inbox`` of csrc/cuda/region.h."""
+    c.take("staging", s.max_tokens * s.slot_stride, LINE)
+    c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
+    c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
+    c.take("tails", s.max_tokens * s.tail_bytes)
+    c.take("weights", s.max_tokens * s.weights_bytes)
+
+
+def _carve_rail(c: Cursor, s: Shape) -> None:
+    """``carve_rail`` of csrc/cuda/region.h."""
+    c.take("sums", s.max_tokens * s.slot_stride, LINE)
+    c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
+    c.take("tables", s.max_tokens * s.table_bytes)  # that go out
+    c.take("tables", s.max_tokens * s.table_bytes)  # that come in
+    c.take("weights", s.max_tokens * s.weights_bytes)
+
+
+def _carve_cuda_region(c: Cursor, s: Shape) -> None:
+    """``carve_region`` of csrc/cuda/region.h."""
+    others = s.num_nodes - 1
+    token_chunks, item_chunks, sum_chunks = s.chunks(TOKEN_CHUNK), s.chunks(ITEM_CHUNK), s.chunks(SUM_CHUNK)
+    all_item_chunks = item_chunks if s.num_nodes == 1 else 2 * item_chunks  # from the own node, and from others
+    flags = [s.num_ranks] * 3  # aborted, called, listed
+    flags += [s.num_ranks * token_chunks]  # staged
+    flags += [s.ranks_per_node] * 2  # consumed, slots_free
+    flags += [s.ranks_per_node * all_item_chunks]  # pushed
+    flags += [others * sum_chunks] * 2  # summed, sums_here
+    flags += [others] * 2  # call_arrived, items_arrived
+    flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
+    for count in flags:
+        c.take(FLAGS, 8 * count)
+    c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
+    c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # heads
+    c.repeat(s.num_nodes, _carve_inbox, s)
+    if others:
+        c.repeat(others, _carve_rail, s)
+
+
+def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
+    """``carve_state`` of csrc/cuda/state.h."""
+    others, sum_chunks, token_chunks = s.num_nodes - 1, s.chunks(SUM_CHUNK), s.chunks(TOKEN_CHUNK)
+    counters = [token_chunks]  # staged_done
+    counters += [s.chunks(ITEM_CHUNK) * (1 if s.num_nodes == 1 else 2)]  # pushed_done
+    counters += [others * sum_chunks, others]  # summed_done, items_sent
+    counters += [others * token_chunks, others * sum_chunks]  # rows_sent, sums_sent
+    c.take("counters", STATE_BYTES)
+    for count in counters:
+        c.take("counters", 4 * count)
+    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_tokens
+    c.take("counts by block", 4 * num_blocks * s.num_ranks)  # block_items
+
+
+# ---- the CPU engine -------------------------------------------------------------------------------------------------
+
+
+def cpu_bytes(shape: Shape) -> BufferBytes:
+    """Return the bytes of one rank's shared memory: ``carve_region`` of csrc/cpu/region.h."""
+    c, s = Cursor(), shape
+    partials = min(s.ranks_per_node, s.num_topk)  # of one token on one rank of a node
+    c.take(FLAGS, CPU_FLAG_BYTES)  # gave_up
+    c.take(FLAGS, CPU_FLAG_BYTES)  # called
+    c.take(FLAGS, 2 * CPU_CALL_BYTES)  # call
+    for _ in range(4):  # headed, listed, staged, pushed
+        c.take(FLAGS, s.num_nodes * CPU_FLAG_BYTES)
+    c.take(FLAGS, CPU_FLAG_BYTES)  # consumed
+    for _ in range(s.num_nodes):
+        c.take(FLAGS, HEAD_BYTES)
+        for count in (s.num_nodes, s.num_ranks, s.num_experts):  # node_tokens, rank_tokens, expert_tokens
+            c.take(FLAGS, 4 * count)
+        c.take("lists", _max_lists_bytes(s, partials))
+        c.take("rows", HEADING_BYTES + s.max_tokens * (s.row_bytes + s.weights_bytes) + 3 * ALIGNMENT)
+        c.take("slots", s.max_tokens * partials * s.row_bytes)
+        c.take("weights", s.max_tokens * partials * s.weights_bytes)
+    return BufferBytes(c.arrays, {})
+
+
+def _max_lists_bytes(s: Shape, partials: int) -> int:
+    """``max_lists_bytes`` of csrc/cpu/region.h."""
+    arrays = 1 + 5 * s.ranks_per_node
+    ints = s.max_tokens * (1 + 3 * partials + 2 * s.num_topk) + arrays
+    return 4 * ints + arrays * ALIGNMENT

@@ -1,0 +1,232 @@
+"""What ep.buffer_bytes says is what a rank allocates: byte by byte, on both engines, without a GPU."""
+
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import exhaustive
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks, engines, memory
+from ep_dispatcher.topology import Topology
+
+needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA module")
+PAGE = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+EP8 = dict(num_ranks=8, hidden=7168, num_experts=256, num_topk=8, max_tokens_per_rank=4096)
+EP64 = EP8 | dict(num_ranks=64, ranks_per_node=8)
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch):
+    for name in ("EP_DISPATCHER_RANKS_PER_NODE", "EP_DISPATCHER_NUM_SMS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def random_sizes(seed: int) -> dict:
+    """Sizes of any buffer, at and beside the borders of chunks, lines and vectors."""
+    rng = random.Random(seed)
+    nodes, local, dtype = rng.randint(1, 8), rng.randint(1, 8), rng.choice(checks.DTYPES)
+    num_experts = nodes * local * rng.choice([1, 2, 3, 4, 5, 8, 32, 37])
+    near = rng.choice([1, 64, 512, 1024, 4096, 10_000]) + rng.randint(-2, 2)
+    return dict(
+        num_ranks=nodes * local,
+        ranks_per_node=local,
+        hidden=16 // dtype.itemsize * rng.choice([1, 3, 7, 31, 32, 33, 127, 255, 256, 257, 512, 896, 1000]),
+        num_experts=num_experts,
+        num_topk=rng.randint(1, min(num_experts, 32)),
+        max_tokens_per_rank=max(1, near),
+        dtype=dtype,
+    )
+
+
+def config_of(module, sizes: dict):
+    """The engine's own configuration of these sizes."""
+    config = module.Config()
+    config.num_nodes = sizes["num_ranks"] // sizes["ranks_per_node"]
+    config.ranks_per_node, config.num_experts = sizes["ranks_per_node"], sizes["num_experts"]
+    config.num_topk, config.max_tokens = sizes["num_topk"], sizes["max_tokens_per_rank"]
+    config.hidden = sizes["hidden"]
+    config.dtype = getattr(module.DType, str(sizes["dtype"]).removeprefix("torch."))
+    return config
+
+
+@needs_module
+def test_the_cuda_engine_allocates_as_much():
+    from ep_dispatcher import _C_cuda
+
+    shapes = set()
+    for seed in range(2000):
+        sizes, num_sms = random_sizes(seed), 2 + seed % 131
+        config = config_of(_C_cuda, sizes)
+        found = ep.buffer_bytes(**sizes, num_sms=num_sms)
+        assert found.region_bytes == _C_cuda.region_bytes(config), sizes
+        assert found.state_bytes == _C_cuda.state_bytes(config, num_sms), (sizes, num_sms)
+        assert found.total == found.region_bytes + found.state_bytes
+        shapes.add((config.num_nodes, config.ranks_per_node))
+    assert len(shapes) == 64  # 1 to 8 nodes of 1 to 8 ranks each
+
+
+@needs_module
+@pytest.mark.parametrize("sizes", [EP8 | dict(ranks_per_node=8), EP64], ids=["EP8", "EP64"])
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_large_models(sizes, dtype):
+    from ep_dispatcher import _C_cuda
+
+    config = config_of(_C_cuda, sizes | dict(dtype=dtype))
+    expected = _C_cuda.region_bytes(config) + _C_cuda.state_bytes(config, 24)
+    assert ep.buffer_bytes(**sizes, dtype=dtype).total == expected
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(exhaustive(seed) for seed in range(40, 200))])
+def test_the_cpu_engine_allocates_as_much(seed):
+    """Memory is reserved and not touched, so that large buffers cost no more than small ones."""
+    from ep_dispatcher import _C_cpu
+
+    sizes = random_sizes(seed)
+    config = config_of(_C_cpu, sizes)
+    config.rank_at = list(range(sizes["num_ranks"]))
+    made = _C_cpu.Engine(config, 1)
+    assert ep.buffer_bytes(**sizes, engine="cpu").total == os.fstat(made.fd()).st_size, sizes
+    made.close_fd()
+    made.close()
+
+
+def test_documented_cases():
+    """The table of docs/memory.md."""
+    for nodes in (1, 2, 4, 8):
+        found = ep.buffer_bytes(**EP8 | dict(num_ranks=8 * nodes, ranks_per_node=8))
+        large = [found.region.get(name, 0) for name in ("slots", "staging", "sums")]
+        cells = [f"{size / 2**20:,.1f}" for size in (*large, found.total - sum(large), found.total)]
+        assert f"| {' | '.join(cells[:-1])} | **{cells[-1]}** |" in PAGE
+    slots = found.region["slots"]
+    assert f"{slots / found.total:.0%}".replace("%", " %") in PAGE and f"{slots * 7 / 8 / 2**20:,.1f} MiB" in PAGE
+    assert f"{ep.buffer_bytes(**EP8, engine='cpu').total / 2**20:,.1f} MiB" in PAGE
+    assert f"one.total            # {found.total} bytes" in PAGE and f"# {slots} of them" in PAGE
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_documented_formulas(seed):
+    """Those of docs/memory.md are right but for the rounding of each array."""
+    sizes = random_sizes(seed)
+    given = dict(
+        L=sizes["ranks_per_node"],
+        N=sizes["num_ranks"] // sizes["ranks_per_node"],
+        T=sizes["max_tokens_per_rank"],
+        E=sizes["num_experts"],
+        B=24,
+        topk=sizes["num_topk"],
+        hidden=sizes["hidden"],
+        row=sizes["hidden"] * sizes["dtype"].itemsize,
+        round_up=memory.round_up,
+        ceil=math.ceil,
+        min=min,
+    )
+    given["s"] = memory.round_up(given["row"], 128 if given["row"] < 4096 else 1024)
+    given["P"], given["a"] = min(given["L"], given["topk"]), 1 + 5 * given["L"]
+    given["K"], given["S"] = math.ceil(given["T"] / 1024), math.ceil(given["T"] / 512)
+    given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
+    given["Q"] = given["S"] * (1 if given["N"] == 1 else 2)
+
+    def evaluate(text: str) -> float:
+        text = re.sub(r"\b(\d+)([a-zA-Z])", r"\1 * \2", text.split(", with")[0])
+        return eval(text, {"__builtins__": {}}, given)
+
+    for name in ("item", "tail", "flags", "counters"):
+        given[name] = evaluate(re.search(rf"^{name} += (.*)$", PAGE, re.MULTILINE)[1])
+    cuda, cpu = PAGE.split("## The CPU engine")
+    for engine, text in (("cuda", cuda), ("cpu", cpu)):
+        found = ep.buffer_bytes(**sizes, engine=engine)
+        found = found.region | found.state
+        found.pop("padding", None)
+        said = {
+            name: evaluate(formula) for name, formula in re.findall(r"^\| ([a-z, ]+) \| ([^|]*\*[^|]*) \|", text, re.M)
+        }
+        assert found.keys() <= said.keys()
+        for name, formula in said.items():
+            assert 0 <= found.get(name, 0) - formula < 64 * 20 * given["N"], (engine, name)
+
+
+def test_arguments_left_at_their_defaults(monkeypatch):
+    assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(
+        **EP8, ranks_per_node=8, dtype=torch.bfloat16, num_sms=24, engine="cuda"
+    )
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "4")
+    monkeypatch.setenv("EP_DISPATCHER_NUM_SMS", "8")
+    assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(**EP8, ranks_per_node=4, num_sms=8)
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "3")
+    with pytest.raises(ValueError, match="ranks_per_node: given 3, allowed: a divisor of the number of ranks"):
+        ep.buffer_bytes(**EP8)
+    assert ep.buffer_bytes(**EP8, ranks_per_node=8).total > 0  # an argument wins
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(num_ranks=0), "num_ranks: given 0"),
+        (dict(num_ranks=True), "num_ranks: given True"),
+        (dict(ranks_per_node=0), "ranks_per_node: given 0"),
+        (dict(ranks_per_node=3), "ranks_per_node: given 3, allowed: a divisor"),
+        (dict(hidden=7), "hidden: given 7 (14 bytes a row"),
+        (dict(num_experts=255), "num_experts: given 255, allowed: a multiple of the number of ranks (8)"),
+        (dict(num_topk=33), "num_topk: given 33"),
+        (dict(max_tokens_per_rank=0), "max_tokens_per_rank: given 0"),
+        (dict(dtype=torch.int8), "dtype: given torch.int8"),
+        (dict(num_sms=0), "num_sms: given 0"),
+        (dict(engine="auto"), "engine: given 'auto', allowed: 'cuda', 'cpu'"),
+        (dict(max_tokens_per_rank=2**31 - 1), "max_tokens_per_rank: given 2147483647 with hidden=7168, for which"),
+        (dict(num_ranks=16), "group: given 1 nodes of 16 ranks, allowed: at most 8 nodes of 8 ranks"),
+        (dict(num_sms=1, ranks_per_node=4), "num_sms: given 1, allowed: at least 2 with several nodes"),
+    ],
+)
+def test_mistakes_are_those_of_a_buffer(wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ep.buffer_bytes(**EP8 | wrong)
+
+
+LIMITS = [
+    (dict(num_nodes=9), "group: given 9 nodes of 1 ranks, allowed: at most 8 nodes of 8 ranks with engine='cuda'"),
+    (dict(per_node=9), "group: given 1 nodes of 9 ranks, allowed: at most 8 nodes of 8 ranks with engine='cuda'"),
+    (dict(num_experts=8200), "num_experts: given 8200, allowed: at most 8192 with engine='cuda'"),
+    (dict(max_tokens=2**22 + 1), "max_tokens_per_rank: given 4194305, allowed: at most 4194304 with engine='cuda'"),
+    (
+        dict(num_nodes=2, max_tokens=2**19 + 1),
+        "max_tokens_per_rank: given 524289, allowed: at most 524288 with engine='cuda' and 2 nodes",
+    ),
+    (
+        dict(num_nodes=2, num_sms=1),
+        "num_sms: given 1, allowed: at least 2 with several nodes: one serves the wire between them",
+    ),
+]
+
+
+@needs_module
+@pytest.mark.parametrize("wrong,said", LIMITS)
+def test_limits_are_those_of_the_cuda_engine(wrong, said):
+    """The engine asks the same two functions; what is compiled in is what they say."""
+    from ep_dispatcher import _C_cuda
+    from ep_dispatcher.engines import cuda
+
+    assert (memory.MAX_NODES, memory.MAX_LOCAL) == (_C_cuda.max_nodes, _C_cuda.max_ranks_per_node)
+    assert cuda.DEFAULT_SMS == memory.DEFAULT_SMS
+    sizes = dict(num_nodes=1, per_node=1, num_experts=8, max_tokens=8, num_sms=24) | wrong
+    per_node, num_ranks = sizes["per_node"], sizes["num_nodes"] * sizes["per_node"]
+    topology = Topology.make(0, ["host"] * num_ranks, per_node)
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        memory.check_cuda_sizes(topology, sizes["num_experts"], sizes["max_tokens"])
+        cuda._rail_sms(topology, sizes["num_sms"])
+
+
+def test_it_needs_no_compiled_module():
+    code = (
+        "import sys; from ep_dispatcher import memory\n"
+        "sys.modules['ep_dispatcher._C_cuda'] = sys.modules['ep_dispatcher._C_cpu'] = None\n"
+        f"print(memory.buffer_bytes(**{EP64!r}).total, memory.buffer_bytes(**{EP64!r}, engine='cpu').total)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == [str(ep.buffer_bytes(**EP64, engine=engine).total) for engine in ("cuda", "cpu")]

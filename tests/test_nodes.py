@@ -1,0 +1,231 @@
+"""Between (virtual) nodes: what crosses, that it is right however the routing changes, and who may form nodes."""
+
+import random
+import time
+from dataclasses import fields
+
+import pytest
+import torch
+from conftest import exhaustive, on
+from test_dispatch_combine import (
+    Case,
+    Inputs,
+    Received,
+    assert_same,
+    expected_of,
+    expert_rows,
+    make_buffer,
+    random_rows,
+    to,
+)
+
+import ep_dispatcher as ep
+import ep_dispatcher.buffer as buffer_module
+from ep_dispatcher.testing import device_of, make_routing
+
+SMALL = dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512)
+SPLITS = [(2, 1), (4, 2), (4, 1), (8, 2), (8, 1)]
+NUM_TOKENS = 600  # more than a chunk of sums
+NUM_ROWS = 8 * NUM_TOKENS
+cuda = pytest.mark.parametrize("engine", [on("cuda")])
+
+
+def make_inputs(case: Case, num_tokens: list[int], kind: str, seed: int) -> Inputs:
+    routings = [
+        make_routing(kind, num, case.num_experts, case.num_topk, seed=100 * seed + rank)
+        for rank, num in enumerate(num_tokens)
+    ]
+    x = [random_rows(case, num, 100 * seed + rank) for rank, num in enumerate(num_tokens)]
+    return Inputs(x, [idx for idx, _ in routings], [weights for _, weights in routings])
+
+
+def on_host(value):
+    """As the definition returns it."""
+    if isinstance(value, tuple):
+        return tuple(map(on_host, value))
+    return None if value is None else value.cpu()
+
+
+def assert_step(case: Case, rank: int, given: Inputs, out, combined, max_recv_rows: int | None, where: str) -> None:
+    received, expected = expected_of(case, given, max_recv_rows)[rank]
+    seen = Received.of(out)
+    for field in fields(Received):
+        assert_same(on_host(getattr(seen, field.name)), getattr(received, field.name), f"{where}: out.{field.name}")
+    assert_same(on_host(combined.x), expected[0], f"{where}: combined x")
+    assert_same(on_host(combined.topk_weights), expected[1], f"{where}: combined topk_weights")
+
+
+# ---- what crosses ---------------------------------------------------------------------------------------------------
+
+
+def least_rows(case: Case, topk_idx: torch.Tensor, rank: int) -> list[int]:
+    """Of this rank's tokens: how many have an expert on each node, by node; its own node needs nothing."""
+    nodes = torch.where(topk_idx < 0, -1, topk_idx // (case.experts_per_rank * case.ranks_per_node))
+    own = rank // case.ranks_per_node
+    return [0 if n == own else int((nodes == n).any(1).sum()) for n in range(case.num_ranks // case.ranks_per_node)]
+
+
+def sent_by(buffer: ep.Buffer, run) -> tuple[list[int], list[int]]:
+    """Bytes of rows, and of lists, that an operation sends to each rank."""
+    before, result = buffer.counters(), run()
+    after = buffer.counters()
+    names = ("inter_node_bytes_sent", "inter_node_list_bytes_sent")
+    return result, *([b - a for a, b in zip(before[name], after[name], strict=True)] for name in names)
+
+
+def count_bytes(rank: int, engine: str, case: Case) -> None:
+    device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", 3)
+    x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    own, per_node = divmod(rank, case.ranks_per_node)
+    rail = [node * case.ranks_per_node + per_node for node in range(case.num_ranks // case.ranks_per_node)]
+    slack = 0 if engine == "cuda" else 512  # the CPU engine's messages have headings, and aligned parts
+
+    def expect(sent: list[int], rows: list[int], row_bytes: int) -> None:
+        for node, peer in enumerate(rail):
+            least = rows[node] * row_bytes
+            assert least <= sent[peer] <= least + slack * (node != own), f"to rank {peer}: {sent[peer]}, least {least}"
+        assert not any(count for peer, count in enumerate(sent) if peer not in rail), "bytes leave the rail"
+
+    there = least_rows(case, given.topk_idx[rank], rank)
+    back = [0] * len(rail)  # tokens of the rail peers that have an expert on this node
+    for node, peer in enumerate(rail):
+        back[node] = least_rows(case, given.topk_idx[peer], peer)[own]
+    tail = -(-case.num_topk * 4 // 16) * 16 if engine == "cuda" else case.num_topk * 4
+    with make_buffer(case, engine, NUM_TOKENS) as buffer:
+        out, sent, lists = sent_by(buffer, lambda: buffer.dispatch(x, idx, weights))
+        expect(sent, there, case.hidden * 2 + tail)
+        assert all((lists[peer] > 0) == (peer != rank) for peer in rail)
+        _, sent, lists = sent_by(buffer, lambda: buffer.dispatch(x, handle=out.handle))
+        expect(sent, there, case.hidden * 2)
+        assert all(count <= 64 for count in lists), "a cached dispatch has no lists"
+        y, row_weights = to(device, expert_rows(case, out, rank))
+        _, sent, _ = sent_by(buffer, lambda: buffer.combine(y, out.handle, topk_weights=row_weights))
+        if engine == "cuda":
+            expect(sent, back, case.hidden * 2 + case.num_topk * 4)
+        _, sent, _ = sent_by(buffer, lambda: buffer.combine(y, out.handle))
+        expect(sent, back, case.hidden * 2)
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS[:3])
+def test_a_row_crosses_once_per_token_and_node(pools, engine, num_ranks, ranks_per_node):
+    pools(num_ranks).run(count_bytes, engine, Case(num_ranks, ranks_per_node, **SMALL))
+
+
+# ---- many steps -----------------------------------------------------------------------------------------------------
+
+
+def change_routing(rank: int, engine: str, case: Case, num_steps: int) -> None:
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, NUM_TOKENS) as buffer:
+        for step in range(num_steps):
+            rng = random.Random(step)
+            num_tokens = [rng.choice([0, 1, 33, 257, NUM_TOKENS]) for _ in range(case.num_ranks)]
+            given = make_inputs(case, num_tokens, rng.choice(["uniform", "masked", "skewed"]), step)
+            x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+            max_recv_rows = rng.choice([None, NUM_ROWS])
+            out = buffer.dispatch(x, idx, weights, max_recv_rows=max_recv_rows)
+            if step % 3 == 0:
+                again = buffer.dispatch(x, None, weights, handle=out.handle)
+                assert_same(on_host(again.x), on_host(out.x), f"step {step}: the cached dispatch")
+            buffer.check()
+            y, row_weights = to(device, expert_rows(case, out, rank))
+            combined = buffer.combine(y, out.handle, topk_weights=row_weights)
+            buffer.check()
+            if step % 5 == rank % 5 or step == num_steps - 1:
+                assert_step(case, rank, given, out, combined, max_recv_rows, f"step {step}")
+
+
+@pytest.mark.parametrize(
+    "num_ranks,ranks_per_node", [(2, 1), (4, 2), exhaustive(4, 1), exhaustive(8, 4), exhaustive(8, 2), exhaustive(8, 1)]
+)
+def test_every_step_has_another_routing(pools, engine, num_ranks, ranks_per_node):
+    num_steps = 200 if engine == "cuda" else 20
+    pools(num_ranks).run(change_routing, engine, Case(num_ranks, ranks_per_node, **SMALL), num_steps)
+
+
+def replay(rank: int, engine: str, case: Case) -> None:
+    """Dispatch and combine in one graph, with other inputs at each replay."""
+    device = device_of(engine, rank)
+    first = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
+    x, idx, weights = (to(device, t[rank]) for t in (first.x, first.topk_idx, first.topk_weights))
+    with make_buffer(case, engine, NUM_TOKENS) as buffer:
+
+        def step():
+            out = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
+            return out, buffer.combine(out.x, out.handle, topk_weights=out.topk_weights)
+
+        step()
+        buffer.check()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, combined = step()
+        for seed in range(1, 6):
+            given = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", seed)
+            for to_fill, new in zip((x, idx, weights), (given.x, given.topk_idx, given.topk_weights)):
+                to_fill.copy_(new[rank])
+            graph.replay()
+            buffer.check()
+            once = buffer.dispatch(x, idx, weights, layout="rank", max_recv_rows=NUM_ROWS)
+            again = buffer.combine(once.x, once.handle, topk_weights=once.topk_weights)
+            buffer.check()
+            for name, seen, expected in (("out", out.x, once.x), ("combined", combined.x, again.x)):
+                assert_same(on_host(seen), on_host(expected), f"replay {seed}: {name}")
+            expected, _ = expected_of(case, given, NUM_ROWS)[rank]
+            assert_same(on_host(out.x), expected.x, f"replay {seed}: out")
+
+
+@cuda
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
+def test_graphs_replay_between_nodes(pools, engine, num_ranks, ranks_per_node):
+    pools(num_ranks).run(replay, engine, Case(num_ranks, ranks_per_node, layout="rank", **SMALL))
+
+
+# ---- the peer wire, and who may form nodes --------------------------------------------------------------------------
+
+
+def pace(rank: int, engine: str, case: Case, gb_per_s: float) -> float:
+    device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
+    x, idx, _ = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_WIRE_GBPS", str(gb_per_s))
+        buffer = make_buffer(case, engine, NUM_TOKENS)
+    with buffer:
+        out = buffer.dispatch(x, idx)
+        buffer.check()
+        least = sum(least_rows(case, given.topk_idx[rank], rank)) * case.hidden * 2 / gb_per_s / 1e9
+        begin = time.monotonic()
+        buffer.dispatch(x, handle=out.handle)
+        buffer.check()
+        return (time.monotonic() - begin) / least
+
+
+@cuda
+def test_a_paced_wire_takes_as_long_as_it_says(pools, engine):
+    gb_per_s = 0.01  # 60 ms for the rows
+    ratios = pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s)
+    assert min(ratios) > 0.95 and max(ratios) < 3
+
+
+def refused(rank: int, hosts: str, options: dict) -> str:
+    patched = buffer_module.host_id
+    buffer_module.host_id = lambda: hosts[rank]
+    try:
+        sizes = dict(hidden=64, num_experts=8, num_topk=2, max_tokens_per_rank=8)
+        with pytest.raises(ValueError) as caught:
+            ep.Buffer(engine="cuda", **sizes, **options)
+        return str(caught.value)
+    finally:
+        buffer_module.host_id = patched
+
+
+@cuda
+@pytest.mark.parametrize(
+    "hosts,options,message",
+    [
+        ("ABAB", {}, "group: given nodes [(0, 2), (1, 3)], allowed: neighbouring ranks in a node with engine='cuda'"),
+        ("AAAA", dict(ranks_per_node=2, num_sms=1), "num_sms: given 1, allowed: at least 2 with several nodes"),
+    ],
+)
+def test_nodes_that_the_engine_cannot_serve(pools, engine, hosts, options, message):
+    for text in pools(4).run(refused, hosts, options):
+        assert text.startswith(message)

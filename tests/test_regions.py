@@ -1,0 +1,148 @@
+"""Regions in NVSHMEM's heap: ranks agree on them, also after one of them has failed. A stand-in plays NVSHMEM."""
+
+import importlib.util
+import itertools
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ep_dispatcher as ep
+from ep_dispatcher.gather import Gather
+from ep_dispatcher.testing import RankPool
+from ep_dispatcher.topology import Topology
+
+LIMIT_S = 4.0
+HAS_CUDA_MODULE = importlib.util.find_spec("ep_dispatcher._C_cuda") is not None
+pytestmark = pytest.mark.skipif(not HAS_CUDA_MODULE, reason="built without the CUDA module")
+
+
+class StandIn(ModuleType):
+    """NVSHMEM of one rank: addresses are 1000, 2000, ...; a PE reaches the others at the same ones."""
+
+    def __init__(self, rank: int, num_ranks: int, pe: int | None = None):
+        super().__init__("ep_dispatcher._C_nvshmem")
+        self.pe, self.num_ranks, self.hangs = rank if pe is None else pe, num_ranks, threading.Event()
+        self.running, self.addresses, self.quiets = False, itertools.count(1000, 1000), 0
+
+    def is_running(self):
+        return self.running
+
+    def make_id(self):
+        return b"id"
+
+    def start(self, id_of_world, rank, num_ranks):
+        assert id_of_world == b"id"
+        self.running = True
+
+    def own_pe(self):
+        return self.pe
+
+    def num_pes(self):
+        return self.num_ranks
+
+    def allocate(self, num_bytes):
+        if self.hangs.is_set():
+            time.sleep(3600)
+        return next(self.addresses)
+
+    def address_at(self, address, pe):
+        return address + pe
+
+    def quiet(self):
+        self.quiets += 1
+
+
+def play(rank: int, pe: int | None = None) -> StandIn:
+    """Put the stand-in where the engine looks for the module, in this process alone."""
+    from ep_dispatcher.engines import regions
+
+    torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
+    torch.cuda.device = lambda device: nullcontext()
+    regions._tensor_at = lambda address, num_bytes, device: torch.zeros(1)
+    module = StandIn(rank, dist.get_world_size(), pe)
+    sys.modules["ep_dispatcher._C_nvshmem"] = ep._C_nvshmem = module
+    return module
+
+
+def make(num_bytes: int):
+    """Regions as CudaEngine makes them."""
+    from ep_dispatcher.engines.regions import NvshmemRegions
+
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    topology = Topology.make(rank, ["host"] * num_ranks, 1)
+    with Gather(dist.group.WORLD, LIMIT_S) as gather:
+        gather("configuration", lambda: None)
+        regions = NvshmemRegions(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S))
+        regions.prepare(num_bytes)
+        try:
+            gather("memory", regions.allocate, waits_for_peers=True)
+            gather("memory of the other ranks", regions.attach)
+        except BaseException:
+            regions.abandon()
+            raise
+    return regions
+
+
+def keep(rank: int) -> None:
+    module = play(rank)
+    first, second = make(64), make(64)
+    assert first.rail_pes == [0, 1] and first.addresses == [1000 * (rank == 0), 1000 * (rank == 1)]
+    assert second.addresses[rank] == 2000
+    for regions in (first, second)[:: 1 if rank == 0 else -1]:  # ranks may destroy in any order
+        regions.free(is_sound=True)
+    assert module.quiets == 2
+    assert make(64).addresses[rank] == 1000, "the same memory on all ranks"
+    third = make(128)
+    assert third.addresses[rank] == 3000, "of another size"
+    third.free(is_sound=False)
+    assert make(128).addresses[rank] == 4000, "what an error left behind is not used again"
+
+
+def test_memory_is_kept_for_the_next_buffer(pools):
+    with RankPool(2, timeout_s=60) as pool:
+        pool.run(keep)
+
+
+def fail_alone(rank: int, what: str) -> tuple[str, str]:
+    module = play(rank, pe=0 if what == "world" else None)
+    if what == "module" and rank == 1:
+        sys.modules["ep_dispatcher._C_nvshmem"] = None
+        del ep._C_nvshmem
+    if what == "hang" and rank == 1:
+        module.hangs.set()
+    begin = time.monotonic()
+    with pytest.raises(Exception) as first:
+        make(64)
+    assert time.monotonic() - begin < (LIMIT_S + 15 if what == "hang" else LIMIT_S)
+    module.hangs.clear()
+    with pytest.raises(Exception) as again:
+        make(64)
+    return [f"{type(error.value).__name__}: {error.value}" for error in (first, again)]
+
+
+@pytest.mark.parametrize(
+    "what,first,again",
+    [
+        (
+            "module",
+            "ValueError: group: given ranks that need the NVSHMEM wire, which cannot be used here",
+            "ValueError: ",
+        ),
+        ("world", "ValueError: group: given 2 ranks that are [0, 0] of the 2 in NVSHMEM", "ValueError: "),
+        (
+            "hang",
+            "PeerTimeoutError: making a buffer, phase 'memory'",
+            "RuntimeError: RuntimeError: NVSHMEM is out of step",
+        ),
+    ],
+)
+def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
+    with RankPool(2, timeout_s=60) as pool:
+        for errors in pool.run(fail_alone, what):
+            assert errors[0].startswith(first) and errors[1].startswith(again), errors
