@@ -6,8 +6,8 @@
 
     python -m ep_dispatcher.bench --engine cuda        # a rank per GPU, beside NCCL, Megatron and DeepEP
     python -m ep_dispatcher.bench --engine cuda --sms 8,12,16,24,32          # a case for each
-    python -m ep_dispatcher.bench --engine cuda --suite benchmarks/results   # all cases that the README shows
-    python -m ep_dispatcher.bench --report             # makes the README's part and charts from benchmarks/results
+    python -m ep_dispatcher.bench --engine cuda --suite benchmarks/results   # all cases that docs/performance.md shows
+    python -m ep_dispatcher.bench --report             # writes docs/performance.md and charts from benchmarks/results
 
 Prints tables and writes JSON with every single time, and charts. The JSON's fields are explained in
 ``benchmark/nodes_report.py`` (CPU) and ``benchmark/suite.py`` (GPU).
@@ -63,12 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engine", choices=("cpu", "cuda"), default="cpu")
     add("--sms", type=numbers, help="cuda: multiprocessors that the engine may use, or a list: 8,12,16,24,32")
     add("--graph", action="store_true", help="cuda: each of the engine's operations in a CUDA graph too")
-    add("--suite", type=Path, metavar="FOLDER", help="cuda: measure every case that the README shows, into FOLDER")
+    add("--suite", type=Path, metavar="FOLDER", help="cuda: measure every case of docs/performance.md, into FOLDER")
     add("--build", help="what was built, for the JSON, where git cannot say")
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files and charts")
     add("--no-baseline", dest="baseline", action="store_false", help="measure the engine alone")
     add("--chart", type=Path, metavar="FILE.json", help="cpu: only draw the chart of this JSON again")
-    add("--report", action="store_true", help="only write its part of ./README.md, and charts, from the JSON in --out")
+    add("--report", action="store_true", help="only write docs/performance.md and charts from the JSON in --out")
     return parser
 
 
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"chart: {nodes_report.draw_chart(args.chart)}")
         return 0
     if args.report:
-        return report.write(Path("README.md"), args.out)
+        return report.write(Path("docs/performance.md"), args.out)
     machine = describe_machine(args.build)  # before the run: its load is not the benchmark's own
     if args.engine == "cuda":
         return suite.run(args.cases, machine, args.out, args.threads)

@@ -297,7 +297,7 @@ def test_cuda_needs_gpus_and_no_torchrun(monkeypatch, capsys):
     assert "--engine: given cuda under torchrun, allowed without torchrun" in capsys.readouterr().err
 
 
-# ---- the README -----------------------------------------------------------------------------------------------------
+# ---- docs/performance.md --------------------------------------------------------------------------------------------
 
 
 def made_up(case: Case) -> dict:
@@ -329,13 +329,14 @@ def made_up_results(tmp_path):
     return folder
 
 
-def test_the_part_of_the_readme(made_up_results, tmp_path, monkeypatch, capsys):
+def test_the_part_of_the_page(made_up_results, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     assert bench.main(["--report", "--out", "results"]) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "### 4 x NVIDIA H200" in text
     assert "driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9; build abc; 2026-11-21." in text
@@ -344,23 +345,25 @@ def test_the_part_of_the_readme(made_up_results, tmp_path, monkeypatch, capsys):
     assert "A dispatch moves 3.0 MB between all GPUs together; the least is 2.0 MB." in text
     assert "- DeepEP: not measured, deep_ep cannot be imported here" in text
     image = tmp_path / "results" / "cuda-4ranks-NVIDIA-H200.png"
-    assert "![times](results/cuda-4ranks-NVIDIA-H200.png)" in text
+    assert "![times](../results/cuda-4ranks-NVIDIA-H200.png)" in text
     drawn = image.read_bytes()
     assert drawn.startswith(b"\x89PNG") and f"chart: results/{image.name}" in capsys.readouterr().out
     assert bench.main(["--report", "--out", "results"]) == 0
-    assert readme.read_text() == text and image.read_bytes() == drawn
+    assert page.read_text() == text and image.read_bytes() == drawn
 
 
-def test_a_readme_without_marks_stays_as_it_is(made_up_results, tmp_path, monkeypatch, capsys):
+def test_a_page_without_marks_stays_as_it_is(made_up_results, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text("no marks")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text("no marks")
     assert bench.main(["--report", "--out", "results"]) == 1
-    assert (tmp_path / "README.md").read_text() == "no marks" and "README.md: given without" in capsys.readouterr().out
+    assert page.read_text() == "no marks" and "docs/performance.md: given without" in capsys.readouterr().out
 
 
-def test_our_readme_is_made_of_our_results():
-    part = report.part(report.load(RESULTS), RESULTS, ROOT)
-    assert part in (ROOT / "README.md").read_text()
+def test_our_page_is_made_of_our_results():
+    part = report.part(report.load(RESULTS), RESULTS, ROOT / "docs")
+    assert part in (ROOT / "docs" / "performance.md").read_text()
     for group in report.machines(report.load(RESULTS)):
         assert report.chart_path(group, RESULTS).exists()
 

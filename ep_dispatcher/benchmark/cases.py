@@ -1,4 +1,4 @@
-"""What is measured: cases, and the suite of them that the README's figures come from."""
+"""What is measured: cases, and the suite of them that the figures of docs/performance.md come from."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Case:
 
 
 def suite_cases(ranks: int, **settings) -> Iterator[Case]:
-    """Every case that the README shows, the most important first; ``settings`` are common to all of them."""
+    """Every case that docs/performance.md shows, the most important first; ``settings`` are common to all of them."""
     first = Case(ranks, graph=True, **settings)
     yield first
     yield replace(first, hidden=2048, experts=128)

@@ -1,6 +1,6 @@
-"""``python -m ep_dispatcher.bench --report``: the README's part and its charts, from the JSON files of the suite.
+"""``python -m ep_dispatcher.bench --report``: the part of docs/performance.md between its marks, and its charts.
 
-The same files give the same text, to the last character.
+Made from the JSON files of the suite. The same files give the same text, to the last character.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ CASES = "Cases, in microseconds (hot_rank: one rank receives four times the mean
 STANDARD = ("tokens", "hidden", "experts", "topk", "routing", "dtype", "layout", "sms")
 
 
-def write(readme: Path, folder: Path) -> int:
+def write(page: Path, folder: Path) -> int:
     """Rewrite the part between the two marks, and draw the charts that it shows; 1 when there are no marks, else 0."""
-    text = readme.read_text() if readme.exists() else ""
+    text = page.read_text() if page.exists() else ""
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
-        print(f"{readme}: given without the lines {BEGIN} and {END}, allowed with each of them once")
+        print(f"{page}: given without the lines {BEGIN} and {END}, allowed with each of them once")
         return 1
     runs = load(folder)
     before, _, rest = text.partition(BEGIN)
-    readme.write_text(before + part(runs, folder, readme.parent) + rest.partition(END)[2])
-    print(f"{readme}: the part between the marks, from {len(runs)} files in {folder}")
+    page.write_text(before + part(runs, folder, page.parent) + rest.partition(END)[2])
+    print(f"{page}: the part between the marks, from {len(runs)} files in {folder}")
     try:
         from ep_dispatcher.benchmark import charts
     except ImportError:
