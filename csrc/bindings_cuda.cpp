@@ -51,7 +51,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   py::enum_<Phase>(m, "Phase", py::module_local())
       .value("free_staging", Phase::kFreeStaging)
       .value("counts", Phase::kCounts)
-      .value("lists", Phase::kItems)
+      .value("lists", Phase::kLists)
       .value("rows", Phase::kRows)
       .value("free_slots", Phase::kFreeSlots)
       .value("partial_sums", Phase::kSums);

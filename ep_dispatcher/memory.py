@@ -265,7 +265,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     for count in flags:
         c.take(FLAGS, 8 * count)
     c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
-    c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # heads
+    c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # counts
     c.repeat(s.num_nodes, _carve_inbox, s)
     if others:
         c.repeat(others, _carve_rail, s)
@@ -281,8 +281,8 @@ def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
     c.take("counters", STATE_BYTES)
     for count in counters:
         c.take("counters", 4 * count)
-    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_tokens
-    c.take("counts by block", 4 * num_blocks * s.num_ranks)  # block_items
+    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_num_tokens
+    c.take("counts by block", 4 * num_blocks * s.num_ranks)  # block_num_items
 
 
 # ---- the CPU engine -------------------------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ __device__ inline Call* call_at(const Op& op, int rank) {
 }
 
 // [thread] Find the head of `source`, as it lies at a rank of this node.
-__device__ inline Head head_at(const Op& op, int local, int source) {
-  const int place = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
-  return {op.context.peers.at(op.context.own.heads + place * op.context.head_ints, local)};
+__device__ inline Counts counts_at(const Op& op, int local, int source) {
+  const int index = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
+  return {op.context.peers.at(op.context.own.counts + index * op.context.counts_ints, local)};
 }
-__device__ inline Head own_head(const Op& op, int source) { return head_at(op, op.context.local, source); }
+__device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
 
 // [team, one block] Write this rank's Call to every rank of the node and raise `called`; one thread per rank does both.
-// Counts that the team has written to `heads` before its last barrier are covered by the flag. The rail sends the Call
+// Counts that the team has written to `counts` before its last barrier are covered by the flag. The rail sends the Call
 // to other nodes. A Call may be overwritten without a flag: a rank begins operation e + 1 after every rank has begun e,
 // and so has finished e - 1, whose Call has the same place. The same holds for counts.
 template <class Team>
 __device__ void announce(const Op& op, const Call& call) {
   const Context& context = op.context;
   if (Team::thread() < op.ranks_per_node()) *context.peers.at(call_at(op, op.rank()), Team::thread()) = call;
-  raise_at_all<Team>(op, context.own.called + op.rank());
+  team_raises<Team>(op, context.own.called + op.rank());
 }
 
 enum class Verdict { kAgree, kDiffer, kAborted };
@@ -33,9 +33,9 @@ enum class Verdict { kAgree, kDiffer, kAborted };
 // [warp] Lane i holds the value of rank `first_rank` + i; lanes past the last rank repeat its value. Find the first
 // rank whose value is not rank 0's.
 __device__ inline Difference compare(int field, int32_t value, int32_t of_rank_0, int first_rank) {
-  const uint32_t others = __ballot_sync(~0u, value != of_rank_0);
-  if (others == 0) return {};
-  const int lane = __ffs(others) - 1;
+  const uint32_t differing = __ballot_sync(~0u, value != of_rank_0);
+  if (differing == 0) return {};
+  const int lane = __ffs(differing) - 1;
   return {true, field, first_rank + lane, __shfl_sync(~0u, value, lane), of_rank_0};
 }
 
@@ -102,10 +102,10 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     Block::sync();
   }
   if (differs) {
-    raise_at_all<Block>(op, context.own.consumed + context.local);
-    raise_at_all<Block>(op, context.own.slots_free + context.local);
+    team_raises<Block>(op, context.own.consumed + context.local);
+    team_raises<Block>(op, context.own.slots_free + context.local);
   } else {
-    raise_at_all<Block>(op, context.own.*released + context.local);
+    team_raises<Block>(op, context.own.*released + context.local);
   }
   Block::sync();
   if (Block::thread() != 0) return;

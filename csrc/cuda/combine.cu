@@ -42,8 +42,8 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 
 // [preparing warp] Push, then reduce.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
-                           CombineMemory& memory, int num_groups) {
-  Preparer preparer{memory.pipeline, num_groups};
+                           CombineMemory& memory, int num_teams) {
+  Preparer preparer{memory.pipeline, num_teams};
   if (pushers.block < pushers.num_blocks) push_items(op, params, pushers, memory, preparer);
   Verdict verdict = agree(op);
   if (verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
@@ -53,20 +53,20 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
 }
 
 // [thread] A warp has stored all sums of a chunk. The last one makes it known.
-__device__ void finish_chunk(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
-                             int chunk) {
+__device__ void finish_milestone(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
+                                 int milestone) {
   const Context& context = op.context;
   const auto arrivals = [](uint32_t* in_block, uint32_t* in_grid, const Part& part) {
     return ChunkArrivals{in_block, Pipeline::kSummingWarps, in_grid, static_cast<uint32_t>(part.num_blocks)};
   };
-  const SumChunks sums{context};
-  if (chunk < sums.first()) {
-    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk))
-      raise_on_node(context, context.own.pushed + context.local * context.max_item_chunks + chunk, op.epoch);
+  const SumMilestones sums{context};
+  if (milestone < sums.first()) {
+    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(milestone))
+      raise_on_node(context, context.own.pushed + context.local * context.max_item_chunks + milestone, op.epoch);
   } else {
-    const int place = sums.place(chunk);
-    if (arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(place))
-      ptx::store_relaxed(context.own.summed + place, op.epoch);
+    const int flag = sums.flag(milestone);
+    if (arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag))
+      ptx::store_relaxed(context.own.summed + flag, op.epoch);
   }
 }
 
@@ -76,18 +76,18 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   if (local >= op.ranks_per_node()) return;
   const int32_t* begin = params.plan.head->item_begin;
   const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
-  uint64_t items = 0;
+  uint64_t num_items = 0;
 #pragma unroll 1
   for (int source = local; source < op.num_ranks(); source += op.ranks_per_node())
-    items += begin[source + 1] - begin[source];
-  op.context.state->bytes_written[op.first_local_rank() + local] += items * (op.context.row_bytes + weights);
+    num_items += begin[source + 1] - begin[source];
+  op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
 template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(1024) char shared[];
-  constexpr int kNumGroups = Pipeline::kSummingWarps / Summing::kWarps;
+  constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
   if (__syncthreads_or(has_aborted(context))) return;  // all threads or none
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Wait until the slots are free, and announce.
   bool ok = true;
   if (threadIdx.x < 32) {
-    memory.pipeline.init(kNumGroups);
+    memory.pipeline.init(kNumTeams);
     for (int i = threadIdx.x; i < context.max_item_chunks; i += 32) memory.pushed[i] = 0;
     for (int i = threadIdx.x; i < context.config.num_others() * context.max_sum_chunks; i += 32) memory.summed[i] = 0;
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         Issuer(memory.pipeline, threadIdx.x / 32).run();
         break;
       case Pipeline::Role::kPrepare:
-        verdict = prepare(op, params, pushers, for_others, memory, kNumGroups);
+        verdict = prepare(op, params, pushers, for_others, memory, kNumTeams);
         break;
       case Pipeline::Role::kSum:
         consume<Summing>(memory.pipeline, pushes ? 0 : context.max_item_chunks,
-                         [&](int chunk) { finish_chunk(op, memory, pushers, for_others, chunk); });
+                         [&](int milestone) { finish_milestone(op, memory, pushers, for_others, milestone); });
     }
   if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);

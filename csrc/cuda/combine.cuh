@@ -24,7 +24,7 @@ constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 
 struct CombineMemory {
   Pipeline pipeline;
   ItemOrder::Position* positions;  // [2, Records::kBatch] of the items at work
-  Sources sources;                 // of the items, while this block pushes
+  SourceOrder sources;             // of the items, while this block pushes
   Records items;
   Records tokens;    // while it reduces: rows of Plan::tables
   uint32_t* pushed;  // [max_item_chunks] of ChunkArrivals, as the next one
@@ -35,7 +35,7 @@ struct CombineMemory {
     CombineMemory memory;
     memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
     memory.positions = c.take<ItemOrder::Position>(2 * Records::kBatch);
-    memory.sources = Sources::carve(c, context.config.num_ranks());
+    memory.sources = SourceOrder::carve(c, context.config.num_ranks());
     memory.items = Records::carve(c, context.item_ints * 4);
     memory.tokens = Records::carve(c, context.table_ints * 4);
     memory.pushed = c.take<uint32_t>(context.max_item_chunks);

@@ -31,7 +31,7 @@ struct Context {
   int node, local;                               // of this rank
   int num_ranks, num_local_experts, max_copies;  // of config, as the next ones: kernels need no division
   uint8_t nodes[kMaxRanks];                      // of the ranks
-  int item_ints, table_ints, head_ints, max_token_chunks, max_item_chunks, max_sum_chunks;
+  int item_ints, table_ints, counts_ints, max_token_chunks, max_item_chunks, max_sum_chunks;
   uint32_t row_bytes, slot_stride;
   uint64_t timeout_ns;
   Peers peers;
@@ -61,13 +61,14 @@ struct Context {
   __device__ int other(int of_node, int n) const { return n - (n > of_node); }
   __device__ int other(int n) const { return other(node, n); }
 
-  // Find an array of the rail to a node: rail_to(node, &Rail::sums); or as the rail peer there has it for this node.
+  // Find an array of the rail to a node: rail_to(node, &RailArrays::sums); or as the rail peer there has it for this
+  // node.
   template <class T>
-  __device__ T* rail_to(int n, T* Rail::* array) const {
+  __device__ T* rail_to(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n) * own.rail_bytes);
   }
   template <class T>
-  __device__ T* rail_from(int n, T* Rail::* array) const {
+  __device__ T* rail_from(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);
   }
 

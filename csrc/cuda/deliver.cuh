@@ -7,34 +7,34 @@
 namespace ep::cuda {
 
 // [thread] Write the weights and, in rank layout, the experts of one item. `weights` are those of its token.
-__device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int number,
+__device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
                                        bool expert_layout, const float* weights) {
-  const DispatchArgs& out = params.args;
+  const DispatchArgs& args = params.args;
   const int num_copies = item.num_copies(), num_topk = op.context.config.num_topk;
   if (expert_layout) {
     constexpr int kTogether = 4;
-    for (int begin = 0; out.out_weights && begin < num_copies; begin += kTogether) {
+    for (int begin = 0; args.out_weights && begin < num_copies; begin += kTogether) {
       float values[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
         if (begin + i < num_copies) values[i] = weights[item.k(begin + i)];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        if (begin + i < num_copies) out.out_weights[item.value(begin + i)] = values[i];
+        if (begin + i < num_copies) args.out_weights[item.value(begin + i)] = values[i];
     }
     return;
   }
-  const size_t begin = static_cast<size_t>(number) * num_topk;
+  const size_t begin = static_cast<size_t>(index) * num_topk;
 #pragma unroll 1
   for (int k = 0; k < num_topk; ++k) {
-    if (out.out_weights) out.out_weights[begin + k] = 0;
-    out.out_topk_idx[begin + k] = -1;
+    if (args.out_weights) args.out_weights[begin + k] = 0;
+    args.out_topk_idx[begin + k] = -1;
   }
 #pragma unroll 1
   for (int copy = 0; copy < num_copies; ++copy) {
     const int k = item.k(copy);
-    if (out.out_weights) out.out_weights[begin + k] = weights[k];
-    out.out_topk_idx[begin + k] = item.value(copy);
+    if (args.out_weights) args.out_weights[begin + k] = weights[k];
+    args.out_topk_idx[begin + k] = item.value(copy);
   }
 }
 
@@ -62,7 +62,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   for (int node = 0; node < context.config.num_nodes; ++node) {
     if (node == context.node) continue;
     const int num = __ldcg(&call_at(op, context.rail_peer(node))->num_tokens) * context.table_ints;
-    const int32_t* const from = context.rail_to(node, &Rail::table_in);
+    const int32_t* const from = context.rail_to(node, &RailArrays::table_in);
     int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
 #pragma unroll 1
     for (int i = op.block * Helpers::kThreads + Helpers::thread(); i < num; i += step) to[i] = __ldcg(from + i);
@@ -73,43 +73,43 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
 // from their sources. Return false when this rank has aborted.
 __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
-  const DispatchArgs& out = params.args;
+  const DispatchArgs& args = params.args;
   const PlanHead& head = *params.plan.head;
   const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
-  const int num_scales = out.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
-  const auto item_at = [&](int number) {
-    return Item{params.plan.items + static_cast<size_t>(number) * context.item_ints, context.max_copies};
+  const int num_scales = args.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
+  const auto item_at = [&](int index) {
+    return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
   };
   StagedFlags staged;
   if (params.tail_bytes > 0) staged.look(op);
 #pragma unroll 1
   for (int first = 32 * (op.block + op.num_blocks * Helpers::warp()); first < num_items; first += step) {
-    const int number = first + lane, here = min(32, num_items - first);
+    const int index = first + lane, num_here = min(32, num_items - first);
     const float* tail = nullptr;
     int source = 0, token = -1;
-    if (lane < here) {
+    if (lane < num_here) {
 #pragma unroll 1
-      while (number >= head.item_begin[source + 1]) ++source;
-      const Item item = item_at(number);
+      while (index >= head.item_begin[source + 1]) ++source;
+      const Item item = item_at(index);
       if (params.new_plan) {
         const auto* from =
-            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), number - head.item_begin[source]));
+            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - head.item_begin[source]));
 #pragma unroll 4
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
       }
       token = item.token();
     }
     if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;
-    if (lane < here) {
+    if (lane < num_here) {
       tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
                                             static_cast<size_t>(token) * params.tail_bytes);
-      deliver_weights(op, params, item_at(number), number, expert_layout, tail + weights_at);
+      deliver_weights(op, params, item_at(index), index, expert_layout, tail + weights_at);
     }
     if (num_scales == 0 || params.bulk_scales) continue;
     __syncwarp();
 #pragma unroll 1
-    for (int j = 0; j < here; ++j) {
+    for (int j = 0; j < num_here; ++j) {
       const auto* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(tail), j));
       const Item item = item_at(first + j);
       const int num_rows = expert_layout ? item.num_copies() : 1;
@@ -117,7 +117,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
       for (int s = lane; s < num_scales; s += 32)
 #pragma unroll 1
         for (int copy = 0; copy < num_rows; ++copy)
-          out.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] =
+          args.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] =
               scales[s];
     }
   }
@@ -126,16 +126,16 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
 
 // [warp] Write a row without a token: zeros, and -1 as its experts.
 __device__ inline void clear_row(const Op& op, const DispatchParams& params, int64_t row) {
-  const DispatchArgs& out = params.args;
-  const int lane = threadIdx.x % 32, num_topk = op.context.config.num_topk, num_scales = out.scale_bytes / 4;
-  auto* vectors = reinterpret_cast<uint4*>(out.out_rows + row * out.row_bytes);
-  for (int v = lane; v < static_cast<int>(out.row_bytes / kVector); v += 32) vectors[v] = uint4{};
-  for (int i = lane; i < num_scales; i += 32) out.out_scales[row * num_scales + i] = 0;
-  if (out.layout == Layout::kExpert) {
-    if (out.out_weights && lane == 0) out.out_weights[row] = 0;
+  const DispatchArgs& args = params.args;
+  const int lane = threadIdx.x % 32, num_topk = op.context.config.num_topk, num_scales = args.scale_bytes / 4;
+  auto* vectors = reinterpret_cast<uint4*>(args.out_rows + row * args.row_bytes);
+  for (int v = lane; v < static_cast<int>(args.row_bytes / kVector); v += 32) vectors[v] = uint4{};
+  for (int i = lane; i < num_scales; i += 32) args.out_scales[row * num_scales + i] = 0;
+  if (args.layout == Layout::kExpert) {
+    if (args.out_weights && lane == 0) args.out_weights[row] = 0;
   } else if (lane < num_topk) {
-    if (out.out_weights) out.out_weights[row * num_topk + lane] = 0;
-    if (out.out_topk_idx) out.out_topk_idx[row * num_topk + lane] = -1;
+    if (args.out_weights) args.out_weights[row * num_topk + lane] = 0;
+    if (args.out_topk_idx) args.out_topk_idx[row * num_topk + lane] = -1;
   }
 }
 
@@ -160,12 +160,12 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
-  const int local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
+  const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
   if (plan.head->has_expert_layout())
-    for (int first = 0; first < local; first += 32) {
-      const int e = min(first + lane, local - 1);
+    for (int first = 0; first < num_local; first += 32) {
+      const int e = min(first + lane, num_local - 1);
       const int begin = plan.expert_begin[e] + plan.expert_rows[e];
-      const int num = first + lane < local ? plan.expert_begin[e + 1] - begin : 0;
+      const int num = first + lane < num_local ? plan.expert_begin[e + 1] - begin : 0;
       for (uint32_t padded = __ballot_sync(~0u, num > 0); padded != 0; padded &= padded - 1) {
         const int from = __ffs(padded) - 1;
         const int its_begin = __shfl_sync(~0u, begin, from), its_num = __shfl_sync(~0u, num, from);

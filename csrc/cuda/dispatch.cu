@@ -36,7 +36,7 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
     // Of two launches the first has kept a difference.
     const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages);
     if (verdict != Verdict::kAgree || !params.new_plan) return verdict;
-    return wait_for_ranks(op, Phase::kItems, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
+    return wait_for_ranks(op, Phase::kLists, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
   });
 }
 
@@ -83,11 +83,12 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const int local = threadIdx.x;
   if (local >= config.ranks_per_node) return;
   const int32_t* begin = params.plan.head->item_begin;
-  uint64_t items = 0;
+  uint64_t num_items = 0;
 #pragma unroll 1
   for (int source = local; source < op.num_ranks(); source += config.ranks_per_node)
-    items += begin[source + 1] - begin[source];
-  op.context.state->bytes_read[op.first_local_rank() + local] += items * (params.args.row_bytes + params.tail_bytes);
+    num_items += begin[source + 1] - begin[source];
+  op.context.state->bytes_read[op.first_local_rank() + local] +=
+      num_items * (params.args.row_bytes + params.tail_bytes);
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 1)

@@ -52,12 +52,12 @@ inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_
 
 // One end of a warp's ring: which piece of which row comes next, and where in the ring.
 struct PieceCursor {
-  int row = 0;  // the warp's rows are numbered from 0
+  int item = 0;  // of the warp, counted from 0
   uint32_t piece = 0;
   RingPlace ring{};
 
   __device__ __forceinline__ void advance(const Pieces& pieces) {
-    if (++piece == pieces.num) piece = 0, ++row;
+    if (++piece == pieces.num) piece = 0, ++item;
     ring.advance(pieces.num_places);
   }
 };

@@ -27,7 +27,7 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
     context_.nodes[rank] = static_cast<uint8_t>(config.node_of(rank));
   context_.item_ints = config.item_ints();
   context_.table_ints = config.table_ints();
-  context_.head_ints = Head::ints(config);
+  context_.counts_ints = Counts::ints(config);
   context_.max_token_chunks = config.max_token_chunks();
   context_.max_item_chunks = config.max_item_chunks();
   context_.max_sum_chunks = config.max_sum_chunks();

@@ -1,10 +1,10 @@
 // A block that sums rows. One warp prepares works, a batch at a time; two warps issue the loads of their rows to shared
-// memory; groups of warps sum the rows and store the sums, also to the memory of other ranks.
+// memory; teams of warps sum the rows and store the sums, also to the memory of other ranks.
 //
 //   prepare --prepared--> issue --full--> sum and store --empty--> issue
 //           <--issued---
 //
-// Works stand in a queue, a ring of kQueue places; group g sums the works g, g + num_groups, ... A bay is room in
+// Works stand in a queue, a ring of kQueue places; team t sums the works t, t + num_teams, ... A bay is room in
 // shared memory for one row of a work, or for one piece of a long row. A work has its bays in a row, in a ring of
 // num_bays.
 #pragma once
@@ -21,8 +21,8 @@ struct alignas(16) Work {
   uint32_t bytes;     // of the sum; 0: no sum
   int16_t first_bay;  // of its rows; the others follow
   int8_t num_rows;    // to be summed
-  bool stops;         // the last work of its group
-  int32_t chunk;      // all works of earlier chunks stand before it
+  bool stops;         // the last work of its team
+  int32_t milestone;  // reached when all earlier works are done
 };
 
 struct Pipeline {
@@ -79,10 +79,10 @@ struct Pipeline {
   }
 
   // [warp] Make the barriers, before a barrier of the block.
-  __device__ void init(int num_groups) const {
+  __device__ void init(int num_teams) const {
     for (int i = threadIdx.x % 32; i < kQueue; i += 32) {
       ptx::barrier_init(full + i, kIssuingWarps);
-      ptx::barrier_init(empty + i, kSummingWarps / num_groups);
+      ptx::barrier_init(empty + i, kSummingWarps / num_teams);
     }
     for (int i = threadIdx.x % 32; i < kBatches; i += 32) {
       ptx::barrier_init(prepared + i, 1);
@@ -100,7 +100,7 @@ using BatchRing = Ring<Pipeline::kBatches>;
 // The preparing warp's side.
 struct Preparer {
   const Pipeline& pipeline;
-  int num_groups;
+  int num_teams;
   int num_works = 0, num_batches = 0;
   int next_bay = 0;
 
@@ -132,26 +132,26 @@ struct Preparer {
   // work's own chunk number: a chunk may be announced only after all its pieces.
   template <class Fill>
   __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill) {
-    const int chunk = work.chunk;
-    work.chunk = __shfl_sync(~0u, chunk, 0);
+    const int milestone = work.milestone;
+    work.milestone = __shfl_sync(~0u, milestone, 0);
     for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.bay_bytes) {
       const uint32_t rest = row_bytes - offset;
-      if (rest <= pipeline.bay_bytes) work.chunk = chunk;
+      if (rest <= pipeline.bay_bytes) work.milestone = milestone;
       prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill);
     }
   }
 
-  // [warp] Queue a last work for every group: all chunks before `chunk` are complete.
-  __device__ void end_chunks(int chunk, bool stops) {
+  // [warp] Queue a last work for every team: all chunks before `chunk` are complete.
+  __device__ void reach(int milestone, bool stops) {
     Work work{};
-    work.chunk = chunk;
+    work.milestone = milestone;
     work.stops = stops;
-    prepare(work, num_groups, 0, 0, [](const char**) {});
+    prepare(work, num_teams, 0, 0, [](const char**) {});
   }
 
-  // [warp] Stop the groups and the issuing warps. Chunks that have not ended stay open.
+  // [warp] Stop the teams and the issuing warps. Chunks that have not ended stay open.
   __device__ void end() {
-    end_chunks(0, true);
+    reach(0, true);
     prepare(Work{}, 0, 0, 0, [](const char**) {});
   }
 };
@@ -165,7 +165,7 @@ struct Issuer {
   const Pipeline& pipeline;
   const int warp, lane;
   const int log_width, together;           // 2^log_width lanes per work; works together
-  const int number, lane_of_work;          // the lane's work is the number-th of those together
+  const int nth, lane_of_work;             // the lane's work is the nth of those together
   int issued = 0, released = 0, used = 0;  // works, works, bays
 
   __device__ Issuer(const Pipeline& pipeline, int warp)
@@ -174,7 +174,7 @@ struct Issuer {
         lane(threadIdx.x % 32),
         log_width(pipeline.log_lanes),
         together(32 >> log_width),
-        number(lane >> log_width),
+        nth(lane >> log_width),
         lane_of_work(lane & ((1 << log_width) - 1)) {}
 
   // What a lane loads of the works together.
@@ -198,18 +198,18 @@ struct Issuer {
     released += num;
   }
 
-  // [thread] Find what the lane loads for its work, the `begin + number`-th of the batch.
+  // [thread] Find what the lane loads for its work, the `begin + nth`-th of the batch.
   __device__ Load find(const Pipeline::Batch& batch, int batch_place, int begin, int here) const {
     Load load;
-    load.place = QueueRing::place(issued + number);
-    load.first = (warp + issued + number) % kWarps;
-    if (number >= here) return load;
+    load.place = QueueRing::place(issued + nth);
+    load.first = (warp + issued + nth) % kWarps;
+    if (nth >= here) return load;
     const Work& work = pipeline.queue[load.place];
     const int row = load.first + lane_of_work * kWarps;
     load.num_rows = work.num_rows;
     load.bytes = work.bytes;
     load.bay = pipeline.bay(work.first_bay + row);
-    const int entry = (batch_place * Pipeline::kBatch + begin + number) * pipeline.max_addends;
+    const int entry = (batch_place * Pipeline::kBatch + begin + nth) * pipeline.max_addends;
     if (row < load.num_rows) load.addend = pipeline.addends[entry + row] + batch.offset;
     return load;
   }
@@ -242,8 +242,8 @@ struct Issuer {
         const Load load = find(batch, place, begin, here);
         const int end = inclusive_sum(load.num_rows, 1 << log_width);  // bays of the works together, up to the lane's
         for (int count = 0; count < here;) {                           // issued of them
-          const bool fits = number >= count && number < here && used + end <= pipeline.num_bays &&
-                            issued + number - released < Pipeline::kMaxBays;
+          const bool fits = nth >= count && nth < here && used + end <= pipeline.num_bays &&
+                            issued + nth - released < Pipeline::kMaxBays;
           const uint32_t fitting = __ballot_sync(~0u, fits);
           if (fitting == 0) {
             release(issued + count);
@@ -261,19 +261,19 @@ struct Issuer {
   }
 };
 
-// [group] Sum the group's works, until its last one. `chunk` is the first of the block's chunks.
+// [team] Sum the team's works, until its last one. `chunk` is the first of the block's chunks.
 //   finish(chunk): called by one thread of every warp, after all that the warp stored for the chunk and those before
 template <class Summing, class Finish>
-__device__ void consume(const Pipeline& pipeline, int chunk, const Finish& finish) {
-  const int group = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
-  const int thread = threadIdx.x % Summing::kThreads;  // in the group, in some order
-  for (int n = group;; n += Pipeline::kSummingWarps / Summing::kWarps) {
+__device__ void consume(const Pipeline& pipeline, int milestone, const Finish& finish) {
+  const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
+  const int thread = threadIdx.x % Summing::kThreads;  // in the team, in some order
+  for (int n = team;; n += Pipeline::kSummingWarps / Summing::kWarps) {
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));
     const Work work = pipeline.queue[place];
-    for (; chunk < work.chunk; ++chunk) {
+    for (; milestone < work.milestone; ++milestone) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) finish(chunk);
+      if (threadIdx.x % 32 == 0) finish(milestone);
     }
     const auto release = [&] {
       __syncwarp();

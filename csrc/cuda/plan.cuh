@@ -25,12 +25,12 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
 // [movers] Write the block's counts where all blocks of this rank read them.
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
-  int32_t* tokens = op.context.arrays.block_tokens + static_cast<size_t>(op.block) * experts;
-  int32_t* items = op.context.arrays.block_items + op.block * op.num_ranks();
-  sum_before(scratch.expert_place, experts, experts, params.plan_warps,
-             [&](int expert, int sum) { tokens[expert] = sum; });
-  sum_before(scratch.rank_place, op.num_ranks(), op.num_ranks(), params.plan_warps,
-             [&](int rank, int sum) { items[rank] = sum; });
+  int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
+  int32_t* num_items = op.context.arrays.block_num_items + op.block * op.num_ranks();
+  sum_before(scratch.expert_offset, experts, experts, params.plan_warps,
+             [&](int expert, int sum) { num_tokens[expert] = sum; });
+  sum_before(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
+             [&](int rank, int sum) { num_items[rank] = sum; });
 }
 
 __device__ inline Call call_of(const DispatchParams& params) {
@@ -50,15 +50,16 @@ __device__ inline Call call_of(const DispatchParams& params) {
 }
 
 // [movers, last block that has counted] Write this rank's counts to every rank of the node, and announce the dispatch.
-__device__ void send_heads(const Op& op, const DispatchParams& params) {
+__device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
-  const auto head_of = [&](int local) { return head_at(op, local, op.rank()); };
-  sum_before(context.arrays.block_tokens, experts, experts, params.plan_blocks, [&](int expert, int sum) {
-    for (int local = 0; local < op.ranks_per_node(); ++local) head_of(local).tokens(context.config, expert) = sum;
+  const auto counts_for = [&](int local) { return counts_at(op, local, op.rank()); };
+  sum_before(context.arrays.block_num_tokens, experts, experts, params.plan_blocks, [&](int expert, int sum) {
+    for (int local = 0; local < op.ranks_per_node(); ++local)
+      counts_for(local).num_tokens(context.config, expert) = sum;
   });
-  sum_before(context.arrays.block_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
-    for (int local = 0; local < op.ranks_per_node(); ++local) head_of(local).items(to) = sum;
+  sum_before(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
+    for (int local = 0; local < op.ranks_per_node(); ++local) counts_for(local).num_items(to) = sum;
   });
   Movers::sync();
   announce<Movers>(op, call_of(params));
@@ -67,13 +68,13 @@ __device__ void send_heads(const Op& op, const DispatchParams& params) {
 // [movers] Sum every expert's tokens over all ranks, and over the ranks before this one.
 __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   const Context& context = op.context;
-  const int32_t* const heads = &own_head(op, 0).tokens(context.config, 0);
+  const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
 #pragma unroll 1
   for (int e = threadIdx.x; e < context.config.num_experts; e += Movers::kThreads) {
     int total = 0, before = 0;
 #pragma unroll 4
     for (int source = 0; source < op.num_ranks(); ++source) {
-      const int tokens = __ldcg(heads + source * context.head_ints + e);
+      const int tokens = __ldcg(num_tokens + source * context.counts_ints + e);
       total += tokens;
       before += source < op.rank() ? tokens : 0;
     }
@@ -85,18 +86,18 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
 
 // [warp] Place the groups of one rank's experts: add to expert_before the first row of each group. Return the rows of
 // all groups. If `writes`, also write the groups to the plan and the counts to the caller's outputs.
-__device__ int64_t place_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
-                                 bool writes) {
-  const int lane = threadIdx.x % 32, local = op.context.num_local_experts;
+__device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
+                                   bool writes) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
   int64_t begin = 0;
 #pragma unroll 1
-  for (int first = 0; first < local; first += 32) {
-    const int e = first + lane, expert = rank * local + e;
-    const uint32_t tokens = e < local ? scratch.expert_total[expert] : 0;
+  for (int first = 0; first < num_local; first += 32) {
+    const int e = first + lane, expert = rank * num_local + e;
+    const uint32_t tokens = e < num_local ? scratch.expert_total[expert] : 0;
     const int64_t padded = int64_t{(tokens + alignment - 1) / alignment} * alignment;
     const int64_t sum = inclusive_sum(padded);
-    if (e < local) {
+    if (e < num_local) {
       const int64_t group = begin + sum - padded;
       scratch.expert_before[expert] += static_cast<int>(group);
       if (writes) {
@@ -108,22 +109,23 @@ __device__ int64_t place_experts(const Op& op, const DispatchParams& params, con
     }
     begin += __shfl_sync(~0u, sum, 31);
   }
-  if (writes && lane == 0) params.plan.expert_begin[local] = static_cast<int>(begin);
+  if (writes && lane == 0) params.plan.expert_begin[num_local] = static_cast<int>(begin);
   return begin;
 }
 
 // [movers] Find the first row of every expert's group, of this rank's tokens in it, and the rows of every rank.
-__device__ void place_groups(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+__device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   sum_sources(op, scratch);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
-    const int64_t rows = place_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
-    int items = 0;
+    const int64_t rows = lay_out_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
+    int num_items = 0;
 #pragma unroll 1
-    for (int source = lane; source < op.num_ranks(); source += 32) items += __ldcg(&own_head(op, source).items(rank));
-    items = __reduce_add_sync(~0u, items);
-    if (lane == 0) scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : items;
+    for (int source = lane; source < op.num_ranks(); source += 32)
+      num_items += __ldcg(&own_counts(op, source).num_items(rank));
+    num_items = __reduce_add_sync(~0u, num_items);
+    if (lane == 0) scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : num_items;
   }
   Movers::sync();
 }
@@ -166,8 +168,8 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int source = first + lane;
-    const bool counts = usable && source < op.num_ranks();
-    const int received = counts ? __ldcg(&own_head(op, source).items(op.rank())) : 0;
+    const bool has_counts = usable && source < op.num_ranks();
+    const int received = has_counts ? __ldcg(&own_counts(op, source).num_items(op.rank())) : 0;
     const int up_to = end + inclusive_sum(received);
     if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
@@ -177,7 +179,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 #pragma unroll 1
   for (int i = lane; usable && i < op.num_ranks(); i += 32) {
     const int source = i / op.ranks_per_node() * op.ranks_per_node() + op.context.local;
-    addends += __ldcg(&own_head(op, source).items(op.first_local_rank() + i % op.ranks_per_node()));
+    addends += __ldcg(&own_counts(op, source).num_items(op.first_local_rank() + i % op.ranks_per_node()));
   }
   addends = __reduce_add_sync(~0u, addends);
   if (lane == 0) {
@@ -207,11 +209,11 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   // Count, and send the counts.
   count_tokens(op, params, scratch);
   share_counts(op, params, scratch);
-  if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_heads(op, params);
+  if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
   // Wait for everybody's counts, and check them.
   const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op); });
   if (verdict == Verdict::kAborted) return verdict;
-  if (verdict == Verdict::kAgree) place_groups(op, params, scratch);
+  if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
   if (threadIdx.x < 32) {
     const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
     if (op.block == 0) write_head(op, params, scratch, fits);
@@ -227,7 +229,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
       params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
   }
   if (last_block<Movers>(&context.state->list_done, params.plan_blocks))
-    raise_at_all<Movers>(op, context.own.listed + op.rank());
+    team_raises<Movers>(op, context.own.listed + op.rank());
   return verdict;
 }
 

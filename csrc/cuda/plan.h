@@ -56,10 +56,10 @@ inline Plan read_plan(const Config& config, int32_t* block) {
 
 // [int32] that hold every plan of at most `num_rows` output rows (-1: of any number).
 inline size_t plan_capacity(const Config& config, int64_t num_rows) {
-  int64_t items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
-  if (num_rows >= 0) items = std::min(items, num_rows);
+  int64_t num_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
+  if (num_rows >= 0) num_items = std::min(num_items, num_rows);
   Cursor c;
-  carve_plan(c, config, items);
+  carve_plan(c, config, num_items);
   return c.size() / sizeof(int32_t);
 }
 

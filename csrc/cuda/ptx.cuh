@@ -116,8 +116,8 @@ __device__ __forceinline__ uint64_t nanoseconds() {
 }
 
 // A barrier among `threads` threads of the block, one of those numbered 0 (also that of __syncthreads) to 15.
-__device__ __forceinline__ void named_barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace ep::ptx

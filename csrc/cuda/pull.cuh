@@ -8,10 +8,10 @@
 namespace ep::cuda {
 
 // Where the row of an item comes from; found for a batch of items at a time.
-struct alignas(16) Source {
+struct alignas(16) Origin {
   const char *row, *scales;
-  int32_t number;  // of the item, among all: its row in rank layout
-  int32_t rank;
+  int32_t index;  // of the item, among all of the plan: its row in rank layout
+  int32_t source;
   int32_t chunk;  // of the token, to be awaited; -1 if the row need not be staged
 };
 
@@ -19,9 +19,9 @@ struct alignas(16) Source {
 struct PullMemory {
   char* ring;
   Records records;
-  uint64_t* full;  // [kMaxPlaces] the place's piece has landed
-  Source* rows;    // [2, Records::kBatch]
-  Sources sources;
+  uint64_t* full;   // [kMaxPlaces] the place's piece has landed
+  Origin* origins;  // [2, Records::kBatch]
+  SourceOrder sources;
 
   // Lay out the memory of all movers, and return that of one. Without a base the cursor measures.
   EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
@@ -29,8 +29,8 @@ struct PullMemory {
     memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
     memory.records = Records::carve(c, context.item_ints * 4, Movers::kWarps, warp);
     memory.full = c.take<uint64_t>(Movers::kWarps * Pieces::kMaxPlaces) + warp * Pieces::kMaxPlaces;
-    memory.rows = c.take<Source>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
-    memory.sources = Sources::carve(c, context.config.num_ranks(), Movers::kWarps, warp);
+    memory.origins = c.take<Origin>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
+    memory.sources = SourceOrder::carve(c, context.config.num_ranks(), Movers::kWarps, warp);
     return memory;
   }
 };
@@ -81,17 +81,17 @@ struct Puller {
   __device__ Item item_at(int n) const {
     return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.max_copies};
   }
-  __device__ Source& source_of(int n) const { return memory.rows[n % (2 * kBatch)]; }
+  __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
   // [warp] Start to load the next batch of items: of a new plan from their sources, else from the plan.
   __device__ void fetch_items() {
     memory.records.fetch([&](int n) -> const int32_t* {
       const ItemOrder::Position position = order.at(first + n * step, step);
-      Source& source = source_of(n);
-      source.number = head.item_begin[position.rank] + position.number;
-      source.rank = position.rank;
-      if (params.new_plan) return item_at_source(op.context, position.rank, op.rank(), position.number);
-      return params.plan.items + static_cast<size_t>(source.number) * op.context.item_ints;
+      Origin& origin = origin_of(n);
+      origin.index = head.item_begin[position.source] + position.number;
+      origin.source = position.source;
+      if (params.new_plan) return item_at_source(op.context, position.source, op.rank(), position.number);
+      return params.plan.items + static_cast<size_t>(origin.index) * op.context.item_ints;
     });
   }
 
@@ -100,36 +100,36 @@ struct Puller {
     n += lane;
     if (lane < kBatch && n < num) {
       const DispatchArgs& args = params.args;
-      Source& source = source_of(n);
+      Origin& origin = origin_of(n);
       const int token = item_at(n).token();
-      const bool at_home = source.rank == op.rank() && !args.quantizes;
-      source.chunk = at_home ? -1 : token / kTokenChunk;
-      const char *rows = at_home ? args.rows : op.context.inbox_of(source.rank, &Inbox::staging),
+      const bool at_home = origin.source == op.rank() && !args.quantizes;
+      origin.chunk = at_home ? -1 : token / kTokenChunk;
+      const char *rows = at_home ? args.rows : op.context.inbox_of(origin.source, &Inbox::staging),
                  *scales = at_home ? reinterpret_cast<const char*>(args.scales)
-                                   : op.context.inbox_of(source.rank, &Inbox::tails);
-      source.row = rows + static_cast<size_t>(token) * (at_home ? args.row_bytes : params.row_stride);
-      source.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.tail_bytes);
+                                   : op.context.inbox_of(origin.source, &Inbox::tails);
+      origin.row = rows + static_cast<size_t>(token) * (at_home ? args.row_bytes : params.row_stride);
+      origin.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.tail_bytes);
     }
     __syncwarp();
   }
 
   // [warp] Wait until the row of an item is staged. Return false when this rank has aborted.
-  __device__ bool wait_for_row(const Source& source) {
-    if (source.chunk <= staged.seen(source.rank)) return true;
+  __device__ bool wait_for_row(const Origin& origin) {
+    if (origin.chunk <= staged.seen(origin.source)) return true;
     staged.look(op);
-    return staged.wait(op, source.rank, source.chunk);
+    return staged.wait(op, origin.source, origin.chunk);
   }
 
   // [warp] Load pieces while there are places, and items that have landed. Return false when this rank has aborted.
   __device__ bool fill_ring() {
-    for (; load.row < num && room > 0; load.advance(pieces), --room) {
+    for (; load.item < num && room > 0; load.advance(pieces), --room) {
       if (load.piece == 0) {
-        if (!memory.records.wait(load.row)) break;
-        if (load.row % kBatch == 0) find_rows(load.row);
-        if (!wait_for_row(source_of(load.row))) return false;
+        if (!memory.records.wait(load.item)) break;
+        if (load.item % kBatch == 0) find_rows(load.item);
+        if (!wait_for_row(origin_of(load.item))) return false;
       }
-      const Source& source = source_of(load.row);
-      if (lane == 0) load_piece(pieces, memory.ring, memory.full, load, source.row, source.scales);
+      const Origin& origin = origin_of(load.item);
+      if (lane == 0) load_piece(pieces, memory.ring, memory.full, load, origin.row, origin.scales);
     }
     return true;
   }
@@ -137,7 +137,7 @@ struct Puller {
   // [thread] Store one piece, and its scales, in every row that the item becomes.
   __device__ void store_piece() const {
     const DispatchArgs& args = params.args;
-    const Item item = item_at(store.row);
+    const Item item = item_at(store.item);
     const char* from = pieces.place(memory.ring, store.ring.place);
     const char* scales = pieces.scale_place(memory.ring, store.ring.place);
     const uint32_t bytes = pieces.bytes_of(store.piece), scale_bytes = pieces.scale_bytes_of(store.piece);
@@ -145,7 +145,7 @@ struct Puller {
     const int num_rows = expert_layout ? item.num_copies() : 1;
 #pragma unroll 1
     for (int copy = 0; copy < num_rows; ++copy) {
-      const size_t row = expert_layout ? item.value(copy) : source_of(store.row).number;
+      const size_t row = expert_layout ? item.value(copy) : origin_of(store.item).index;
       ptx::bulk_store(to + row * args.row_bytes, from, bytes);
       if (scale_bytes > 0)
         ptx::bulk_store(reinterpret_cast<char*>(args.out_scales) + row * scale_bytes, scales, scale_bytes);
@@ -159,17 +159,17 @@ struct Puller {
     fetch_items();
     fetch_items();
     staged.look(op);  // while the items travel
-    while (store.row < num) {
+    while (store.item < num) {
       ok = fill_ring();
       if (!ok) break;
-      if (store.piece == 0 && store.row > 0 && store.row % kBatch == 0) fetch_items();
+      if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (lane == 0) {
         store_piece();
         ptx::bulk_wait_read<1>();
       }
       __syncwarp();
-      if (store.row > 0 || store.piece > 0) ++room;  // the place of the piece before this one
+      if (store.item > 0 || store.piece > 0) ++room;  // the place of the piece before this one
       store.advance(pieces);
     }
     if (!ok) drain();
@@ -179,7 +179,7 @@ struct Puller {
 
   // [warp] Wait for every load under way: nothing may land in the shared memory of a block that has ended.
   __device__ void drain() {
-    for (; store.row < load.row || store.piece < load.piece; store.advance(pieces))
+    for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
     memory.records.drain();
   }

@@ -26,13 +26,13 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
   const ItemOrder order(memory.sources, context, false);  // what has to cross goes first
   const int num = part.block < head.num_items ? (head.num_items - 1 - part.block) / part.num_blocks + 1 : 0;
   Records& items = memory.items;
-  const auto row_of = [&](const ItemOrder::Position& position) {
-    return static_cast<size_t>(head.item_begin[position.rank] + position.number);
+  const auto index_of = [&](const ItemOrder::Position& position) {
+    return static_cast<size_t>(head.item_begin[position.source] + position.number);
   };
   const auto where = [&](int n) {
     const ItemOrder::Position position = order.at(part.block + n * part.num_blocks, part.num_blocks);
     memory.positions[n % (2 * kBatch)] = position;
-    return plan.items + row_of(position) * item_ints;
+    return plan.items + index_of(position) * item_ints;
   };
   items.begin(num);
   items.fetch(where);
@@ -46,18 +46,18 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
     const ItemOrder::Position position = memory.positions[(first + lane) % (2 * kBatch)];
     if (lane < kBatch && first + lane < num) {
       const size_t slot = static_cast<size_t>(context.local) * context.config.max_tokens + position.number;
-      work.to = context.inbox_of(position.rank, &Inbox::slots) + slot * context.slot_stride;
+      work.to = context.inbox_of(position.source, &Inbox::slots) + slot * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
-      const int local = position.rank - op.first_local_rank();
+      const int local = position.source - op.first_local_rank();
       const bool is_own = local >= 0 && local < op.ranks_per_node();
-      work.chunk = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
+      work.milestone = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
     }
     preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends) {
       for (int j = 0; j < work.num_rows; ++j)
-        addends[j] = params.args.y + (expert_layout ? item.value(j) : row_of(position)) * context.row_bytes;
+        addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
     });
   }
-  preparer.end_chunks(end_of_pushed(op, head), false);
+  preparer.reach(end_of_pushed(op, head), false);
 }
 
 // [block] Write the weights of this part's items to the inboxes of their sources.

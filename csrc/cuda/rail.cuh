@@ -17,20 +17,20 @@ namespace ep::cuda {
 struct RailWarp {
   const Op& op;
   const Context& context;
-  const int lane, number, num_warps;
+  const int lane, warp, num_warps;
   const int num_others, num_senders;
 
   __device__ explicit RailWarp(const Op& op)
       : op(op),
         context(op.context),
         lane(threadIdx.x % 32),
-        number(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
+        warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
         num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
         num_others(op.context.config.num_others()),
         num_senders(num_warps - num_others) {}
 
-  __device__ bool relays() const { return number < num_others; }
-  __device__ int sender() const { return number - num_others; }
+  __device__ bool relays() const { return warp < num_others; }
+  __device__ int sender() const { return warp - num_others; }
   // The i-th other node; every node begins with another one.
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   __device__ Wire wire() const { return Wire{context}; }
@@ -72,7 +72,7 @@ struct RailWarp {
   }
 
   // [warp] Count this sender in: it has sent its share. The last sender of all signals.
-  __device__ void sent(uint32_t* counter, int node, uint64_t* flag_there) const {
+  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there) const {
     __syncwarp();
     if (lane == 0) {
       ptx::fence_system();
@@ -86,7 +86,7 @@ struct RailWarp {
   }
 
   // [warp] Count bytes that were sent to a node.
-  __device__ void count(uint64_t* counters, int node, uint64_t bytes) const {
+  __device__ void add_bytes(uint64_t* counters, int node, uint64_t bytes) const {
     if (lane == 0 && bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), bytes);
   }
 
@@ -96,13 +96,13 @@ struct RailWarp {
     if (!wait_for_self(context.own.called + op.rank())) return false;
     for (int i = sender(); i < num_others; i += num_senders) {
       Call* const call = call_at(op, op.rank());
-      const uint32_t head_bytes = has_counts ? context.head_ints * sizeof(int32_t) : 0;
-      int32_t* const head = own_head(op, op.rank()).data;
-      if (has_counts) wire().put(node(i), head, head, head_bytes);
+      const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
+      int32_t* const counts = own_counts(op, op.rank()).data;
+      if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
       wire().put(node(i), call, call, sizeof(Call));
       __syncwarp();
       if (lane == 0) wire().signal(node(i), flag_at(node(i), context.own.call_arrived), op.epoch);
-      count(context.state->lists_sent, node(i), head_bytes + sizeof(Call));
+      add_bytes(context.state->lists_sent, node(i), counts_bytes + sizeof(Call));
     }
     return true;
   }
@@ -117,9 +117,9 @@ struct RailWarp {
       copy_words<uint4, 1>(reinterpret_cast<uint4*>(context.peers.at(call, local)), reinterpret_cast<uint4*>(call),
                            sizeof(Call));
       if (!has_counts) continue;
-      int32_t* const head = own_head(op, source).data;
-      copy_words<uint4, 2>(reinterpret_cast<uint4*>(context.peers.at(head, local)), reinterpret_cast<uint4*>(head),
-                           context.head_ints * sizeof(int32_t));
+      int32_t* const counts = own_counts(op, source).data;
+      copy_words<uint4, 2>(reinterpret_cast<uint4*>(context.peers.at(counts, local)), reinterpret_cast<uint4*>(counts),
+                           context.counts_ints * sizeof(int32_t));
     }
     raise(context.own.called + source);
     return true;
@@ -127,7 +127,7 @@ struct RailWarp {
 
   // [warp] Send or relay this rank's Call. Return false when this rank has aborted.
   __device__ bool exchange_calls(bool has_counts) const {
-    return relays() ? relay_call(node(number), has_counts) : send_call(has_counts);
+    return relays() ? relay_call(node(warp), has_counts) : send_call(has_counts);
   }
 };
 

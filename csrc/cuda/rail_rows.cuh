@@ -5,7 +5,7 @@
 
 namespace ep::cuda {
 
-struct RowRail : RailWarp {
+struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [sender] Send this sender's share of `bytes`, piece by piece. `piece` counts the pieces of all arrays.
@@ -29,16 +29,17 @@ struct RowRail : RailWarp {
       uint64_t bytes = 0;
       int piece = 0;
       for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
-        const int num = __ldcg(&own_head(op, op.rank()).items(to * op.ranks_per_node() + local));
+        const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         bytes += send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
-                            context.rail_to(to, &Rail::items_out) + begin, num * context.item_ints * 4, piece);
+                            context.rail_to(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
       if (usable)
-        bytes += send_share(to, context.rail_from(to, &Rail::table_in), context.rail_to(to, &Rail::table_out),
-                            params.args.num_tokens * context.table_ints * 4, piece);
-      count(context.state->lists_sent, to, bytes);
-      sent(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
+        bytes +=
+            send_share(to, context.rail_from(to, &RailArrays::table_in), context.rail_to(to, &RailArrays::table_out),
+                       params.args.num_tokens * context.table_ints * 4, piece);
+      add_bytes(context.state->lists_sent, to, bytes);
+      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
     }
   }
 
@@ -49,8 +50,8 @@ struct RowRail : RailWarp {
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
     uint64_t num = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
-      const int own = first + lane * num_senders;
-      const bool goes = own < end && (__ldcg(params.plan.sent_nodes + own) >> to & 1);
+      const int lane_token = first + lane * num_senders;
+      const bool goes = lane_token < end && (__ldcg(params.plan.sent_nodes + lane_token) >> to & 1);
       for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         char* const row = staging + token * params.row_stride;
@@ -59,7 +60,7 @@ struct RowRail : RailWarp {
         if (params.tail_bytes > 0) wire().put(to, tail, tail, params.tail_bytes);
       }
     }
-    count(context.state->bytes_sent, to, num * (params.args.row_bytes + params.tail_bytes));
+    add_bytes(context.state->bytes_sent, to, num * (params.args.row_bytes + params.tail_bytes));
   }
 
   // [sender] Send all that other nodes need of a dispatch. Return false when this rank has aborted.
@@ -74,8 +75,8 @@ struct RowRail : RailWarp {
       const int begin = chunk * kTokenChunk, end = min(params.args.num_tokens, begin + kTokenChunk);
       for (int i = 0; i < num_others; ++i) {
         send_tokens(params, node(i), begin, end);
-        sent(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
-             flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
+        finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
+                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
       }
     }
     return true;
@@ -85,7 +86,7 @@ struct RowRail : RailWarp {
   __device__ bool relay_rows(const DispatchParams& params, int node) const {
     const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
     if (params.new_plan) {
-      if (!wait_for_peer(Phase::kItems, node, context.own.items_arrived)) return false;
+      if (!wait_for_peer(Phase::kLists, node, context.own.items_arrived)) return false;
       raise(context.own.listed + source);
       if (!wait_for_self(context.own.listed + op.rank())) return false;  // `usable` is written
     }
@@ -102,12 +103,12 @@ struct RowRail : RailWarp {
 
 // [rail blocks] Their part of a dispatch.
 __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params) {
-  const RowRail warp(op);
+  const DispatchRailWarp warp(op);
   if (params.stages && !warp.exchange_calls(params.new_plan)) return Verdict::kAborted;
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
-  const bool ok = warp.relays() ? warp.relay_rows(params, warp.node(warp.number)) : warp.send_rows(params);
+  const bool ok = warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params);
   return ok ? verdict : Verdict::kAborted;
 }
 

@@ -5,7 +5,7 @@
 
 namespace ep::cuda {
 
-struct SumRail : RailWarp {
+struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [sender] Send this sender's sums of tokens [begin, end) of the rail peer on a node, and their weights.
@@ -15,20 +15,20 @@ struct SumRail : RailWarp {
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
     uint64_t num = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
-      const int own = first + lane * num_senders;
+      const int lane_token = first + lane * num_senders;
       bool goes = false;
-      for (int local = 0; own < end && local < op.ranks_per_node(); ++local)
-        goes |= __ldcg(table + static_cast<size_t>(own) * context.table_ints + local) >= 0;
+      for (int local = 0; lane_token < end && local < op.ranks_per_node(); ++local)
+        goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
       for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        wire().put(to, context.rail_from(to, &Rail::sums) + token * context.slot_stride,
+        wire().put(to, context.rail_from(to, &RailArrays::sums) + token * context.slot_stride,
                    context.inbox_for(to, &Inbox::staging) + token * context.slot_stride, context.row_bytes);
         if (weight_bytes > 0)
-          wire().put_words(to, context.rail_from(to, &Rail::weights) + token * config.num_topk,
+          wire().put_words(to, context.rail_from(to, &RailArrays::weights) + token * config.num_topk,
                            context.inbox_for(to, &Inbox::weights) + token * config.num_topk, weight_bytes);
       }
     }
-    count(context.state->bytes_sent, to, num * (context.row_bytes + weight_bytes));
+    add_bytes(context.state->bytes_sent, to, num * (context.row_bytes + weight_bytes));
   }
 
   // [sender] Send the sums of all rail peers' tokens, chunk by chunk. Return false when this rank has aborted.
@@ -39,10 +39,10 @@ struct SumRail : RailWarp {
         const int to = node(i), begin = chunk * kSumChunk;
         const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + kSumChunk);
         if (begin >= end) continue;
-        const int place = context.other(to) * max_chunks + chunk;
-        if (!wait_for_self(context.own.summed + place)) return false;
+        const int flag = context.other(to) * max_chunks + chunk;
+        if (!wait_for_self(context.own.summed + flag)) return false;
         send_sums_of(params, to, begin, end);
-        sent(context.arrays.sums_sent + place, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk));
+        finish_sending(context.arrays.sums_sent + flag, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk));
       }
     return true;
   }
@@ -64,11 +64,11 @@ struct SumRail : RailWarp {
 
 // [rail blocks] Their part of a combine.
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params) {
-  const SumRail warp(op);
+  const CombineRailWarp warp(op);
   if (!warp.exchange_calls(false)) return Verdict::kAborted;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
-  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.number)) : warp.send_sums(params);
+  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params);
   return ok ? verdict : Verdict::kAborted;
 }
 

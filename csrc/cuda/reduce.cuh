@@ -21,7 +21,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       if (i >= num) break;
       const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
       const int node = chosen && context.config.num_nodes > 1 ? plan.k_node[first + i] : context.node;
-      const float* weights = node == context.node ? own_weights : context.rail_to(node, &Rail::weights);
+      const float* weights = node == context.node ? own_weights : context.rail_to(node, &RailArrays::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
 #pragma unroll
@@ -34,21 +34,21 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
 struct TokenBatch {
   int node;  // whose tokens; of no tokens: -1
   int begin, num;
-  int chunk;  // of the pipeline, for sums that travel
+  int milestone;  // of the pipeline, for sums that travel
 };
 
 // Numbers of the sums that travel, among the pipeline's chunks: behind those that are pushed, chunk by chunk, and in
 // each chunk node by node.
-struct SumChunks {
+struct SumMilestones {
   const Context& context;
 
   __device__ int first() const { return context.max_item_chunks; }
   __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   // The flag of a chunk, among Region::summed.
-  __device__ int place(int chunk) const {
-    const int others = context.config.num_others(), number = chunk - first();
-    return context.other(node(number % others)) * context.max_sum_chunks + number / others;
+  __device__ int flag(int milestone) const {
+    const int others = context.config.num_others(), n = milestone - first();
+    return context.other(node(n % others)) * context.max_sum_chunks + n / others;
   }
 };
 
@@ -62,11 +62,11 @@ struct Reducer {
   const CombineParams& params;
   Records& records;
   const Part for_others;
-  const SumChunks chunks;
+  const SumMilestones milestones;
   const int lane, num_tokens;
-  const int batch;               // own tokens; few when there are few
+  const int own_batch;           // own tokens; few when there are few
   ChunkFlags pushed, sums_here;  // by local rank; by other node
-  int chunk, next_begin;         // of the next batch for others
+  int milestone, next_begin;     // of the next batch for others
 
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
       : op(op),
@@ -74,13 +74,13 @@ struct Reducer {
         params(params),
         records(records),
         for_others(for_others),
-        chunks{op.context},
+        milestones{op.context},
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
-        batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
+        own_batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
         pushed(chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank())),
         sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
-        chunk(has_part() && params.plan.head->usable ? chunks.first() : chunks.end()),
+        milestone(has_part() && params.plan.head->usable ? milestones.first() : milestones.end()),
         next_begin(for_others.block * kBatch) {
     sums_here.rank = context.rail_peer(lane + (lane >= context.node));
     sums_here.raiser = op.rank();
@@ -102,35 +102,36 @@ struct Reducer {
   }
 
   __device__ TokenBatch take_for_others() {
-    for (; chunk < chunks.end(); ++chunk, next_begin = for_others.block * kBatch) {
-      const int number = chunk - chunks.first(), others = context.config.num_others();
-      const int node = chunks.node(number % others), first = number / others * kSumChunk;
+    for (; milestone < milestones.end(); ++milestone, next_begin = for_others.block * kBatch) {
+      const int n = milestone - milestones.first(), others = context.config.num_others();
+      const int node = milestones.node(n % others), first = n / others * kSumChunk;
       const int end = min(__ldcg(&call_at(op, context.rail_peer(node))->num_tokens), first + kSumChunk);
       const int begin = first + next_begin;
       if (begin >= end) continue;
       next_begin += for_others.num_blocks * kBatch;
-      return {node, begin, min(kBatch, end - begin), chunk};
+      return {node, begin, min(kBatch, end - begin), milestone};
     }
-    return {-1, 0, 0, chunks.end()};
+    return {-1, 0, 0, milestones.end()};
   }
 
   __device__ TokenBatch take_own() {
     int begin = 0;
-    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, batch));
+    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, own_batch));
     begin = __shfl_sync(~0u, begin, 0);
-    if (begin >= num_tokens) return {-1, 0, 0, chunks.end()};
-    return {context.node, begin, min(batch, num_tokens - begin), chunks.end()};
+    if (begin >= num_tokens) return {-1, 0, 0, milestones.end()};
+    return {context.node, begin, min(own_batch, num_tokens - begin), milestones.end()};
   }
 
-  // [warp] Wait until the partial sums of some tokens are here. `items` are those of the lane's token; the lane
+  // [warp] Wait until the partial sums of some tokens are here. `item_numbers` are those of the lane's token; the lane
   // `has_token`; `nodes` send sums of it. Return false when this rank has aborted.
-  __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* items, bool has_token, uint32_t nodes) {
+  __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
+                                   uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
     const int first_chunk = is_own ? context.config.first_own_chunk() : 0;
     int chunk_of_lane = -1;
     for (int local = 0; local < op.ranks_per_node(); ++local) {
-      const int item = has_token ? items[local] : -1;
-      const int needed = __reduce_max_sync(~0u, item < 0 ? -1 : first_chunk + item / kItemChunk);
+      const int number = has_token ? item_numbers[local] : -1;
+      const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : first_chunk + number / kItemChunk);
       if (lane == local) chunk_of_lane = needed;
     }
     if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
@@ -147,27 +148,27 @@ struct Reducer {
     // Lane i takes the i-th token of the batch.
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
-    const auto* items = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
+    const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
-    if (!wait_for_addends(tokens, items, has_token, nodes)) return false;
+    if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
     Work work{};
     char* const to = is_own ? params.args.out : context.inbox_for(tokens.node, &Inbox::staging);
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
-    work.chunk = is_own ? 0 : tokens.chunk;
+    work.milestone = is_own ? 0 : tokens.milestone;
     work.num_rows = static_cast<int8_t>(__popc(nodes));
-    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && items[local] >= 0;
+    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && item_numbers[local] >= 0;
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // nothing travels
     const char* slots = context.inbox_for(tokens.node, &Inbox::slots);
     preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends) {
       // In ascending order of ranks and nodes.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
-          *addends++ = context.rail_to(__ffs(some) - 1, &Rail::sums) + token * context.slot_stride;
+          *addends++ = context.rail_to(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
       };
       add_nodes(nodes & ((1u << context.node) - 1));
       for (int local = 0; local < op.ranks_per_node(); ++local) {
-        if (!has_token || items[local] < 0) continue;
-        const size_t slot = static_cast<size_t>(local) * context.config.max_tokens + items[local];
+        if (!has_token || item_numbers[local] < 0) continue;
+        const size_t slot = static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local];
         *addends++ = slots + slot * context.slot_stride;
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
@@ -179,17 +180,17 @@ struct Reducer {
   // [warp] Queue the sums of all batches that this block takes. Return false when this rank has aborted.
   __device__ bool run(Preparer& preparer) {
     // Sums that travel lie where the rows of other nodes lay.
-    const bool sends = chunk < chunks.end();
+    const bool sends = milestone < milestones.end();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;
     TokenBatch tokens = take_batch(), next = tokens.node < 0 ? tokens : take_batch();
-    if (sends && tokens.chunk > chunks.first()) preparer.end_chunks(tokens.chunk, false);
+    if (sends && tokens.milestone > milestones.first()) preparer.reach(tokens.milestone, false);
     for (int n = 0; tokens.node >= 0; n += kBatch) {
       if (!queue(preparer, tokens, n)) {
         records.drain();
         return false;
       }
-      if (next.chunk > tokens.chunk) preparer.end_chunks(next.chunk, false);
+      if (next.milestone > tokens.milestone) preparer.reach(next.milestone, false);
       tokens = next;
       if (tokens.node >= 0) next = take_batch();
     }

@@ -8,8 +8,8 @@
 
 namespace ep::cuda {
 
-// The counts of one rank's new plan, as every rank gets them: int32 [head_ints].
-struct Head {
+// The counts of one rank's new plan, as every rank gets them: int32 [counts_ints].
+struct Counts {
   int32_t* data;
 
   static int ints(const Config& config) {
@@ -17,8 +17,8 @@ struct Head {
   }
 
 #ifdef __CUDACC__
-  __device__ int32_t& items(int rank) const { return data[rank]; }  // items that it sends to the rank
-  __device__ int32_t& tokens(const Config& config, int expert) const { return data[config.num_ranks() + expert]; }
+  __device__ int32_t& num_items(int rank) const { return data[rank]; }  // items that it sends to the rank
+  __device__ int32_t& num_tokens(const Config& config, int expert) const { return data[config.num_ranks() + expert]; }
 #endif
 };
 
@@ -33,7 +33,7 @@ struct Inbox {
 };
 
 // What one rank keeps for its rail peer on one other node.
-struct Rail {
+struct RailArrays {
   int32_t* items_out;  // [ranks_per_node, max_tokens, item_ints] this rank's items for that node, before they travel
   int32_t* table_out;  // [max_tokens, table_ints] numbers of those items by token and receiver, -1 for none; likewise
   int32_t* table_in;   // the same from the rail peer, for the ranks of the own node
@@ -46,7 +46,7 @@ struct Rail {
 // here as soon as the wire has brought what it stands for (rail.cuh).
 struct Region {
   uint64_t* aborted;   // [num_ranks] the rank has aborted: its other flags may never come
-  uint64_t* called;    // [num_ranks] the rank's Call is in `calls`, and the counts of a new plan in `heads`
+  uint64_t* called;    // [num_ranks] the rank's Call is in `calls`, and the counts of a new plan in `counts`
   uint64_t* listed;    // [num_ranks] the rank's items are in its inbox
   uint64_t* staged;    // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk of tokens are in its inbox
   uint64_t* consumed;  // [ranks_per_node] the rank has read all items, rows and tails that it needed
@@ -61,11 +61,11 @@ struct Region {
   uint64_t* items_arrived;
   uint64_t* rows_arrived;
   uint64_t* sums_arrived;
-  Call* calls;     // [2, num_ranks] by the parity of the epoch: a peer can be one operation ahead
-  int32_t* heads;  // [2, num_ranks, head_ints] likewise
-  Inbox inbox;     // of node 0 as source; that of node n begins n * inbox_bytes later
+  Call* calls;      // [2, num_ranks] by the parity of the epoch: a peer can be one operation ahead
+  int32_t* counts;  // [2, num_ranks, counts_ints] likewise
+  Inbox inbox;      // of node 0 as source; that of node n begins n * inbox_bytes later
   size_t inbox_bytes;
-  Rail rail;  // the first; rail_bytes to the next
+  RailArrays rail;  // the first; rail_bytes to the next
   size_t rail_bytes;
 };
 
@@ -80,9 +80,9 @@ inline Inbox carve_inbox(Cursor& c, const Config& config) {
   return inbox;
 }
 
-inline Rail carve_rail(Cursor& c, const Config& config) {
+inline RailArrays carve_rail(Cursor& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
-  Rail rail;
+  RailArrays rail;
   rail.sums = c.take<char>(tokens * config.slot_stride(), kLine);
   rail.items_out = c.take<int32_t>(locals * tokens * config.item_ints());
   rail.table_out = c.take<int32_t>(tokens * config.table_ints());
@@ -108,7 +108,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.rows_arrived = c.take<uint64_t>(others * config.max_token_chunks());
   region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
   region.calls = c.take<Call>(2 * ranks);
-  region.heads = c.take<int32_t>(2 * ranks * Head::ints(config));
+  region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
   // Whatever repeats begins at a multiple of a line.
   const auto repeat = [&](size_t times, auto carve) {
     c.take<char>(0, kLine);

@@ -23,9 +23,9 @@ static_assert(kMaxTopk < 1 << 8, "8 bits hold the copies of an item");
 
 // Shared memory of a block that plans.
 struct Scratch {
-  int* expert_place;      // [plan_warps, num_experts] tokens of the block before those of the warp; then rows
+  int* expert_offset;     // [plan_warps, num_experts] tokens of the block before those of the warp; then rows
   uint32_t* marks;        // [plan_warps, num_experts] lanes of the batch by expert; 0 between batches
-  int* rank_place;        // [plan_warps, num_ranks] items of the block before those of the warp
+  int* rank_offset;       // [plan_warps, num_ranks] items of the block before those of the warp
   int16_t* choices;       // [plan_warps, 32, choices_per_token]
   uint32_t* numbers;      // [plan_warps, num_ranks, 32] the batch's items by rank and lane (kOneCopy)
   int* expert_before;     // [num_experts] tokens of lower ranks, then the first row of this rank's tokens
@@ -38,9 +38,9 @@ struct Scratch {
     const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
     Scratch s;
     s.choices_per_token = (config.num_topk + kChoices - 1) / kChoices * kChoices;
-    s.expert_place = c.take<int>(warps * experts);
+    s.expert_offset = c.take<int>(warps * experts);
     s.marks = c.take<uint32_t>(warps * experts);
-    s.rank_place = c.take<int>(warps * ranks);
+    s.rank_offset = c.take<int>(warps * ranks);
     s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
     s.numbers = c.take<uint32_t>(warps * ranks * 32);
     s.expert_before = c.take<int>(experts);
@@ -65,7 +65,7 @@ struct RankSet {
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
-  int *expert_place, *rank_place;
+  int *expert_offset, *rank_offset;
   uint32_t *marks, *numbers;
   int16_t* choices;
   int choices_per_token, begin, end;
@@ -74,9 +74,9 @@ struct Scan {
   __device__ Scan(const Op& op, const DispatchParams& params, const Scratch& scratch, int warp)
       : context(op.context), topk_idx(params.args.topk_idx) {
     const int experts = context.config.num_experts, num_tokens = params.args.num_tokens;
-    expert_place = scratch.expert_place + warp * experts;
+    expert_offset = scratch.expert_offset + warp * experts;
     marks = scratch.marks + warp * experts;
-    rank_place = scratch.rank_place + warp * context.num_ranks;
+    rank_offset = scratch.rank_offset + warp * context.num_ranks;
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
     numbers = scratch.numbers + warp * context.num_ranks * 32;
@@ -93,7 +93,7 @@ struct Scan {
     return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
   }
 
-  __device__ int16_t* own() const { return choices + threadIdx.x % 32 * choices_per_token; }
+  __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
   // [warp] Load a batch to shared memory and mark its experts. Return the ranks of the lane's token. An entry that is
   // no expert, or repeats one, counts as -1; it is kept as a mistake if `checks`.
@@ -118,11 +118,11 @@ struct Scan {
     if (lane < num)
 #pragma unroll 1
       for (k = 0; k < num_topk; ++k) {
-        const int expert = own()[k];
+        const int expert = lane_choices()[k];
         if (expert < 0) continue;
         if (atomicOr(marks + expert, 1u << lane) >> lane & 1) {
           if (checks) keep_bad_entry(context, first + lane, k, true, expert);
-          own()[k] = -1;
+          lane_choices()[k] = -1;
         } else {
           ranks.add(rank_of(expert));
         }
@@ -131,18 +131,18 @@ struct Scan {
     return ranks;
   }
 
-  // [warp] Advance expert_place past the batch and clear its marks.
+  // [warp] Advance expert_offset past the batch and clear its marks.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;
     __syncwarp();
 #pragma unroll 1
     for (int k = 0; k < context.config.num_topk; ++k) {
-      const int expert = has_token ? own()[k] : -1;
+      const int expert = has_token ? lane_choices()[k] : -1;
       const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0 when another column has cleared them
       __syncwarp();
       if (lane == __ffs(lanes) - 1) {
-        expert_place[expert] += __popc(lanes);
+        expert_offset[expert] += __popc(lanes);
         marks[expert] = 0;
       }
       __syncwarp();
@@ -169,22 +169,22 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
     const Scan scan(op, params, scratch, warp);
-    for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_place[e] = 0, scan.marks[e] = 0;
+    for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
-    int items[kRankWords] = {};  // of rank 32 * word + lane
+    int num_items[kRankWords] = {};  // of rank 32 * word + lane
     for (int first = scan.begin; first < scan.end; first += 32) {
       const RankSet ranks = scan.load(first, true);
       scan.finish(first);
 #pragma unroll 1
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
         const int here = __popc(__ballot_sync(~0u, ranks.has(rank)));
-        if (lane == rank % 32) add_to(items, rank / 32, here);
+        if (lane == rank % 32) add_to(num_items, rank / 32, here);
       }
     }
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word)
-      if (32 * word + lane < op.num_ranks()) scan.rank_place[32 * word + lane] = items[word];
+      if (32 * word + lane < op.num_ranks()) scan.rank_offset[32 * word + lane] = num_items[word];
   }
   Movers::sync();
 }
@@ -216,7 +216,7 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token,
   plan.sent_nodes[token] = nodes;
 #pragma unroll 1
   for (int k = 0; k < num_topk; ++k) {
-    const int expert = scan.own()[k];
+    const int expert = scan.lane_choices()[k];
     const int node = expert < 0 ? context.node : context.node_of(scan.rank_of(expert));
     plan.k_node[static_cast<size_t>(token) * num_topk + k] = static_cast<uint8_t>(node);
   }
@@ -230,7 +230,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   const Context& context = op.context;
   const Config& config = context.config;
   const Scan scan(op, params, scratch, warp);
-  const int local = context.num_local_experts, max_copies = context.max_copies, num_ranks = context.num_ranks;
+  const int num_local = context.num_local_experts, max_copies = context.max_copies, num_ranks = context.num_ranks;
   const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = params.args.layout == Layout::kExpert;
   const auto item_of = [&](int rank, int number) {
@@ -239,14 +239,15 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
                 max_copies};
   };
   // Begin behind the rows and items of lower ranks, blocks and warps.
-  const int32_t* block_tokens = context.arrays.block_tokens + static_cast<size_t>(op.block) * config.num_experts;
+  const int32_t* block_num_tokens =
+      context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
   for (int e = lane; e < config.num_experts; e += 32)
-    scan.expert_place[e] += scratch.expert_before[e] + __ldcg(block_tokens + e);
-  int items[kRankWords] = {};  // of rank 32 * word + lane
+    scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
+  int next_number[kRankWords] = {};  // of rank 32 * word + lane
 #pragma unroll
   for (int word = 0; word < kRankWords; ++word)
     if (const int rank = 32 * word + lane; rank < num_ranks)
-      items[word] = scan.rank_place[rank] + __ldcg(context.arrays.block_items + op.block * num_ranks + rank);
+      next_number[word] = scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * num_ranks + rank);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
@@ -257,12 +258,13 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     for (int rank = 0; rank < num_ranks; ++rank) {
       const bool goes = ranks.has(rank);
       const uint32_t lanes = __ballot_sync(~0u, goes);
-      const int number = __shfl_sync(~0u, get_from(items, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
-      if (lane == rank % 32) add_to(items, rank / 32, __popc(lanes));
+      const int number =
+          __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
+      if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
       if (token < scan.end) {
         int32_t* const table = node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                                config.max_tokens * context.table_ints
-                                                    : context.rail_to(node, &Rail::table_out);
+                                                    : context.rail_to(node, &RailArrays::table_out);
         table[static_cast<size_t>(token) * context.table_ints + local_rank] = goes ? number : -1;
         scan.numbers[rank * 32 + lane] = number;
         if (goes) item_of(rank, number).token() = token;
@@ -274,12 +276,12 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     if (token < scan.end)
 #pragma unroll 1
       for (int k = 0; k < config.num_topk; ++k) {
-        const int expert = scan.own()[k];
+        const int expert = scan.lane_choices()[k];
         if (expert < 0) continue;
         used |= 1u << k;
-        const int rank = scan.rank_of(expert), begin = rank * local;
-        const int row = scan.expert_place[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
-        const int copy = count_between(scan.own(), num_vectors, begin, expert);
+        const int rank = scan.rank_of(expert), begin = rank * num_local;
+        const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
+        const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
         const uint32_t entry = scan.numbers[rank * 32 + lane] += kOneCopy;
         const Item item = item_of(rank, static_cast<int>(entry % kOneCopy));
         item.num_copies() = static_cast<int>(entry / kOneCopy);  // so far

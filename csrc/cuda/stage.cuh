@@ -50,9 +50,9 @@ __device__ inline void copy_to_tails(const DispatchParams& params, const Share& 
 #pragma unroll 4
   for (int i = threadIdx.x % 32; i < share.num * per_token; i += 32) {
     const size_t token = share.token(i / per_token);
-    const int number = i % per_token;
-    reinterpret_cast<float*>(tails + token * params.tail_bytes)[offset + number] =
-        __ldg(from + token * per_token + number);
+    const int value = i % per_token;
+    reinterpret_cast<float*>(tails + token * params.tail_bytes)[offset + value] =
+        __ldg(from + token * per_token + value);
   }
 }
 

@@ -4,7 +4,7 @@
 
 namespace ep::cuda {
 
-enum class Phase : int32_t { kFreeStaging = 0, kCounts = 1, kItems = 2, kRows = 3, kFreeSlots = 4, kSums = 5 };
+enum class Phase : int32_t { kFreeStaging = 0, kCounts = 1, kLists = 2, kRows = 3, kFreeSlots = 4, kSums = 5 };
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
 
 // A caller's mistake that an operation has found.
@@ -43,9 +43,9 @@ struct StateArrays {
   uint32_t* items_sent;   // [num_others] warps that have sent their share; likewise, as the next two
   uint32_t* rows_sent;    // [num_others, max_token_chunks]
   uint32_t* sums_sent;    // [num_others, max_sum_chunks]
-  int32_t* block_tokens;  // [num_blocks, num_experts] tokens per expert counted by each block; then the sum over the
-                          // blocks before it
-  int32_t* block_items;   // [num_blocks, num_ranks] items per rank; likewise
+  int32_t* block_num_tokens;  // [num_blocks, num_experts] tokens per expert counted by each block; then the sum over
+                              // the blocks before it
+  int32_t* block_num_items;   // [num_blocks, num_ranks] items per rank; likewise
 };
 
 inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) {
@@ -58,8 +58,8 @@ inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) 
   arrays.items_sent = c.take<uint32_t>(others);
   arrays.rows_sent = c.take<uint32_t>(others * config.max_token_chunks());
   arrays.sums_sent = c.take<uint32_t>(others * config.max_sum_chunks());
-  arrays.block_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
-  arrays.block_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_ranks());
+  arrays.block_num_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
+  arrays.block_num_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_ranks());
   return arrays;
 }
 

@@ -73,7 +73,7 @@ struct Float16 {
   }
 };
 
-// How rows are summed: by groups of kWarps warps. Each thread has kVectors vectors at a time in registers.
+// How rows are summed: by teams of kWarps warps. Each thread has kVectors vectors at a time in registers.
 template <class Element, int kNumWarps, int kNumVectors>
 struct Summing {
   using T = Element;
@@ -85,7 +85,7 @@ __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
   return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
 }
 
-// [group] Sum rows of num_vectors vectors from shared memory to global memory.
+// [team] Sum rows of num_vectors vectors from shared memory to global memory.
 //   row(j) -> the j-th row
 //   release(): called by every thread once it has read all
 template <class Summing, class Row, class Release>

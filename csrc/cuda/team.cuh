@@ -76,7 +76,7 @@ struct ChunkArrivals {
 
 // [team] Raise a flag of this rank at every rank of its node, after the team's barrier.
 template <class Team>
-__device__ void raise_at_all(const Op& op, uint64_t* flag_here) {
+__device__ void team_raises(const Op& op, uint64_t* flag_here) {
   const Context& context = op.context;
   if (Team::thread() >= op.ranks_per_node()) return;
   ptx::fence_system();

@@ -122,15 +122,15 @@ __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* f
 struct ChunkFlags {
   const uint64_t* flags;  // [max_chunks] of the lane's rank; null: the lane has none
   int rank, raiser;       // of the lane's flags, as wait_until has it
-  int arrived = -1;       // last chunk that this warp has seen
+  int last_seen = -1;     // last chunk that this warp has seen
 
   // [warp] Wait until the lane's rank has raised the flag of `chunk`; -1: nothing is awaited. What was awaited may then
   // be read by bulk copies. Return false when this rank has aborted.
   __device__ bool wait(const Op& op, Phase phase, int chunk) {
-    const bool waits = chunk > arrived;
+    const bool waits = chunk > last_seen;
     if (!__any_sync(~0u, waits)) return true;
     if (!wait_until(op, phase, waits ? flags + chunk : nullptr, op.epoch, rank, raiser)) return false;
-    arrived = max(arrived, chunk);
+    last_seen = max(last_seen, chunk);
     ptx::fence_before_bulk();
     return true;
   }
