@@ -185,7 +185,7 @@ def nearest(name: str) -> list[str]:
 
 
 def table() -> str:
-    """The switches as a Markdown table, as the README has it; `python -m ep_dispatcher.envs` prints it."""
+    """The switches as a Markdown table, as docs/environment.md has it; `python -m ep_dispatcher.envs` prints it."""
     rows = [("switch", "default", "allowed", "meaning"), ("---",) * 4]
     for switch in SWITCHES:
         default = "unset" if switch.default is None else str(switch.default)

@@ -134,7 +134,7 @@ def route_none(rank: int) -> None:
 
 
 def test_megatrons_own_router_takes_no_empty_tensor():
-    """So a rank without tokens needs another router. Where this fails, README.md's table can promise more."""
+    """So a rank without tokens needs another router. Where this fails, docs/megatron.md can promise more."""
     megatron_pool(4).run(route_none)
 
 

@@ -1,0 +1,86 @@
+"""The pages say what is there: links lead somewhere, named files exist, tables have what the code has."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from ep_dispatcher import envs
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|integrations|tests"
+OF_OTHERS = {"tests/test_internode.py"}  # DeepEP's, in docs/estimate.md
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def text(page: Path) -> str:
+    return page.read_text()
+
+
+def outside_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", outside_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def exists(path: str) -> bool:
+    """Whether a path of this repository, or a pattern of paths, leads to a file or folder."""
+    return any(True for _ in ROOT.glob(path.rstrip("/")))
+
+
+@pages
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", outside_code(page))
+    links += re.findall(r"^\[\w+\]: (\S+)$", text(page), re.MULTILINE)
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        file, _, heading = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{link}: no such file"
+        assert not heading or heading in anchors(target), f"{link}: no such heading"
+
+
+@pages
+def test_files_that_pages_name_exist(page):
+    named = set(re.findall(rf"`((?:{FOLDERS})/[\w./*-]*)`", text(page)))
+    assert [name for name in sorted(named - OF_OTHERS) if not exists(name)] == []
+
+
+@pages
+def test_tests_that_pages_name_exist(page):
+    named = re.findall(r"`(test_\w+\*?)(?:\.py)?`", text(page))
+    assert [name for name in named if not exists(f"tests/{name}.py")] == []
+
+
+def test_the_map_names_files_that_exist():
+    blocks = re.findall(r"^```\n(.*?)^```$", text(ROOT / "docs/files.md"), re.MULTILINE | re.DOTALL)
+    names = re.findall(r"^(\S+) {2,}", "".join(blocks), re.MULTILINE)
+    assert len(names) > 90
+    assert [name for name in names if not exists(name)] == []
+
+
+def test_the_readme_links_every_page():
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", text(ROOT / "README.md")))
+    expected = {str(page.relative_to(ROOT)) for page in PAGES if page.name != "README.md"}
+    assert linked == expected
+
+
+def test_the_table_of_switches_is_that_of_the_code():
+    page = text(ROOT / "docs/environment.md")
+    assert envs.table() in page, "docs/environment.md: put in the table that `python -m ep_dispatcher.envs` prints"
+
+
+def test_the_commands_that_pages_name_are_in_the_makefile():
+    makefile = text(ROOT / "Makefile")
+    named = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text(page), re.MULTILINE)}
+    assert "demo" in named
+    assert [name for name in sorted(named) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
