@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from ep_dispatcher import envs
+from ep_dispatcher import checks, envs, errors
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|integrations|tests"
@@ -84,3 +84,54 @@ def test_the_commands_that_pages_name_are_in_the_makefile():
     named = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([a-z][\w-]*)", text(page), re.MULTILINE)}
     assert "demo" in named
     assert [name for name in sorted(named) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
+
+
+# ---- docs/errors.md --------------------------------------------------------------------------------------------------
+
+
+def first_cells(heading: str) -> list[str]:
+    """The code words in the first column of the table below a heading of docs/errors.md."""
+    section = re.search(rf"^#+ {heading}\n(.*?)(?=^#)", text(ROOT / "docs/errors.md"), re.MULTILINE | re.DOTALL).group(1)
+    return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def in_sources(pattern: str, *files: str) -> set[str]:
+    """What a pattern captures in source files, each of which has some of it."""
+    found = {file: set(re.findall(pattern, text(ROOT / file))) for file in files}
+    assert all(found.values()), [file for file in files if not found[file]]
+    return set().union(*found.values())
+
+
+def test_every_phase_of_the_cpu_engine_is_explained():
+    sources = [f"csrc/cpu/{name}.cpp" for name in ("plan", "dispatch", "combine")]
+    waited_for = in_sources(r'(?:wait_for|meet)\([^;"]*"([^"]+)"', *sources)
+    waited_for |= in_sources(r'"(\w+ between nodes)"(?!, connect)', "ep_dispatcher/engines/cpu.py")
+    table = first_cells("Phases of the CPU engine")
+    assert sorted(table) == sorted(waited_for)
+
+
+def test_every_phase_of_the_cuda_engine_is_explained():
+    names = in_sources(r'\.value\("(\w+)", Phase::', "csrc/bindings_cuda.cpp")
+    assert len(names) == len(in_sources(r"\bPhase::(k\w+)", "csrc/bindings_cuda.cpp"))
+    assert sorted(first_cells("Phases of the CUDA engine")) == sorted(name.replace("_", " ") for name in names)
+
+
+def test_every_step_of_making_a_buffer_is_explained():
+    sources = ["ep_dispatcher/buffer.py", *(f"ep_dispatcher/engines/{name}.py" for name in ("cpu", "cuda", "regions"))]
+    steps = in_sources(r'gather\(\s*"([^"]+)"', *sources)
+    assert sorted(first_cells("Phases of making a buffer")) == sorted(steps)
+
+
+def test_every_agreement_of_the_megatron_integration_is_explained():
+    sources = [f"integrations/megatron/{name}.py" for name in ("buffers", "recompute")]
+    assert sorted(first_cells("Phases of the Megatron integration")) == sorted(in_sources(r'about="([^"]+)"', *sources))
+
+
+def test_every_field_that_ranks_give_alike_is_explained():
+    assert first_cells("Mistakes that ranks find together")[: len(checks.AGREED)] == list(checks.AGREED)
+
+
+def test_the_fields_of_a_timeout_are_explained():
+    error = errors.PeerTimeoutError("combine", 2, "partial sums", 0, [3], 100.0)
+    assert sorted(first_cells("A rank is late")) == sorted(vars(error))
+    assert str(error) in text(ROOT / "docs/errors.md")
