@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from ep_dispatcher import checks, envs, errors
+from ep_dispatcher import __version__, checks, envs, errors
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|integrations|tests"
@@ -86,12 +86,18 @@ def test_the_commands_that_pages_name_are_in_the_makefile():
     assert [name for name in sorted(named) if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
 
 
+def test_the_changelog_has_this_version():
+    versions = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert versions[0] == __version__ and versions == sorted(versions, reverse=True)
+
+
 # ---- docs/errors.md --------------------------------------------------------------------------------------------------
 
 
 def first_cells(heading: str) -> list[str]:
     """The code words in the first column of the table below a heading of docs/errors.md."""
-    section = re.search(rf"^#+ {heading}\n(.*?)(?=^#)", text(ROOT / "docs/errors.md"), re.MULTILINE | re.DOTALL).group(1)
+    page = text(ROOT / "docs/errors.md")
+    (section,) = re.findall(rf"^#+ {heading}\n(.*?)(?=^#)", page, re.MULTILINE | re.DOTALL)
     return re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
 
 
