@@ -1,26 +1,29 @@
-// The agreement that begins every operation: each rank writes what it was given to all ranks, and each compares.
+// Agreement at the start of every operation: each rank writes its Call to all ranks, and each rank compares all Calls.
 #pragma once
 #include "cuda/mistake.cuh"
 #include "cuda/team.cuh"
 
 namespace ep::cuda {
 
-// [thread] Find the Call of a rank, as it lies in this rank's memory.
+// [thread] Return the Call of `rank` in this rank's memory, for this operation.
 __device__ inline Call* call_at(const Op& op, int rank) {
   return op.context.own.calls + static_cast<int>(op.epoch % 2) * op.num_ranks() + rank;
 }
 
-// [thread] Find the head of `source`, as it lies at a rank of this node.
+// [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
 __device__ inline Counts counts_at(const Op& op, int local, int source) {
   const int index = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
   return {op.context.peers.at(op.context.own.counts + index * op.context.counts_ints, local)};
 }
+// [thread] Return the counts of `source` in this rank's memory.
 __device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
 
-// [team, one block] Write this rank's Call to every rank of the node and raise `called`; one thread per rank does both.
-// Counts that the team has written to `counts` before its last barrier are covered by the flag. The rail sends the Call
-// to other nodes. A Call may be overwritten without a flag: a rank begins operation e + 1 after every rank has begun e,
-// and so has finished e - 1, whose Call has the same place. The same holds for counts.
+// [team] Write this rank's Call to every rank of the node, and raise `called` there; one thread per rank does both.
+// Called in one block: by the movers of a dispatch, by warp 0 of a combine. `called` also covers counts written before
+// the last barrier of the team. Senders send Call and counts to other nodes.
+//
+// A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
+// e - 1, and completed e - 2. The same holds for counts.
 template <class Team>
 __device__ void announce(const Op& op, const Call& call) {
   const Context& context = op.context;
@@ -28,10 +31,11 @@ __device__ void announce(const Op& op, const Call& call) {
   team_raises<Team>(op, context.own.called + op.rank());
 }
 
+// The result of `agree`: all Calls are equal; two differ; this rank has aborted.
 enum class Verdict { kAgree, kDiffer, kAborted };
 
-// [warp] Lane i holds the value of rank `first_rank` + i; lanes past the last rank repeat its value. Find the first
-// rank whose value is not rank 0's.
+// [warp] Compare one field of up to 32 ranks. Lane i holds the value of rank first_rank + i; lanes past the last rank
+// repeat its value. Return the first rank with a value other than rank 0's, or an empty Difference.
 __device__ inline Difference compare(int field, int32_t value, int32_t of_rank_0, int first_rank) {
   const uint32_t differing = __ballot_sync(~0u, value != of_rank_0);
   if (differing == 0) return {};
@@ -39,12 +43,14 @@ __device__ inline Difference compare(int field, int32_t value, int32_t of_rank_0
   return {true, field, first_rank + lane, __shfl_sync(~0u, value, lane), of_rank_0};
 }
 
-// [warp] Read the Call of the lane's rank; lanes past the last rank read the last rank's. `called` has arrived.
+// [warp] Return the Call of the lane's rank, first_rank + lane; past the last rank, that of the last rank. `called` has
+// arrived.
 __device__ inline const Call* call_of_lane(const Op& op, int first_rank) {
   return call_at(op, min(first_rank + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1));
 }
 
-// [warp] Compare the Calls of all ranks. Of several differences, return that of the first field.
+// [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has
+// arrived.
 __device__ inline Difference find_difference(const Op& op) {
   Difference found{};
 #pragma unroll 1
@@ -59,22 +65,24 @@ __device__ inline Difference find_difference(const Op& op) {
 #pragma unroll
     for (int field = 0; field < kNumFields; ++field)
       if (!found.found || field < found.field) {
-        const Difference here = compare(field, values[field], of_rank_0[field], first);
-        if (here.found) found = here;
+        const Difference next = compare(field, values[field], of_rank_0[field], first);
+        if (next.found) found = next;
       }
   }
   return found;
 }
 
-// [warp] Wait for every rank's Call and compare them. All ranks reach the same verdict. After kDiffer every rank has
-// received all partial sums that are on their way to it, and none reads anything else. If `keeps`, a difference is kept
-// as the operation's mistake.
+// [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
+// `keeps`, block 0 keeps a difference as the operation's mistake. After kDiffer all partial sums on their way to this
+// rank have arrived; nothing else is on its way, and nothing is read.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
   const Context& context = op.context;
+  // Wait for the Calls and compare.
   const Phase phase = op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
   if (!wait_for_ranks(op, phase, context.own.called, op.epoch)) return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
+  // Keep the difference.
   const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
   const int chunks = lane < op.ranks_per_node() ? __ldcg(&call_at(op, local_rank)->num_chunks) : 0;
   if (keeps && op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
@@ -84,23 +92,25 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
     detail[2] = found.theirs;
     detail[3] = found.first;
   }
-  // Once the operation is complete here, no peer may store anything of it here any more.
+  // Wait for all pushes: after this operation is complete here, no peer may store its data here.
   ChunkFlags pushed =
       chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank());
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
 }
 
-// [block, the last one] Hand the memory that `released` stands for back to the peers, and complete the operation.
-// `released_epoch` remembers when. After a difference peers may have begun the other operation: all memory is handed
-// back.
+// [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
+// arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
+// may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;
   State* state = context.state;
-  if (context.config.num_nodes > 1) {  // peers may overwrite the source of a put once a flag below is raised
+  // Wait until all puts have read their source: a flag below lets peers overwrite it.
+  if (context.config.num_nodes > 1) {
     if (Block::thread() == 0) Wire{context}.quiet();
     Block::sync();
   }
+  // Raise the flags.
   if (differs) {
     team_raises<Block>(op, context.own.consumed + context.local);
     team_raises<Block>(op, context.own.slots_free + context.local);
@@ -109,6 +119,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   }
   Block::sync();
   if (Block::thread() != 0) return;
+  // Finish the state for the next operation.
   if (differs)
     state->staged_epoch = state->pushed_epoch = op.epoch;
   else

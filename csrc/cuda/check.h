@@ -1,4 +1,4 @@
-// Errors of CUDA's own calls.
+// Errors of CUDA's runtime calls.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,6 +7,7 @@
 
 namespace ep::cuda {
 
+// [host] Throw std::runtime_error if a CUDA call has failed. `what` begins the message.
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }

@@ -1,4 +1,4 @@
-// What every kernel of one buffer is given.
+// Parameters of every kernel of one buffer.
 #pragma once
 #include "cuda/config.h"
 #include "cuda/region.h"
@@ -6,12 +6,13 @@
 
 namespace ep::cuda {
 
-// The memory of the ranks of one node. All regions are carved alike, so a peer's array is one's own array at a fixed
-// distance.
+// Memory of the ranks of one node. All regions have the same layout, so a peer's array lies at a fixed distance from
+// the own one.
 struct Peers {
-  ptrdiff_t distance[kMaxLocal];  // [bytes] from this rank's region to that of each rank of its node
+  ptrdiff_t distance[kMaxLocal];  // [bytes] from this rank's region to each region of the node
 
 #ifdef __CUDACC__
+  // [thread] Return the same array in the region of local rank `local`.
   template <class T>
   __device__ T* at(T* own, int local) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own) + distance[local]);
@@ -19,36 +20,39 @@ struct Peers {
 #endif
 };
 
-// Where a wire finds the rail peers, and how fast the peer wire is at most.
+// Addresses of the rail peers, and the pace of the peer wire.
 struct WireData {
-  ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to that of its rail peer on each node (peer wire)
-  int pe[kMaxNodes];              // number of the rail peer in NVSHMEM
-  float ns_per_byte;              // 0: as fast as it can
+  ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to its rail peer's on each node (peer wire)
+  int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
+  float ns_per_byte;              // pace of the peer wire; 0: no pace
 };
 
+// Written by the host once per buffer; a parameter of each launch, read by all threads.
 struct Context {
   Config config;
   int node, local;                               // of this rank
-  int num_ranks, num_local_experts, max_copies;  // of config, as the next ones: kernels need no division
-  uint8_t nodes[kMaxRanks];                      // of the ranks
-  int item_ints, table_ints, counts_ints, max_token_chunks, max_item_chunks, max_sum_chunks;
+  int num_ranks, num_local_experts, max_copies;  // copies of Config's results, as below: kernels need no division
+  uint8_t nodes[kMaxRanks];                      // node of each rank
+  int item_ints, table_ints, counts_ints, max_token_chunks, max_item_chunks, max_sum_chunks;  // as in Config
   uint32_t row_bytes, slot_stride;
-  uint64_t timeout_ns;
+  uint64_t timeout_ns;  // limit of a single wait for peers
   Peers peers;
   WireData wire;
-  Region own;
-  StateArrays arrays;
+  Region own;          // this rank's region
+  StateArrays arrays;  // this rank's device memory, as `state`
   State* state;
-  Report* report;
+  Report* report;  // pinned host memory
 
 #ifdef __CUDACC__
-  // Find an array of this rank's own inbox for the rail peer on `node`: inbox_for(node, &Inbox::staging).
+  // [thread] Return an array of this rank's own inbox for `node`: inbox_for(node, &Inbox::staging). Its source is the
+  // rail peer on `node`, or on the own node this rank.
   template <class T>
   __device__ T* inbox_for(int node, T* Inbox::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.inbox.*array) + node * own.inbox_bytes);
   }
 
-  // Find an array of `source`'s inbox on this rank's node: inbox_of(source, &Inbox::staging).
+  // [thread] Return an array of `source`'s inbox on this rank's node: inbox_of(source, &Inbox::staging). For a source
+  // on another node this is the inbox of its rail peer here.
   template <class T>
   __device__ T* inbox_of(int source, T* Inbox::* array) const {
     return peers.at(inbox_for(node_of(source), array), local_of(source));
@@ -57,12 +61,12 @@ struct Context {
   __device__ int node_of(int rank) const { return nodes[rank]; }
   __device__ int local_of(int rank) const { return rank - node_of(rank) * config.ranks_per_node; }
 
-  // Number another node among those that are not this rank's own (or not `of_node`).
+  // [thread] Number node `n` from 0, without counting `of_node` (or the own node). For arrays by other node.
   __device__ int other(int of_node, int n) const { return n - (n > of_node); }
   __device__ int other(int n) const { return other(node, n); }
 
-  // Find an array of the rail to a node: rail_to(node, &RailArrays::sums); or as the rail peer there has it for this
-  // node.
+  // [thread] Return this rank's array for the rail peer on node `n`: rail_to(n, &RailArrays::sums). rail_from returns
+  // the rail peer's array for this rank, as an address in the own region: an argument for Wire.
   template <class T>
   __device__ T* rail_to(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n) * own.rail_bytes);
@@ -72,8 +76,9 @@ struct Context {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);
   }
 
-  // Find who raises flags about a rank on this node: the rank itself, or its rail peer here, which relays.
+  // [thread] Return the raiser of flags about `rank` on this node: the rank itself, or its rail peer here as its relay.
   __device__ int relay_of(int rank) const { return node * config.ranks_per_node + local_of(rank); }
+  // [thread] Return this rank's rail peer on node `n`.
   __device__ int rail_peer(int n) const { return n * config.ranks_per_node + local; }
 #endif
 };

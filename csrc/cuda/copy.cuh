@@ -1,11 +1,11 @@
-// Copies of a warp through registers.
+// Copies by one warp, through registers.
 #pragma once
 #include <cstdint>
 
 namespace ep::cuda {
 
-// [warp] Copy `bytes`, a multiple of the size of T. A thread has kTogether loads under way: 14 of 16 bytes bring a row
-// of 14336 bytes in two turns.
+// [warp] Copy `bytes`, a multiple of sizeof(T). Each thread has kTogether loads under way. With 14 loads of 16 bytes a
+// row of 14336 bytes takes two turns.
 template <class T, int kTogether>
 __device__ inline void copy_words(T* to, const T* from, uint32_t bytes) {
   const int num = static_cast<int>(bytes / sizeof(T));

@@ -1,12 +1,12 @@
-// Delivery of all that comes beside the rows, by the helpers: weights, indices, the scales that do not travel with the
-// rows, and zeros in the rows that have no token.
+// Delivery by the helpers: weights, indices, scales not copied with the rows, and zeros in rows without a token.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
 
 namespace ep::cuda {
 
-// [thread] Write the weights and, in rank layout, the experts of one item. `weights` are those of its token.
+// [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan;
+// `weights`: of its token. Its tail is staged.
 __device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
                                        bool expert_layout, const float* weights) {
   const DispatchArgs& args = params.args;
@@ -24,6 +24,7 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
     }
     return;
   }
+  // Rank layout: clear the columns first.
   const size_t begin = static_cast<size_t>(index) * num_topk;
 #pragma unroll 1
   for (int k = 0; k < num_topk; ++k) {
@@ -38,10 +39,10 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
   }
 }
 
-// [warp] Wait until the tokens of a batch of items are staged: lane i has the token and the source of the i-th item, or
-// -1 and any source. Return false when this rank has aborted.
+// [warp] Wait until the tails of up to 32 items are staged. Lane i has token and source of the i-th item, or token -1.
+// Return false after an abort of this rank.
 __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
-  // The items are in the order of their sources: only these few ranks have one here.
+  // Items are in the order of sources: only sources in this range have items here.
   const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
   const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
 #pragma unroll 1
@@ -54,7 +55,8 @@ __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int tok
   return true;
 }
 
-// [helpers] Copy the tables of the rail peers' tokens to a new plan. `listed` has arrived.
+// [team] Copy the tables of the rail peers to a new plan, for this and later operations. Called by the helpers of each
+// block, after `listed` of all ranks.
 __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int step = op.num_blocks * Helpers::kThreads;
@@ -69,8 +71,9 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   }
 }
 
-// [helpers] Deliver the tails of all received items, 32 items per warp at a time. Items of a new plan are copied to it
-// from their sources. Return false when this rank has aborted.
+// [team] Deliver the tails of all received items, 32 items per warp at a time. With a new plan, also copy the items to
+// it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails. Return false after an
+// abort of this rank; a warp may then leave alone.
 __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
@@ -88,6 +91,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
     const int index = first + lane, num_here = min(32, num_items - first);
     const float* tail = nullptr;
     int source = 0, token = -1;
+    // Find the item's source, and keep the item in a new plan.
     if (lane < num_here) {
 #pragma unroll 1
       while (index >= head.item_begin[source + 1]) ++source;
@@ -100,12 +104,14 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
       }
       token = item.token();
     }
+    // Wait for the tails, and deliver the weights.
     if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;
     if (lane < num_here) {
       tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
                                             static_cast<size_t>(token) * params.tail_bytes);
       deliver_weights(op, params, item_at(index), index, expert_layout, tail + weights_at);
     }
+    // Deliver the scales, item by item.
     if (num_scales == 0 || params.bulk_scales) continue;
     __syncwarp();
 #pragma unroll 1
@@ -124,7 +130,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
   return true;
 }
 
-// [warp] Write a row without a token: zeros, and -1 as its experts.
+// [warp] Clear a row without a token: zeros, and -1 as its local experts.
 __device__ inline void clear_row(const Op& op, const DispatchParams& params, int64_t row) {
   const DispatchArgs& args = params.args;
   const int lane = threadIdx.x % 32, num_topk = op.context.config.num_topk, num_scales = args.scale_bytes / 4;
@@ -139,7 +145,8 @@ __device__ inline void clear_row(const Op& op, const DispatchParams& params, int
   }
 }
 
-// [team of every block] Clear the rows from `begin` to the end of the output.
+// [team] Clear the output rows from `begin` to the end. Called by the same team in every block; the warps share the
+// rows.
 template <class Team>
 __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t begin) {
   const int warp = op.block + op.num_blocks * Team::warp();
@@ -147,8 +154,8 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
     clear_row(op, params, row);
 }
 
-// [block] Clear this block's share of the rows after an abort, and all indices: other blocks may have completed their
-// part, and clear nothing. Whoever reads the output then stays in bounds.
+// [block] After an abort, clear this block's share of the output rows, and all indices. Other blocks may have completed
+// their part and clear nothing. Later readers of the output then stay in bounds.
 __device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
   clear_from<Block>(op, params, 0);
   if (!params.args.out_topk_idx) return;
@@ -156,12 +163,14 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
   for (int64_t i = threadIdx.x; i < num_indices; i += Block::kThreads) params.args.out_topk_idx[i] = -1;
 }
 
-// [helpers] Clear the padding of the groups, and the rows behind the last group.
+// [team] Clear the padding of the expert groups, and the rows after the last group. Called by the helpers of each
+// block.
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
   if (plan.head->has_expert_layout())
+    // Lane by lane find the padding of an expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {
       const int e = min(first + lane, num_local - 1);
       const int begin = plan.expert_begin[e] + plan.expert_rows[e];

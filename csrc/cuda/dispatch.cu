@@ -1,5 +1,5 @@
-// Dispatch: plan, stage, pull; rail blocks send to other nodes. One launch does it all, or two when the host needs the
-// counts to make the outputs.
+// Dispatch: plan, stage, pull; rail blocks send to other nodes. One launch does all of it. If the host needs the counts
+// to make the outputs, a first launch plans and stages, and a second one pulls.
 #include "cuda/deliver.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/launch.h"
@@ -11,10 +11,10 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxPiece = 8192;    // bytes of a row that travel at once
-constexpr uint32_t kMaxScales = kLine;  // bytes of a row's scales that travel with its last piece
+constexpr uint32_t kMaxPiece = 8192;    // [bytes] most bytes of a row in one bulk copy
+constexpr uint32_t kMaxScales = kLine;  // [bytes] most scales of a row for a bulk copy with the last piece
 
-// [movers of block 0] Write the counts of a routing that was planned before.
+// [team] Copy the counts of an old plan to the caller. Called by the movers of block 0.
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
   for (int e = threadIdx.x; e < op.context.num_local_experts; e += Movers::kThreads) {
@@ -23,25 +23,29 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
   }
 }
 
-// [team] Wait until every rank has read what the last dispatch of this rank put into its inbox.
+// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. Return false
+// after an abort of this rank. Called by movers and helpers of staging blocks.
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op) {
   return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
-// [team] Wait until all ranks have begun this dispatch, unless `agreed`, and have listed the items of a new plan.
+// [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
+// inboxes. Then all items may be read. Called by the movers and by the helpers of each block.
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
-    // Of two launches the first has kept a difference.
+    // The second of two launches does not keep a difference: the first one did.
     const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages);
     if (verdict != Verdict::kAgree || !params.new_plan) return verdict;
     return wait_for_ranks(op, Phase::kLists, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
   });
 }
 
-// [movers] Make the plan or announce the given one, then bring the rows.
+// [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. After kAgree,
+// the loads of this block have landed and its rows are stored.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
+  // Plan, or announce.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   if (plans) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
@@ -52,18 +56,22 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     announce<Movers>(op, call_of(params));
   }
+  // Pull.
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict = wait_for_items<Movers>(op, params, plans);
   if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
   return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
 }
 
-// [helpers] Stage this rank's rows and tails, then deliver the received tails and clear the rows without a token.
+// [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
+// helpers of each block.
 __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
+  // Stage.
   if (params.stages) {
     if (!wait_for_free_staging<Helpers>(op)) return Verdict::kAborted;
     stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
   }
+  // Wait for the items. Without a usable plan, clear the output.
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict = wait_for_items<Helpers>(op, params, false);
   if (verdict == Verdict::kAborted) return verdict;
@@ -71,13 +79,14 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
     clear_from<Helpers>(op, params, 0);
     return verdict;
   }
+  // Deliver, and clear.
   if (params.new_plan) keep_tables(op, params);
   if (!deliver_tails(op, params)) return Verdict::kAborted;
   clear_padding(op, params);
   return verdict;
 }
 
-// [last block] Count the bytes that this rank has read, by the rank whose inbox they were in.
+// [block] Add the bytes read by this rank, by rank of the inbox. Called in the last block.
 __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
   const int local = threadIdx.x;
@@ -91,19 +100,23 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
       num_items * (params.args.row_bytes + params.tail_bytes);
 }
 
+// Launched by Engine::dispatch: num_sms blocks, all resident at the same time. The rail blocks come last.
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
   const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
-  if (params.stages && op.block == 0)  // the counts, if this rank aborts before it has better ones
+  // Clear the caller's counts: they stay 0 after an early abort.
+  if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads)
       params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
+  // Do the work of this warp. All threads begin, or none.
   Verdict verdict = Verdict::kAborted;
-  if (!__syncthreads_or(has_aborted(context)))  // all threads or none
+  if (!__syncthreads_or(has_aborted(context)))
     verdict = op.block >= op.num_blocks ? run_rail(op, params)
               : Movers::has_thread()    ? move(op, params, shared)
                                         : help(op, params, shared);
+  // Complete the operation in the last block. After the first of two launches, the operation goes on.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.pulls) return;
@@ -116,6 +129,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }  // namespace
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
+  // Describe the launch.
   const Config& config = context_.config;
   DispatchParams params{};
   params.args = args;
@@ -129,7 +143,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
-  // Shared memory is the movers': first the scratch of a plan, then their rings. Behind it lie the helpers' counters.
+  // Divide shared memory: the scratch of a plan and later the movers' rings, then the helpers' counters.
   const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
   const size_t room = kUsableShared - counters;
   size_t shared = 0;
@@ -146,6 +160,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
     params.plan_blocks =
         std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_ - rail_blocks_);
   }
+  // Give the rings all memory left.
   if (params.pulls) {
     const auto memory = [&] {
       Cursor c;

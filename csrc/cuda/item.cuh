@@ -1,46 +1,46 @@
-// Items: the tokens of one rank that another rank receives, and the order in which a rank goes through them.
+// Items: tokens of one rank received by another rank. Also the order of a rank's items, for movers and pushing blocks.
 #pragma once
 #include "cuda/context.h"
 
 namespace ep::cuda {
 
-// One item as it lies in memory: int32 [item_ints]. Made by the source of the token for the rank that receives it.
+// One item in memory: int32 [item_ints]. Written by the source of the token, read by the receiver.
 struct Item {
   int32_t* data;
   int max_copies;
 
-  __device__ int32_t& token() const { return data[0]; }
-  __device__ int32_t& num_copies() const { return data[1]; }  // local experts, in ascending order
-  // Expert layout: the row of each copy. Rank layout: its local expert.
+  __device__ int32_t& token() const { return data[0]; }       // of the source
+  __device__ int32_t& num_copies() const { return data[1]; }  // local experts of the token, in ascending order
+  // Expert layout: the output row of each copy. Rank layout: the local expert of each copy.
   __device__ int32_t& value(int copy) const { return data[2 + copy]; }
-  // The column of topk_idx that each copy comes from.
+  // The column of topk_idx of each copy.
   __device__ uint8_t& k(int copy) const { return reinterpret_cast<uint8_t*>(data + 2 + max_copies)[copy]; }
 };
 
-// [thread] Find the item of this number from `source` to `receiver`, a rank of this node, in the source's inbox.
+// [thread] Return item `number` from `source` to `receiver`, a rank of this node. It lies in the source's inbox here.
 __device__ inline int32_t* item_at_source(const Context& context, int source, int receiver, int number) {
   const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
   return context.inbox_of(source, &Inbox::items) + index * context.item_ints;
 }
 
-// [thread] Find the item of this number from this rank to `receiver` on another node, before it travels.
+// [thread] Return item `number` from this rank to `receiver` on another node. Senders take it from here.
 __device__ inline int32_t* item_to_send(const Context& context, int receiver, int number) {
   const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
   return context.rail_to(context.node_of(receiver), &RailArrays::items_out) + index * context.item_ints;
 }
 
-// The sources of a rank's items, in the order in which it goes through them: those of its own node, then all others.
-// Each rank starts at a different one, so that all links are busy. In shared memory.
+// Sources of a rank's items, in shared memory. Ranks of the own node come first, then other nodes. Each rank begins
+// with itself, so different ranks read from different sources at a time: all links are busy.
 struct SourceOrder {
-  int32_t *ranks, *num_items;  // [num_ranks] rank, and its items
+  int32_t *ranks, *num_items;  // [num_ranks] rank of each source, and its items for this rank
 
-  // Lay out the sources of several warps, and return those of one. Without a base the cursor measures.
+  // [host] [thread] Lay out the memory of several warps, or measure it. Return that of one warp.
   EP_HOST_DEVICE static SourceOrder carve(Cursor& c, int num_ranks, int num_warps = 1, int warp = 0) {
     int32_t* const ranks = c.take<int32_t>(2 * num_ranks * num_warps) + 2 * num_ranks * warp;
     return {ranks, ranks + num_ranks};
   }
 
-  // [warp]
+  // [warp] Fill in the sources of this rank. Ends with __syncwarp.
   __device__ void fill(const Context& context, const int32_t* item_begin) const {
     const int locals = context.config.ranks_per_node;
 #pragma unroll 1
@@ -54,14 +54,15 @@ struct SourceOrder {
   }
 };
 
-// All items of a rank in one order: those from its own node and those from others, one after the other. Of either: the
-// first of each source, then the second of each, and so on.
+// Order of all items of a rank, in two sections: items from the own node, and items from other nodes. A section begins
+// with the first item of each source, then has the second of each, and so on.
 struct ItemOrder {
   const SourceOrder sources;
-  const int num_own, num_ranks;  // sources
-  const bool own_first;
-  int num_in_first;  // items of the first section
+  const int num_own, num_ranks;  // sources on the own node, and in all
+  const bool own_first;          // whether the own node is the first section
+  int num_in_first;              // items of the first section
 
+  // [thread] Count the items of the first section. SourceOrder::fill has been called.
   __device__ ItemOrder(const SourceOrder& sources, const Context& context, bool own_first)
       : sources(sources), num_own(context.config.ranks_per_node), num_ranks(context.num_ranks), own_first(own_first) {
     num_in_first = 0;
@@ -69,27 +70,31 @@ struct ItemOrder {
     for (int i = begin_of(0); i < end_of(0); ++i) num_in_first += sources.num_items[i];
   }
 
+  // An item: its source, and its number in the source's list.
   struct Position {
     int source, number;
   };
 
-  // Find the item n of the order. A warp that takes every `step`-th item gets items of all ranks in turn.
+  // [thread] Return the n-th item of the order. `step`: the caller's warp takes every step-th item.
   __device__ Position at(int n, int step) const {
+    // Find the section, and n in it.
     const int section = n >= num_in_first, begin = begin_of(section), end = end_of(section);
     n -= section * num_in_first;
     int low = 0, before = 0;  // `before` items have a number below `low`
     while (true) {
-      int with_more = 0, high = INT32_MAX;  // ranks with more than `low` items, and the fewest that one of them has
+      int with_more = 0, high = INT32_MAX;  // sources with more than `low` items, and the fewest items of such a source
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
         const int count = sources.num_items[i];
         with_more += count > low;
         if (count > low) high = min(high, count);
       }
+      // Sources with more items have the numbers [low, high): `width` items.
       const int inside = n - before, width = (high - low) * with_more;
       if (inside < width) {
         const int number = low + inside / with_more;
-        // Turn the ranks from time to time, alike for all items of a number, in case `step` is a multiple of with_more.
+        // Rotate the sources from time to time, in the same way for all items with this number. Otherwise a warp would
+        // stay with one source if `step` is a multiple of with_more.
         int turn = (inside % with_more + (n - inside % with_more) / step) % with_more, i = begin;
         while (sources.num_items[i] <= low || turn-- > 0) ++i;
         return {sources.ranks[i], number};
@@ -100,7 +105,7 @@ struct ItemOrder {
   }
 
  private:
-  // The sources of the first section and of the second.
+  // [thread] Return the sources of a section, as a range of SourceOrder::ranks.
   __device__ int begin_of(int section) const { return (section == 0) == own_first ? 0 : num_own; }
   __device__ int end_of(int section) const { return (section == 0) == own_first ? num_own : num_ranks; }
 };

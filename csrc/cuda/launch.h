@@ -4,10 +4,11 @@
 
 namespace ep::cuda {
 
-// Bytes of dynamic shared memory that a kernel may ask for: 227 KiB a block on SM90, less 1 KiB for its static
-// variables.
+// [bytes] dynamic shared memory of a block: 227 KiB on SM90, less 1 KiB for static variables.
 constexpr size_t kUsableShared = 226 * 1024;
 
+// [host] Launch a kernel on `stream` with `shared` bytes of dynamic shared memory, and return. Throw std::runtime_error
+// if the launch fails.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), int blocks, int threads, size_t shared, cudaStream_t stream, Args&&... args) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),

@@ -1,16 +1,16 @@
-// Mistakes of the caller that kernels find. The first one of an operation is kept in device memory, and published to
-// the host when the operation is complete, or earlier if the host waits for its counts. docs/protocol.md says why.
+// Mistakes of the caller, as found by kernels. The first one of an operation is kept in device memory. It is published
+// to the host at the end of the operation, or earlier if the host waits for the counts. docs/protocol.md says why.
 #pragma once
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
 
-// [thread] Return true if this is the first mistake of the operation. The caller then writes State::facts.
+// [thread] Claim the operation's mistake. Return true for the first caller only: it then writes State::facts.
 __device__ inline bool claim_mistake(const Context& context, Mistake mistake) {
   return atomicCAS(&context.state->mistake, 0u, static_cast<uint32_t>(mistake)) == 0;
 }
 
-// [thread] Keep an entry of topk_idx that is no expert, or an expert that its row has already.
+// [thread] Keep an invalid entry of topk_idx, or a repeated expert of its token. Called by the first scan, at any time.
 __device__ __noinline__ inline void keep_bad_entry(const Context& context, int token, int k, bool repeated,
                                                    int64_t entry) {
   if (!claim_mistake(context, Mistake::kBadEntry)) return;
@@ -21,8 +21,9 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
   facts.value = entry;
 }
 
-// [thread, ordered after the one that claimed] Hand the kept mistake to the host, unless it has not taken an earlier
-// one yet.
+// [thread] Publish the kept mistake to the host, and clear it for the next operation. Do nothing if the host has not
+// taken an earlier mistake. The caller has synchronized with the finder: by last_block, or as warp 0 of block 0 in
+// make_plan.
 __device__ inline void publish_mistake(const Context& context) {
   State* state = context.state;
   const auto kept = static_cast<int32_t>(__ldcg(&state->mistake));

@@ -1,12 +1,12 @@
-// From a routing to a plan: every rank counts, sends its counts to all ranks, and lists who gets which row. The movers
-// of the first `plan_blocks` blocks do all of it.
+// From a routing to a plan. Every rank counts, sends its counts to all ranks, finds the rows of its tokens, and lists
+// its items. The movers of the first `plan_blocks` blocks do all of it.
 #pragma once
 #include "cuda/scan.cuh"
 
 namespace ep::cuda {
 
-// [movers] Turn counts of several parts, [num_parts, stride], into sums over the parts before; call total(i, sum over
-// all parts).
+// [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
+// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end.
 template <class Total>
 __device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
 #pragma unroll 1
@@ -22,7 +22,8 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
   }
 }
 
-// [movers] Write the block's counts where all blocks of this rank read them.
+// [team] Write the block's counts for all planning blocks of this rank. Called by the movers of a planning block. The
+// scratch then holds the sums over earlier warps.
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
   int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
@@ -33,6 +34,7 @@ __device__ void share_counts(const Op& op, const DispatchParams& params, const S
              [&](int rank, int sum) { num_items[rank] = sum; });
 }
 
+// [thread] Return the Call of this dispatch.
 __device__ inline Call call_of(const DispatchParams& params) {
   const DispatchArgs& args = params.args;
   Call call{};
@@ -49,7 +51,8 @@ __device__ inline Call call_of(const DispatchParams& params) {
   return call;
 }
 
-// [movers, last block that has counted] Write this rank's counts to every rank of the node, and announce the dispatch.
+// [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the movers of the
+// last block to count. block_num_tokens and block_num_items then hold the sums over earlier blocks.
 __device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
@@ -65,7 +68,8 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
   announce<Movers>(op, call_of(params));
 }
 
-// [movers] Sum every expert's tokens over all ranks, and over the ranks before this one.
+// [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the movers of a planning block, after
+// `called` of all ranks. Ends with a barrier of the movers.
 __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   const Context& context = op.context;
   const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
@@ -84,8 +88,8 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   Movers::sync();
 }
 
-// [warp] Place the groups of one rank's experts: add to expert_before the first row of each group. Return the rows of
-// all groups. If `writes`, also write the groups to the plan and the counts to the caller's outputs.
+// [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the rows of
+// all groups. With `writes`, also write the groups to the plan and the counts to the caller's outputs.
 __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
@@ -113,7 +117,8 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
   return begin;
 }
 
-// [movers] Find the first row of every expert's group, of this rank's tokens in it, and the rows of every rank.
+// [team] Find the first row of this rank's tokens at each expert, and the output rows of each rank. Called by the
+// movers of a planning block, after `called` of all ranks. Ends with a barrier of the movers.
 __device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   sum_sources(op, scratch);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -130,7 +135,8 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
   Movers::sync();
 }
 
-// [warp 0] Return whether the rows of every rank fit; all ranks find the same.
+// [warp] Return whether the rows of all ranks fit; all ranks get the same result. Called by warp 0 of a planning block.
+// If not, block 0 keeps the mistake.
 __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
@@ -144,6 +150,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   }
   if (countable && fit) return true;
   if (op.block != 0) return false;
+  // Keep the mistake.
   bool first = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
   first = __shfl_sync(~0u, first, 0);
   if (first) {
@@ -160,11 +167,13 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   return false;
 }
 
-// [warp 0 of block 0] Write the head of the plan, and to the host the number of rows if it waits for that.
+// [warp] Write the head of the plan. If the host waits for the counts, also publish a mistake and then the number of
+// rows. Called by warp 0 of block 0.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
   const int lane = threadIdx.x % 32;
   PlanHead& head = *params.plan.head;
   int end = 0;  // items of the sources so far
+  // Find the first item of each source.
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int source = first + lane;
@@ -174,7 +183,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
   }
-  // Partial sums come from the ranks of the node, for tokens of this rank and of its rail peers.
+  // Count the partial sums of a combine: from ranks of this node, for tokens of this rank and of its rail peers.
   int addends = 0;
 #pragma unroll 1
   for (int i = lane; usable && i < op.num_ranks(); i += 32) {
@@ -182,6 +191,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     addends += __ldcg(&own_counts(op, source).num_items(op.first_local_rank() + i % op.ranks_per_node()));
   }
   addends = __reduce_add_sync(~0u, addends);
+  // Write the head.
   if (lane == 0) {
     head.item_begin[op.num_ranks()] = end;
     head.num_items = end;
@@ -192,25 +202,29 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     head.usable = usable;
   }
   __syncwarp();
+  // Report to the waiting host: the mistake first, because the host raises it with the counts.
   if (lane != 0 || params.args.num_rows >= 0) return;
   Report* report = op.context.report;
-  publish_mistake(op.context);  // the host waits, and raises it at once
+  publish_mistake(op.context);
   report->num_rows = head.num_rows;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
 }
 
-// [movers of the planning blocks] Make the plan. An unusable plan has no items, and no row is counted.
+// [team] Make the plan. Called by the movers of the planning blocks. Return kDiffer for differing Calls: the plan is
+// then unusable, as it is if the rows do not fit. An unusable plan has no items and its counts are 0. Except after
+// kAborted, `listed` is raised once all planning blocks are done: then all lists, tables and the plan's head are
+// written.
 __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
   __shared__ bool usable;
   const Context& context = op.context;
   Cursor c(shared);
   const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
-  // Count, and send the counts.
+  // Count. The last block to count sends the counts.
   count_tokens(op, params, scratch);
   share_counts(op, params, scratch);
   if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
-  // Wait for everybody's counts, and check them.
+  // Wait for all counts, and lay out the rows.
   const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op); });
   if (verdict == Verdict::kAborted) return verdict;
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
@@ -221,13 +235,14 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
     if (threadIdx.x == 0) usable = fits;
   }
   Movers::sync();
-  // List the items.
+  // List the items, or clear the caller's counts.
   if (usable) {
     list_items(op, params, scratch);
   } else if (op.block == 0) {
     for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads)
       params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
   }
+  // Raise `listed` in the last block to list.
   if (last_block<Movers>(&context.state->list_done, params.plan_blocks))
     team_raises<Movers>(op, context.own.listed + op.rank());
   return verdict;

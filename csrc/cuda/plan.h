@@ -1,4 +1,4 @@
-// The plan of one routing as one rank holds it: a block of int32 on the device, owned by Python, kept by the handle.
+// Plan of one routing on one rank: int32 in device memory, allocated by Python and kept by the handle.
 #pragma once
 #include <algorithm>
 #include <stdexcept>
@@ -7,34 +7,38 @@
 
 namespace ep::cuda {
 
+// Start of a plan. Written by block 0 (write_head), read by all later kernels with this plan.
 struct PlanHead {
-  int32_t made;  // the epoch of the dispatch that made it, its last 32 bits
-  int32_t layout;
-  int32_t num_rows;                   // rows of the output that the plan fills, padding included
-  int32_t usable;                     // 0: the rows do not fit or the ranks differ; then there are no items
-  int32_t num_items;                  // (source rank, source token) pairs that this rank receives
-  int32_t num_addends;                // partial sums that come to this rank's inboxes
-  int32_t item_begin[kMaxRanks + 1];  // items by source rank
+  int32_t made;                       // epoch of its dispatch, low 32 bits
+  int32_t layout;                     // Layout of the output
+  int32_t num_rows;                   // rows of the output used by the plan, with padding
+  int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
+  int32_t num_items;                  // received items: pairs of source rank and source token
+  int32_t num_addends;                // partial sums for this rank's inboxes
+  int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
 
 #ifdef __CUDACC__
+  // [thread] Return whether the output has expert layout.
   __device__ bool has_expert_layout() const { return layout == static_cast<int32_t>(Layout::kExpert); }
 #endif
 };
 
-// The arrays of an unusable plan are not written.
+// Written by the planning blocks and helpers of one dispatch, read by this and later operations. The arrays of an
+// unusable plan may be unwritten.
 struct Plan {
   PlanHead* head;
-  int32_t* expert_rows;   // [num_local_experts] true counts
-  int32_t* expert_begin;  // [num_local_experts + 1] first row of each expert's group, then the end
-  // [num_nodes, max_tokens, table_ints] of the tokens of this rank and of its rail peers: number of the item at every
-  // rank of the own node, or -1.
+  int32_t* expert_rows;   // [num_local_experts] received tokens, without padding
+  int32_t* expert_begin;  // [num_local_experts + 1] first row of each expert group, then the end
+  // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank or of its rail peer there: number of the
+  // token's item at each rank of this node, or -1.
   int32_t* tables;
-  uint32_t* sent_k;      // [max_tokens] of this rank's tokens: bit mask of the columns of topk_idx that have an expert
-  uint32_t* sent_nodes;  // [max_tokens] bit mask of the nodes, without the own one, that have an expert; and
-  uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Both only for several nodes.
-  int32_t* items;        // [capacity, item_ints] received items by source rank and number
+  uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
+  uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes
+  uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Only with several nodes
+  int32_t* items;        // [capacity, item_ints] received items, by source rank and number
 };
 
+// [host] Lay out a plan for `capacity` received items, or measure it.
 inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   Plan plan;
   plan.head = c.take<PlanHead>(1);
@@ -49,12 +53,13 @@ inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   return plan;
 }
 
-inline Plan read_plan(const Config& config, int32_t* block) {
-  Cursor c(block);
+// [host] Find the arrays of a plan in its memory. `items` comes last, so its capacity does not matter.
+inline Plan read_plan(const Config& config, int32_t* memory) {
+  Cursor c(memory);
   return carve_plan(c, config, 0);
 }
 
-// [int32] that hold every plan of at most `num_rows` output rows (-1: of any number).
+// [host] Return the int32 of a plan with at most `num_rows` output rows (-1: any number).
 inline size_t plan_capacity(const Config& config, int64_t num_rows) {
   int64_t num_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
   if (num_rows >= 0) num_items = std::min(num_items, num_rows);

@@ -1,5 +1,5 @@
-// Pulling: the movers bring rows from the inboxes of all ranks straight to their final place. This rank's own rows come
-// from where the caller has them, unless they are quantised while they are staged.
+// Pulling: movers load rows from the inboxes of all ranks and store them in their final rows of the output. This rank's
+// own rows come from the caller's tensor, unless staging quantises them.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
@@ -7,23 +7,23 @@
 
 namespace ep::cuda {
 
-// Where the row of an item comes from; found for a batch of items at a time.
+// Addresses of one item's row and scales. Found for a batch of items at a time.
 struct alignas(16) Origin {
   const char *row, *scales;
-  int32_t index;  // of the item, among all of the plan: its row in rank layout
-  int32_t source;
-  int32_t chunk;  // of the token, to be awaited; -1 if the row need not be staged
+  int32_t index;   // of the item in the plan; in rank layout its output row
+  int32_t source;  // source rank of the item
+  int32_t chunk;   // chunk of its token, to be waited for; -1: the row need not be staged
 };
 
 // Shared memory of one mover.
 struct PullMemory {
-  char* ring;
-  Records records;
-  uint64_t* full;   // [kMaxPlaces] the place's piece has landed
-  Origin* origins;  // [2, Records::kBatch]
+  char* ring;       // see Pieces
+  Records records;  // items of this mover
+  uint64_t* full;   // [kMaxPlaces] a round ends when the place's piece has landed
+  Origin* origins;  // [2, Records::kBatch] of the items in `records`
   SourceOrder sources;
 
-  // Lay out the memory of all movers, and return that of one. Without a base the cursor measures.
+  // [host] [thread] Lay out the memory of all movers, or measure it. Return that of one mover.
   EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
     PullMemory memory;
     memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
@@ -35,7 +35,7 @@ struct PullMemory {
   }
 };
 
-// One mover: pieces come to its ring by bulk loads and leave it by bulk stores.
+// One mover. Bulk loads bring pieces to its ring, bulk stores take them to the output.
 struct Puller {
   static constexpr int kBatch = Records::kBatch;
 
@@ -44,14 +44,15 @@ struct Puller {
   const Pieces& pieces;
   const PlanHead& head;
   const bool expert_layout;
-  const int lane, first, step;  // this mover takes the items first, first + step, ... of the order
-  int num;                      // of its items
+  const int lane, first, step;  // this mover takes items first, first + step, ... of `order`
+  int num;                      // items of this mover
   PullMemory memory;
   const ItemOrder order;
-  PieceCursor load, store;
-  int room;  // places of the ring that can be loaded
+  PieceCursor load, store;  // next piece to load, and next piece to store
+  int room;                 // places free to be loaded
   StagedFlags staged;
 
+  // [warp] Create the mbarriers, and find the items of this mover. The items have arrived, and the plan is usable.
   __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
       : op(op),
         params(params),
@@ -70,7 +71,7 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Lay this mover's memory out, and find the order of the sources.
+  // [warp] Find this mover's shared memory, and fill in the order of the sources.
   static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
@@ -78,12 +79,13 @@ struct Puller {
     return memory;
   }
 
+  // [thread] Return the mover's n-th item, and its origin.
   __device__ Item item_at(int n) const {
     return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.max_copies};
   }
   __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
-  // [warp] Start to load the next batch of items: of a new plan from their sources, else from the plan.
+  // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan.
   __device__ void fetch_items() {
     memory.records.fetch([&](int n) -> const int32_t* {
       const ItemOrder::Position position = order.at(first + n * step, step);
@@ -95,7 +97,7 @@ struct Puller {
     });
   }
 
-  // [warp] Find the rows of the batch of items that begins with item n and has landed.
+  // [warp] Find the origins of the batch of items from item n on. Its items have landed.
   __device__ void find_rows(int n) {
     n += lane;
     if (lane < kBatch && n < num) {
@@ -113,14 +115,15 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Wait until the row of an item is staged. Return false when this rank has aborted.
+  // [warp] Wait until an item's row is staged. Return false after an abort of this rank.
   __device__ bool wait_for_row(const Origin& origin) {
     if (origin.chunk <= staged.seen(origin.source)) return true;
     staged.look(op);
     return staged.wait(op, origin.source, origin.chunk);
   }
 
-  // [warp] Load pieces while there are places, and items that have landed. Return false when this rank has aborted.
+  // [warp] Start loads while the ring has free places and the next item has landed. Wait for rows to be staged. Return
+  // false after an abort of this rank.
   __device__ bool fill_ring() {
     for (; load.item < num && room > 0; load.advance(pieces), --room) {
       if (load.piece == 0) {
@@ -134,7 +137,7 @@ struct Puller {
     return true;
   }
 
-  // [thread] Store one piece, and its scales, in every row that the item becomes.
+  // [thread] Start to store one piece, and its scales, to every output row of its item. Its loads have landed.
   __device__ void store_piece() const {
     const DispatchArgs& args = params.args;
     const Item item = item_at(store.item);
@@ -153,31 +156,36 @@ struct Puller {
     ptx::bulk_commit();
   }
 
-  // [warp] Bring all rows of this mover. Return false when this rank has aborted.
+  // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and
+  // all rows of this mover are written, or after an abort some.
   __device__ bool run() {
     bool ok = true;
+    // Prefetch two batches of items. Meanwhile look for staged rows.
     fetch_items();
     fetch_items();
-    staged.look(op);  // while the items travel
+    staged.look(op);
     while (store.item < num) {
       ok = fill_ring();
       if (!ok) break;
+      // One batch of items is stored: fetch another one.
       if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
+      // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (lane == 0) {
         store_piece();
         ptx::bulk_wait_read<1>();
       }
       __syncwarp();
-      if (store.item > 0 || store.piece > 0) ++room;  // the place of the piece before this one
+      if (store.item > 0 || store.piece > 0) ++room;
       store.advance(pieces);
     }
+    // Finish: wait for all loads under way, and for all stores.
     if (!ok) drain();
     if (lane == 0) ptx::bulk_wait<0>();
     return ok;
   }
 
-  // [warp] Wait for every load under way: nothing may land in the shared memory of a block that has ended.
+  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block.
   __device__ void drain() {
     for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);

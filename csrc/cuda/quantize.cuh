@@ -1,4 +1,4 @@
-// Quantises rows to float8 while they are staged, bitwise as ep_dispatcher/float8.py.
+// Rows in float8, bitwise equal to ep_dispatcher/float8.py. Staging quantises rows by this.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -7,19 +7,20 @@
 
 namespace ep::cuda {
 
-// [thread] Return a / b as IEEE 754 rounds it, given 1 / b, unless it is so small (2^-45) that float8 rounds it to 0.
+// [thread] Return a / b, rounded as in IEEE 754, given 1 / b. Quotients below 2^-45 may differ: float8 rounds them to
+// 0.
 __device__ inline float divide(float a, float b, float reciprocal) {
   const float near = a * reciprocal, nearer = __fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near);
-  return copysignf(__fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer), a);  // the sums lose the sign of -0
+  return copysignf(__fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer), a);  // restore the sign of -0
 }
 
-// [thread] Divide all values, of any magnitude, as IEEE 754 rounds it.
+// [thread] Divide all values, of any magnitude, with the rounding of IEEE 754.
 __device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElements], float by) {
   for (float& value : values) value = __fdiv_rn(value, by);
 }
 
-// [warp] Return the bits of the largest magnitude in 16 lanes of 8 bfloat16 each. Bits order magnitudes; NaN is the
-// largest.
+// [warp] Return the bits of the largest magnitude among 16 lanes with 8 bfloat16 each. Bits order magnitudes; NaN is
+// the largest.
 __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
   uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
@@ -29,28 +30,32 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   return max(most >> 16, most & 0xffff);
 }
 
-// [warp] Quantise a bfloat16 row: each half of the warp takes a block of 128 elements at a time.
-__device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_blocks) {
+// [warp] Quantise one bfloat16 row. Each half of the warp takes scale blocks of 128 elements, kTogether at a time.
+__device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_scale_blocks) {
   constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // blocks at a time, by half a warp
+  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // scale blocks at a time
   const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
 #pragma unroll 1
-  for (int first = half; first - half < num_blocks; first += 2 * kTogether) {
+  for (int first = half; first - half < num_scale_blocks; first += 2 * kTogether) {
     uint4 vectors[kTogether];
-    uint32_t most = 0;  // of block `lane`
+    uint32_t most = 0;  // of scale block `lane`, among those of this half
+                        // Load, and find the largest magnitude of each scale block.
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_blocks - 1) * 16 + lane);
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const uint32_t its_most = largest_magnitude(vectors[i]);
       if (lane == i) most = its_most;
     }
+    // Compute the scales.
     const float amax = __uint_as_float(most << 16);
     float scale = __fdiv_rn(amax, kLargest);
-    if (scale < kSmallest) scale = kSmallest;  // and not when it is NaN
+    if (scale < kSmallest) scale = kSmallest;  // false for NaN
     const float reciprocal = __frcp_rn(scale);
-    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));  // as most rows are
-    if (lane < kTogether && first + 2 * lane < num_blocks) scales[first + 2 * lane] = scale;
+    // Most rows lie in the range of `divide`.
+    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
+    if (lane < kTogether && first + 2 * lane < num_scale_blocks) scales[first + 2 * lane] = scale;
+    // Divide, round and store.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
@@ -62,8 +67,8 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
       } else {
         divide_all(values, its_scale);
       }
-      const int block = first + 2 * i;
-      if (block >= num_blocks) continue;
+      const int scale_block = first + 2 * i;
+      if (scale_block >= num_scale_blocks) continue;
       uint32_t words[2];
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
@@ -71,7 +76,7 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
         const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
         words[w] = low | static_cast<uint32_t>(high) << 16;
       }
-      reinterpret_cast<uint2*>(to)[block * 16 + lane] = {words[0], words[1]};
+      reinterpret_cast<uint2*>(to)[scale_block * 16 + lane] = {words[0], words[1]};
     }
   }
 }

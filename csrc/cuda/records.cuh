@@ -1,4 +1,4 @@
-// Small records that a warp reads one after the other, prefetched to shared memory.
+// Small records, prefetched to shared memory by the warp reading them in order.
 #pragma once
 #include "common/layout.h"
 #include "cuda/ptx.cuh"
@@ -6,18 +6,18 @@
 
 namespace ep::cuda {
 
-// Two batches in shared memory: one at work, the next on its way. A `where` maps n to the address of the n-th record.
+// Room for two batches: one in use, the next on its way. A `where` returns the address of the n-th record.
 struct Records {
   static constexpr int kBatch = 16;
   using Batches = Ring<2>;
 
-  char* data;          // [2, kBatch, bytes]
-  uint64_t* barriers;  // [2] complete when a batch has arrived
-  int bytes;           // of a record, a multiple of 16
-  int num = 0;
-  int fetched = 0, ready = 0;  // batches
+  char* data;                  // [2, kBatch, bytes]
+  uint64_t* barriers;          // [2] a round ends when its batch has landed
+  int bytes;                   // [bytes] of one record, a multiple of 16
+  int num = 0;                 // records in all
+  int fetched = 0, ready = 0;  // batches with loads started, and batches known to have landed
 
-  // Lay out the records of several warps, and return those of one. Without a base the cursor measures.
+  // [host] [thread] Lay out the memory of several warps, or measure it. Return that of one warp.
   EP_HOST_DEVICE static Records carve(Cursor& c, int bytes, int num_warps = 1, int warp = 0) {
     const size_t stride = 2 * kBatch * static_cast<size_t>(bytes);
     Records records;
@@ -27,7 +27,7 @@ struct Records {
     return records;
   }
 
-  // [warp] Prepare for `num` records, before the first fetch.
+  // [warp] Create the mbarriers for `num_records` records. Called before the first fetch.
   __device__ void begin(int num_records) {
     num = num_records;
     __syncwarp();
@@ -39,30 +39,32 @@ struct Records {
     __syncwarp();
   }
 
+  // [thread] Return the memory of record n. Valid after wait(n), until the second fetch after that of its batch.
   __device__ char* at(int n) const { return data + (n % (2 * kBatch)) * bytes; }
 
-  // [warp] Start to load the next batch. The batch before the last fetched one is overwritten.
+  // [warp] Start to load the next batch. It overwrites the batch before the last fetched one: the warp has used it.
   template <class Where>
   __device__ void fetch(const Where& where) {
     fetch(where, min(kBatch, num - fetched * kBatch));
   }
 
-  // [warp] Start to load a batch of only `here` records.
+  // [warp] Start to load a batch of only num_here records.
   template <class Where>
-  __device__ void fetch(const Where& where, int here) {
+  __device__ void fetch(const Where& where, int num_here) {
     const int lane = threadIdx.x % 32, begin = fetched * kBatch;
-    if (here <= 0) return;
+    if (num_here <= 0) return;
     uint64_t* barrier = barriers + Batches::place(fetched);
+    // Announce the bytes before any load can land, and order the warp's reads of the old batch before the loads.
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive_expect(barrier, here * bytes);
+    if (lane == 0) ptx::barrier_arrive_expect(barrier, num_here * bytes);
     __syncwarp();
     ptx::fence_shared_before_bulk();
-    if (lane < here) ptx::bulk_load(at(begin + lane), where(begin + lane), bytes, barrier);
+    if (lane < num_here) ptx::bulk_load(at(begin + lane), where(begin + lane), bytes, barrier);
     __syncwarp();
     ++fetched;
   }
 
-  // [warp] Wait until record n is there. Return false if it was not fetched yet.
+  // [warp] Wait until record n has landed. Return false without waiting if its batch is not fetched yet.
   __device__ bool wait(int n) {
     const int batch = n / kBatch;
     if (batch >= fetched) return false;
@@ -70,10 +72,11 @@ struct Records {
     return true;
   }
 
-  // [warp] Wait until nothing is on its way any more.
+  // [warp] Wait until all started loads have landed.
   __device__ void drain() { wait_for_batches(fetched); }
 
  private:
+  // [warp] Wait for the first `count` batches.
   __device__ void wait_for_batches(int count) {
     for (; ready < count; ++ready) ptx::barrier_wait(barriers + Batches::place(ready), Batches::parity(ready));
   }

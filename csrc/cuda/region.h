@@ -1,4 +1,4 @@
-// The symmetric memory of one rank: what peers write into it and read from it. docs/protocol.md tells the story.
+// Symmetric memory of one rank: peers write into it and read from it. docs/protocol.md explains the order.
 #pragma once
 #include <tuple>
 #include <utility>
@@ -8,67 +8,76 @@
 
 namespace ep::cuda {
 
-// The counts of one rank's new plan, as every rank gets them: int32 [counts_ints].
+// Counts of one rank's new plan: int32 [counts_ints]. Written by the source, read by every rank.
 struct Counts {
   int32_t* data;
 
+  // [host] Return the int32 of one rank's counts.
   static int ints(const Config& config) {
     return static_cast<int>(round_up(config.num_ranks() + static_cast<size_t>(config.num_experts), 4));
   }
 
 #ifdef __CUDACC__
-  __device__ int32_t& num_items(int rank) const { return data[rank]; }  // items that it sends to the rank
+  __device__ int32_t& num_items(int rank) const { return data[rank]; }  // items from the source to `rank`
+  // Tokens of the source for `expert`.
   __device__ int32_t& num_tokens(const Config& config, int expert) const { return data[config.num_ranks() + expert]; }
 #endif
 };
 
-// What one rank keeps of one source, for the ranks of its own node: of itself, and of its rail peer on every other
-// node. "Written by the source": for a rail peer, through the wire.
+// Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
+// another node. A rail peer writes through the wire.
 struct Inbox {
-  int32_t* items;  // [ranks_per_node, max_tokens, item_ints] the source's items by receiver; written by the source
-  char* staging;   // [max_tokens, row_stride of the operation] rows; written by the source, read by every receiver
-  char* tails;     // [max_tokens, tail bytes of the operation] scales and weights; as staging
-  char* slots;     // [ranks_per_node, max_tokens, slot_stride] partial sums by receiver and item; written by it
-  float* weights;  // [max_tokens, num_topk] weights on their way back; written by the receivers
+  // Written by the source, read by the receivers.
+  int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
+  char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer: written by this rank
+  char* tails;     // [max_tokens, tail_bytes] scales and weights by token
+  // Written by the receivers, read by this rank.
+  char* slots;     // [ranks_per_node, max_tokens, slot_stride] partial sums by receiver and number
+  float* weights;  // [max_tokens, num_topk] weights of a combine, by token
 };
 
-// What one rank keeps for its rail peer on one other node.
+// Memory of one rank for its rail peer on one other node.
 struct RailArrays {
-  int32_t* items_out;  // [ranks_per_node, max_tokens, item_ints] this rank's items for that node, before they travel
-  int32_t* table_out;  // [max_tokens, table_ints] numbers of those items by token and receiver, -1 for none; likewise
-  int32_t* table_in;   // the same from the rail peer, for the ranks of the own node
-  char* sums;          // [max_tokens, slot_stride] that node's sums of this rank's tokens; written by the rail peer
-  float* weights;      // [max_tokens, num_topk] weights from that node; written by the rail peer
+  // Written by this rank, sent by its senders.
+  int32_t* items_out;  // [ranks_per_node, max_tokens, item_ints] items for that node, by receiver and number
+  int32_t* table_out;  // [max_tokens, table_ints] their numbers by token and receiver, -1 for none
+  // Written by the rail peer, read by this rank.
+  int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
+  char* sums;         // [max_tokens, slot_stride] that node's sums of this rank's tokens
+  float* weights;     // [max_tokens, num_topk] that node's weights of this rank's tokens
 };
 
-// Flags are raised in the memory of the rank that waits. A flag holds the epoch of the last operation for which it was
-// raised; `aborted` is 0 or 1. "By the rank": of a rank on another node, its rail peer on the own node raises the flag
-// here as soon as the wire has brought what it stands for (rail.cuh).
+// All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
+// the last operation with this flag raised; `aborted` is 0 or 1. A flag about a rank of this node is raised by the rank
+// itself. About a rank of another node it is raised by the rank's relay here, after the wire has delivered the data
+// (rail.cuh).
 struct Region {
-  uint64_t* aborted;   // [num_ranks] the rank has aborted: its other flags may never come
-  uint64_t* called;    // [num_ranks] the rank's Call is in `calls`, and the counts of a new plan in `counts`
-  uint64_t* listed;    // [num_ranks] the rank's items are in its inbox
-  uint64_t* staged;    // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk of tokens are in its inbox
-  uint64_t* consumed;  // [ranks_per_node] the rank has read all items, rows and tails that it needed
-  uint64_t* slots_free;  // [ranks_per_node] the rank has read all partial sums in its inboxes
+  // About a rank. Raised by the rank or by its relay, read by this rank.
+  uint64_t* aborted;  // [num_ranks] the rank, or its host, has aborted: its missing flags may never be raised
+  uint64_t* called;   // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
+  uint64_t* listed;   // [num_ranks] the rank's items are in its inbox on this node
+  uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
+  uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and tails it needs
+  uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
   uint64_t* pushed;  // [ranks_per_node, max_item_chunks] the rank's partial sums of a chunk are in this rank's inboxes
-  // Raised by this rank itself: its sums for another node are complete; that node's sums for it are here.
-  uint64_t* summed;     // [num_others, max_sum_chunks]
-  uint64_t* sums_here;  // likewise
-  // Raised through the wire by the rail peer on another node, and seen by the relay alone: [num_others] and
-  // [num_others, max chunks].
-  uint64_t* call_arrived;
-  uint64_t* items_arrived;
-  uint64_t* rows_arrived;
-  uint64_t* sums_arrived;
-  Call* calls;      // [2, num_ranks] by the parity of the epoch: a peer can be one operation ahead
-  int32_t* counts;  // [2, num_ranks, counts_ints] likewise
-  Inbox inbox;      // of node 0 as source; that of node n begins n * inbox_bytes later
+  // About another node. Raised by this rank, read by this rank.
+  uint64_t* summed;     // [num_others, max_sum_chunks] this rank's sums of a chunk for that node are in its staging
+  uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums of a chunk are in RailArrays::sums
+  // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
+  uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
+  uint64_t* items_arrived;  // [num_others] its items and table are here
+  uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and tails of a chunk are here
+  uint64_t* sums_arrived;   // [num_others, max_sum_chunks] its sums and weights of a chunk are here
+  // About a rank, as the first flags: written by the rank or by its relay, read by this rank.
+  Call* calls;      // [2, num_ranks] by parity of the epoch: a peer can be one operation ahead
+  int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
+  Inbox inbox;      // for node 0; the inbox for node n begins n * inbox_bytes later
   size_t inbox_bytes;
-  RailArrays rail;  // the first; rail_bytes to the next
+  RailArrays rail;  // for the first other node; the next one begins rail_bytes later
   size_t rail_bytes;
 };
 
+// [host] Lay out one inbox, or measure it.
 inline Inbox carve_inbox(Cursor& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   Inbox inbox;
@@ -80,6 +89,7 @@ inline Inbox carve_inbox(Cursor& c, const Config& config) {
   return inbox;
 }
 
+// [host] Lay out the arrays for one rail peer, or measure them.
 inline RailArrays carve_rail(Cursor& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   RailArrays rail;
@@ -91,6 +101,7 @@ inline RailArrays carve_rail(Cursor& c, const Config& config) {
   return rail;
 }
 
+// [host] Lay out a region, or measure it. All flags lie before `calls`: flag_bytes relies on this.
 inline Region carve_region(Cursor& c, const Config& config) {
   const size_t ranks = config.num_ranks(), locals = config.ranks_per_node, others = config.num_others();
   Region region{};
@@ -109,7 +120,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
   region.calls = c.take<Call>(2 * ranks);
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
-  // Whatever repeats begins at a multiple of a line.
+  // Parts with several copies begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {
     c.take<char>(0, kLine);
     const size_t begin = c.size();
@@ -124,19 +135,20 @@ inline Region carve_region(Cursor& c, const Config& config) {
   return region;
 }
 
-// [bytes] at the start of a region that must be 0 before its first use: all flags.
+// [host] Return the bytes of all flags, at the start of a region. They must be 0 before its first use.
 inline size_t flag_bytes(const Config& config) {
   Cursor c;
   return reinterpret_cast<size_t>(carve_region(c, config).calls);
 }
 
+// [host] Return the bytes of a region.
 inline size_t region_bytes(const Config& config) {
   Cursor c;
   carve_region(c, config);
   return c.size();
 }
 
-// [bytes] from the start of a region to the flags `aborted`, for the host.
+// [host] Return the bytes from the start of a region to `aborted`.
 inline size_t aborted_offset(const Config& config) {
   Cursor c;
   return reinterpret_cast<size_t>(carve_region(c, config).aborted);

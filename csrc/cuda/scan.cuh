@@ -1,39 +1,40 @@
-// How a rank goes through its own routing. It does so twice: count_tokens counts, list_items writes the items.
+// Scans of a rank's own routing, by the movers of the planning blocks. There are two scans: count_tokens counts, then
+// list_items writes the items.
 //
 //   tokens of the rank   | block 0                   | block 1                   | ...
-//   tokens of a block    | warp 0 | warp 1 | ...     | in ascending order, so that prefix sums keep the tokens' order
+//   tokens of a block    | warp 0 | warp 1 | ...     | in ascending order, so that prefix sums keep the order of tokens
 //   tokens of a warp     | batch | batch | ...       | 32 tokens, one per lane
 //
-// Of a batch, shared memory holds
-//   choices [lane][k]    the expert of each choice, -1 for none: topk_idx as int16
-//   marks   [expert]     a bit per lane whose token goes to the expert: popc of the lower lanes is the token's rank
-//                        among the batch's tokens of that expert
-// and a register of each lane
-//   ranks                a bit per rank that has an expert of its token
+// A batch of topk_idx has these forms, in shared memory and in one register:
+//   choices [lane][k]    the expert of each column, -1 for none: topk_idx as int16
+//   marks   [expert]     a bit per lane with this expert; popc of the lower bits counts the earlier tokens of the
+//   expert ranks   (register)   a bit per rank with an expert of the lane's token numbers [rank][lane] the number of
+//   the lane's item at the rank, and its copies so far
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
 
 namespace ep::cuda {
 
-constexpr int kChoices = 8;  // experts of a token in a vector of 16 bytes
-// An entry of Scratch::numbers: number of the item + kOneCopy * copies that have been listed.
+constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
+// One copy in an entry of Scratch::numbers: an entry is number + kOneCopy * copies written so far.
 constexpr uint32_t kOneCopy = 1u << 24;
 static_assert(kMaxTopk < 1 << 8, "8 bits hold the copies of an item");
 
-// Shared memory of a block that plans.
+// Shared memory of a planning block. Written and read by its movers.
 struct Scratch {
-  int* expert_offset;     // [plan_warps, num_experts] tokens of the block before those of the warp; then rows
-  uint32_t* marks;        // [plan_warps, num_experts] lanes of the batch by expert; 0 between batches
-  int* rank_offset;       // [plan_warps, num_ranks] items of the block before those of the warp
-  int16_t* choices;       // [plan_warps, 32, choices_per_token]
-  uint32_t* numbers;      // [plan_warps, num_ranks, 32] the batch's items by rank and lane (kOneCopy)
-  int* expert_before;     // [num_experts] tokens of lower ranks, then the first row of this rank's tokens
-  int* expert_total;      // [num_experts] tokens of all ranks
-  int64_t* needed;        // [num_ranks] rows of every rank
-  int choices_per_token;  // num_topk rounded up to whole vectors
+  int* expert_offset;  // [plan_warps, num_experts] in turn: tokens of each warp; tokens of the block before the warp;
+                       // the row of the warp's next token
+  uint32_t* marks;     // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
+  int* rank_offset;    // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp
+  int16_t* choices;    // [plan_warps, 32, choices_per_token]
+  uint32_t* numbers;   // [plan_warps, num_ranks, 32] the batch's items by rank and lane, as kOneCopy says
+  int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
+  int* expert_total;   // [num_experts] tokens of all ranks
+  int64_t* needed;     // [num_ranks] output rows of each rank
+  int choices_per_token;  // num_topk, rounded up to whole vectors
 
-  // Lay the scratch out. Without a base the cursor measures.
+  // [host] [block] Lay out the scratch, or measure it.
   EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps) {
     const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
     Scratch s;
@@ -50,18 +51,18 @@ struct Scratch {
   }
 };
 
-// The ranks that one token goes to, a bit each.
+// A bit per rank: the receivers of one token.
 struct RankSet {
   uint64_t bits = 0;
   static_assert(kMaxRanks <= 64, "a bit per rank: more ranks need more words");
 
   __device__ void add(int rank) { bits |= uint64_t{1} << rank; }
   __device__ bool has(int rank) const { return bits >> rank & 1; }
-  // Those of `num` ranks from `first` on.
+  // [thread] Return the bits of ranks [first, first + num), from bit 0 on.
   __device__ uint64_t among(int first, int num) const { return bits >> first & ((uint64_t{1} << num) - 1); }
 };
 
-// A warp's part of the scratch and of the tokens.
+// One warp's part of the scratch, and its tokens [begin, end).
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
@@ -69,8 +70,9 @@ struct Scan {
   uint32_t *marks, *numbers;
   int16_t* choices;
   int choices_per_token, begin, end;
-  uint32_t inverse;  // 2^32 / num_local_experts, rounded up: rank_of
+  uint32_t inverse;  // 2^32 / num_local_experts, rounded up; for rank_of
 
+  // [warp] Find the warp's tokens and its part of the scratch.
   __device__ Scan(const Op& op, const DispatchParams& params, const Scratch& scratch, int warp)
       : context(op.context), topk_idx(params.args.topk_idx) {
     const int experts = context.config.num_experts, num_tokens = params.args.num_tokens;
@@ -88,19 +90,20 @@ struct Scan {
     inverse = 0xffffffffu / context.num_local_experts + 1;
   }
 
-  // expert / num_local_experts; exact while their product is below 2^32.
+  // [thread] Return expert / num_local_experts. Exact while the product of both is below 2^32.
   __device__ int rank_of(int expert) const {
     return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
   }
 
+  // [thread] Return the choices of the lane's token.
   __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
-  // [warp] Load a batch to shared memory and mark its experts. Return the ranks of the lane's token. An entry that is
-  // no expert, or repeats one, counts as -1; it is kept as a mistake if `checks`.
+  // [warp] Load the batch of tokens from `first` on to shared memory, and mark its experts. Return the ranks of the
+  // lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a mistake.
   __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
-    // Read the entries in the order of memory, whoever's they are.
+    // Read the entries in the order of memory, each lane entries of several tokens.
     int token = lane / num_topk, k = lane % num_topk;
     const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
 #pragma unroll 4
@@ -131,7 +134,7 @@ struct Scan {
     return ranks;
   }
 
-  // [warp] Advance expert_offset past the batch and clear its marks.
+  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;
@@ -139,7 +142,7 @@ struct Scan {
 #pragma unroll 1
     for (int k = 0; k < context.config.num_topk; ++k) {
       const int expert = has_token ? lane_choices()[k] : -1;
-      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0 when another column has cleared them
+      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0: another column has cleared them
       __syncwarp();
       if (lane == __ffs(lanes) - 1) {
         expert_offset[expert] += __popc(lanes);
@@ -150,13 +153,13 @@ struct Scan {
   }
 };
 
-// [thread] Add to one of a few registers.
+// [thread] Add to counts[which]. The array stays in registers: no index is variable.
 __device__ inline void add_to(int (&counts)[kRankWords], int which, int count) {
 #pragma unroll
   for (int word = 0; word < kRankWords; ++word) counts[word] += word == which ? count : 0;
 }
 
-// [thread] Read one of a few registers.
+// [thread] Return counts[which]. The array stays in registers.
 __device__ inline int get_from(const int (&counts)[kRankWords], int which) {
   int count = counts[0];
 #pragma unroll
@@ -164,22 +167,25 @@ __device__ inline int get_from(const int (&counts)[kRankWords], int which) {
   return count;
 }
 
-// [movers] Count the tokens of every expert and the items of every rank, warp by warp, into the scratch.
+// [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Called by the movers of
+// a planning block. Ends with a barrier of the movers.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
     const Scan scan(op, params, scratch, warp);
+    // Clear this warp's scratch.
     for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
-    int num_items[kRankWords] = {};  // of rank 32 * word + lane
+    int num_items[kRankWords] = {};  // items of rank 32 * word + lane
+    // Count batch by batch.
     for (int first = scan.begin; first < scan.end; first += 32) {
       const RankSet ranks = scan.load(first, true);
       scan.finish(first);
 #pragma unroll 1
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
-        const int here = __popc(__ballot_sync(~0u, ranks.has(rank)));
-        if (lane == rank % 32) add_to(num_items, rank / 32, here);
+        const int num_here = __popc(__ballot_sync(~0u, ranks.has(rank)));
+        if (lane == rank % 32) add_to(num_items, rank / 32, num_here);
       }
     }
 #pragma unroll
@@ -205,7 +211,7 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
   return count;
 }
 
-// [thread] Write what combine needs of a token: which nodes it goes to, and which of its columns go where.
+// [thread] Write the nodes of one token, and of each of its columns, to the plan. A later combine needs them.
 __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token, const RankSet& ranks) {
   const Context& context = scan.context;
   const int num_topk = context.config.num_topk, locals = context.config.ranks_per_node;
@@ -222,8 +228,9 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token,
   }
 }
 
-// [movers] Write the items of this rank's tokens to its inbox, or for other nodes to where the rail takes them, and
-// what combine needs of them to the plan.
+// [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
+// find_first_rows. Items go to the own inbox, and for other nodes to items_out. Tables go to the plan, and for other
+// nodes to table_out. The plan also gets sent_k and the nodes.
 __device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
@@ -238,12 +245,12 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     return Item{stays ? item_at_source(context, config.rank, rank, number) : item_to_send(context, rank, number),
                 max_copies};
   };
-  // Begin behind the rows and items of lower ranks, blocks and warps.
+  // Begin behind the rows and items of lower ranks, earlier blocks and earlier warps.
   const int32_t* block_num_tokens =
       context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
   for (int e = lane; e < config.num_experts; e += 32)
     scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
-  int next_number[kRankWords] = {};  // of rank 32 * word + lane
+  int next_number[kRankWords] = {};  // number of the next item at rank 32 * word + lane
 #pragma unroll
   for (int word = 0; word < kRankWords; ++word)
     if (const int rank = 32 * word + lane; rank < num_ranks)
@@ -252,7 +259,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
     const RankSet ranks = scan.load(first, false);
-    // Number the items, rank by rank.
+    // Number the items of the batch, rank by rank.
     int node = 0, local_rank = 0;  // of `rank`
 #pragma unroll 1
     for (int rank = 0; rank < num_ranks; ++rank) {
@@ -271,7 +278,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       }
       if (++local_rank == config.ranks_per_node) local_rank = 0, ++node;
     }
-    // Write the copies: each choice finds its place among the token's experts of that rank.
+    // Write the copies. A copy's position in its item: experts of the token on this rank, below the copy's expert.
     uint32_t used = 0;
     if (token < scan.end)
 #pragma unroll 1
@@ -284,10 +291,11 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
         const uint32_t entry = scan.numbers[rank * 32 + lane] += kOneCopy;
         const Item item = item_of(rank, static_cast<int>(entry % kOneCopy));
-        item.num_copies() = static_cast<int>(entry / kOneCopy);  // so far
+        item.num_copies() = static_cast<int>(entry / kOneCopy);  // final after the last column
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }
+    // Describe the token for combine.
     if (token < scan.end) params.plan.sent_k[token] = used;
     if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token, ranks);
     scan.finish(first);

@@ -1,5 +1,5 @@
-// Staging: the helpers copy this rank's rows and tails (scales and weights) to its inbox, chunk by chunk, where all
-// ranks of the node can read them.
+// Staging: the helpers copy this rank's rows and tails (scales and weights) to its inbox, chunk by chunk. All ranks of
+// the node, and this rank's senders, read them there.
 #pragma once
 #include "cuda/copy.cuh"
 #include "cuda/dispatch.cuh"
@@ -7,20 +7,21 @@
 
 namespace ep::cuda {
 
-// Counts one warp in, chunk by chunk. The last chunk also raises the flags of the chunks that have no token, so that no
-// rank waits for ever, whatever it expects.
+// Chunks staged by one warp. The last warp of all to finish a chunk raises `staged`. The last chunk also raises the
+// flags of all chunks without tokens: no rank can wait for ever, whatever chunk it expects.
 struct StagedChunks {
   const Op op;
   const ChunkArrivals arrivals;
   const int num_chunks;
-  int chunk = 0;  // under way
+  int chunk = 0;  // first chunk not yet finished by this warp
 
+  // [warp] Begin with no chunk finished. `counters`: as in `stage`.
   __device__ StagedChunks(const Op& op, uint32_t* counters, int num_tokens)
       : op(op),
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(num_token_chunks(num_tokens)) {}
 
-  // [warp] Count this warp in for all chunks before `end`: it has staged its tokens of these.
+  // [warp] Finish all chunks before `end`: this warp has staged its tokens of them.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();
@@ -33,7 +34,7 @@ struct StagedChunks {
   }
 };
 
-// A warp's tokens: every step-th.
+// One warp's tokens: every step-th token of the rank.
 struct Share {
   int first, step, num;
 
@@ -44,7 +45,7 @@ struct Share {
   __device__ int token(int i) const { return first + i * step; }
 };
 
-// [warp] Copy `per_token` values of each of the warp's tokens to its tail, several tokens at a time.
+// [warp] Copy `per_token` floats of each of the warp's tokens to its tail, from float `offset` on.
 __device__ inline void copy_to_tails(const DispatchParams& params, const Share& share, char* tails, const float* from,
                                      int per_token, int offset) {
 #pragma unroll 4
@@ -56,8 +57,7 @@ __device__ inline void copy_to_tails(const DispatchParams& params, const Share& 
   }
 }
 
-// [warp] Stage the warp's rows one by one, and count the warp in for the chunks that this completes. `stage_row(token)`
-// writes the row of a token.
+// [warp] Stage the warp's rows one by one, and finish chunks on the way. `stage_row(token)` writes one staged row.
 template <class StageRow>
 __device__ void stage_rows(const Share& share, StagedChunks& chunks, const StageRow& stage_row) {
 #pragma unroll 1
@@ -69,12 +69,12 @@ __device__ void stage_rows(const Share& share, StagedChunks& chunks, const Stage
   chunks.finish_before(chunks.num_chunks);
 }
 
-// [warp] Stage rows as they are. A function of its own, as the next one: together they run short of registers.
+// [warp] Stage rows as they are. This function and the next one are not inlined: together they need too many registers.
 __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
                                                  StagedChunks chunks) {
   const DispatchArgs& args = params.args;
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
-  const bool copies = op.num_ranks() > 1;  // a rank alone reads its rows where the caller has them
+  const bool copies = op.num_ranks() > 1;  // a single rank pulls its rows from the caller's tensor
   stage_rows(share, chunks, [&](size_t token) {
     if (!copies) return;
     auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
@@ -82,7 +82,7 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
   });
 }
 
-// [warp] Stage bfloat16 rows as float8, with their scales.
+// [warp] Stage bfloat16 rows as float8, and their scales in the tails.
 __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
                                                     StagedChunks chunks) {
   const Context& context = op.context;
@@ -95,8 +95,9 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   });
 }
 
-// [helpers] Stage the rows and tails of all tokens of this rank. The staging is free. `counters`: [max_token_chunks] in
-// shared memory.
+// [team] Stage rows and tails of all tokens of this rank. Called by the helpers of each block, after
+// wait_for_free_staging. `counters`: [max_token_chunks] in shared memory. Afterwards `staged` rises chunk by chunk,
+// when the helpers of all blocks have finished it.
 __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
   const DispatchArgs& args = params.args;
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;

@@ -1,13 +1,16 @@
-// What the kernels of one rank remember between operations, and what they report to the host.
+// State of one rank's kernels between operations, and their reports to the host.
 #pragma once
 #include "cuda/config.h"
 
 namespace ep::cuda {
 
+// The purpose of a wait, for PeerTimeoutError. bindings_cuda.cpp names the values.
 enum class Phase : int32_t { kFreeStaging = 0, kCounts = 1, kLists = 2, kRows = 3, kFreeSlots = 4, kSums = 5 };
+// Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
 
-// A caller's mistake that an operation has found.
+// Facts of one mistake. Written by its finder (mistake.cuh), read by the host.
+//
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
 //   kTooFewRows   rows[r]: needed and given on rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
@@ -18,36 +21,41 @@ struct MistakeFacts {
   int64_t rows[kMaxRanks][2];
 };
 
-// In device memory, 0 at the start.
+// In device memory, all 0 at first. Written by kernels of this rank; the host also sets `aborted` and reads the byte
+// counters. "0 between operations": the last to arrive resets the counter.
 struct State {
-  uint64_t epoch;                     // of the last complete operation
-  uint64_t staged_epoch;              // of the last operation after which `consumed` was raised
-  uint64_t pushed_epoch;              // of the last operation after which `slots_free` was raised
-  uint64_t bytes_read[kMaxRanks];     // from the inboxes of every rank of the node
-  uint64_t bytes_written[kMaxRanks];  // to the slots there
-  uint64_t bytes_sent[kMaxNodes];     // to the rail peer on every node: rows, tails, sums, weights
-  uint64_t lists_sent[kMaxNodes];     // [bytes] likewise: Calls, counts, items, tables
-  uint64_t wire_free;                 // [ns] when a paced wire can take the next bytes
-  uint32_t aborted;                   // 1: kernels end as soon as they can and do nothing any more
-  uint32_t count_done, list_done, pull_done, combine_done;  // blocks that have arrived; 0 between operations
-  uint32_t next_token;  // of combine's tokens, taken in batches by all blocks; 0 between operations
-  uint32_t mistake;     // Mistake of the operation under way, claimed by the first to find one; 0 between operations
-  MistakeFacts facts;   // of it
+  uint64_t epoch;                     // last complete operation
+  uint64_t staged_epoch;              // last operation with `consumed` raised at its end
+  uint64_t pushed_epoch;              // last operation with `slots_free` raised at its end
+  uint64_t bytes_read[kMaxRanks];     // rows and tails pulled, by rank of the inbox (this node only)
+  uint64_t bytes_written[kMaxRanks];  // sums and weights pushed, by rank of the inbox (this node only)
+  uint64_t bytes_sent[kMaxNodes];     // rows, tails, sums and weights sent, by node of the rail peer
+  uint64_t lists_sent[kMaxNodes];     // [bytes] Calls, counts, items and tables sent, by node of the rail peer
+  uint64_t wire_free;                 // [ns] earliest start of the next put on a paced wire
+  uint32_t aborted;                   // 1: this rank has aborted; kernels end early and do nothing
+  uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
+  uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
+  uint32_t mistake;     // Mistake of the operation under way, set by its first finder; 0 between operations
+  MistakeFacts facts;   // of `mistake`
 };
 
+// Counters and counts in device memory, all 0 at first. Written and read by this rank's blocks.
 struct StateArrays {
   State* state;
-  uint32_t* staged_done;  // [max_token_chunks] blocks that have staged their tokens of a chunk; 0 between operations
-  uint32_t* pushed_done;  // [max_item_chunks] blocks that have stored their sums of a chunk; 0 between operations
-  uint32_t* summed_done;  // [num_others, max_sum_chunks] blocks that have stored their sums of a chunk; likewise
-  uint32_t* items_sent;   // [num_others] warps that have sent their share; likewise, as the next two
-  uint32_t* rows_sent;    // [num_others, max_token_chunks]
-  uint32_t* sums_sent;    // [num_others, max_sum_chunks]
-  int32_t* block_num_tokens;  // [num_blocks, num_experts] tokens per expert counted by each block; then the sum over
-                              // the blocks before it
-  int32_t* block_num_items;   // [num_blocks, num_ranks] items per rank; likewise
+  uint32_t* staged_done;  // [max_token_chunks] blocks with their tokens of the chunk staged; 0 between operations, as
+                          // all counters here
+  uint32_t* pushed_done;  // [max_item_chunks] blocks with their partial sums of the chunk stored
+  uint32_t* summed_done;  // [num_others, max_sum_chunks] blocks with their sums of the chunk stored
+  uint32_t* items_sent;   // [num_others] senders with their share of items and table sent
+  uint32_t* rows_sent;    // [num_others, max_token_chunks] senders with their share of the chunk sent
+  uint32_t* sums_sent;    // [num_others, max_sum_chunks] senders with their share of the chunk sent
+  int32_t* block_num_tokens;  // [num_blocks, num_experts] tokens counted by each block; after send_counts, by all
+                              // blocks before it
+  int32_t* block_num_items;   // [num_blocks, num_ranks] items counted by each block; after send_counts, by all blocks
+                              // before it
 };
 
+// [host] Lay out the device memory of one rank, or measure it. `num_blocks`: of a launch.
 inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) {
   StateArrays arrays;
   arrays.state = c.take<State>(1);
@@ -63,18 +71,19 @@ inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) 
   return arrays;
 }
 
-// In pinned host memory, written by kernels and read by the host. Each group is valid once its first field is set.
+// In pinned host memory, written by kernels, read by the host. The first field of each group is written last: once it
+// is set, the group is valid.
 struct Report {
-  uint64_t counted;  // ticket of the last dispatch whose rows were counted
-  int64_t num_rows;  // ... and how many they are
+  uint64_t counted;  // ticket of the last dispatch with counted rows
+  int64_t num_rows;  // rows of this dispatch's output
 
   uint32_t aborted;           // 1: this rank has aborted
-  uint32_t late[kRankWords];  // bit mask of the ranks that it waited for in vain
+  uint32_t late[kRankWords];  // a bit per rank waited for in vain
   int32_t operation, phase;
   uint32_t waited_ms;
   uint64_t epoch;
 
-  int32_t mistake;  // Mistake; 0 again once the host has taken it
+  int32_t mistake;  // Mistake; the host sets it to 0 again
   MistakeFacts facts;
 };
 

@@ -1,22 +1,26 @@
-// Warps of a block that work together, and what the last of many blocks does for all.
+// Teams: warps of a block with a common job. Also the hand-over from many blocks to the last one.
 #pragma once
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
 
-// Some consecutive warps of a block. Named barrier 0, that of __syncthreads, belongs to the team that is the block.
+// Consecutive warps of a block with a named barrier of their own. Barrier 0 is also that of __syncthreads: it belongs
+// to the team of the whole block.
 template <int kBarrier, int kFirstThread, int kNumThreads>
 struct Team {
   static constexpr int kThreads = kNumThreads, kWarps = kNumThreads / 32;
 
+  // [thread] Return whether this thread belongs to the team.
   static __device__ bool has_thread() { return static_cast<unsigned>(thread()) < kThreads; }
+  // [thread] Number this thread, and its warp, in the team.
   static __device__ int thread() { return threadIdx.x - kFirstThread; }
   static __device__ int warp() { return thread() / 32; }
+  // [team] Wait for all threads of the team.
   static __device__ void sync() { ptx::named_barrier(kBarrier, kThreads); }
 };
 
-// [team] Let the first warp run `wait()`, and return its result to all threads. They may then read by bulk copies what
-// the wait was for.
+// [team] Call `wait()` in the first warp, and return its result to all threads. Two barriers of the team. Afterwards
+// all threads may read the awaited memory, also by bulk loads.
 template <class Team, class Wait>
 __device__ auto first_warp_waits(const Wait& wait) {
   __shared__ decltype(wait()) result;
@@ -27,22 +31,23 @@ __device__ auto first_warp_waits(const Wait& wait) {
   Team::sync();
   const auto seen = result;
   ptx::fence_before_bulk();
-  Team::sync();  // the next wait writes `result`
+  Team::sync();  // `result` is free for the next call
   return seen;
 }
 
-// [team] Wait for one flag of each rank of the node.
+// [team] Wait for one flag about each rank of the node: wait_for_node. Return false after an abort of this rank.
 template <class Team>
 __device__ bool team_waits(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
   return first_warp_waits<Team>([&] { return wait_for_node(op, phase, flags, expected); });
 }
 
-// [team] Count this block in. Return true in the last of `num_blocks` blocks: its threads see all that the teams of the
-// others did before. The counter is 0 again afterwards.
+// [team] Count this block in, and reset the counter in the last of `num_blocks` blocks. Return true in the last one:
+// its team sees all earlier stores of the other blocks' teams. Nobody waits for other blocks.
 template <class Team>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
   Team::sync();
+  // Release this block's stores, count it in, acquire the stores of the others.
   if (Team::thread() == 0) {
     ptx::fence_system();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
@@ -53,16 +58,16 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   return last;
 }
 
-// Counts warps in, chunk by chunk, first in the block and then in all blocks: a fence for the whole system takes long,
-// and only the block's last warp pays for it.
+// Arrivals of warps at each chunk: in shared memory for this block, then in device memory for all blocks. A fence of
+// the whole system is slow, so only the last warp of each block runs it.
 struct ChunkArrivals {
-  uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: warps of this block
+  uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: arrived warps of this block
   uint32_t num_warps;
-  uint32_t* in_grid;  // [max_chunks] in device memory, 0 between operations: blocks
+  uint32_t* in_grid;  // [max_chunks] in device memory, 0 between operations: arrived blocks
   uint32_t num_blocks;
 
-  // [thread] Count a warp in for a chunk, after all that the warp stored for it. Return true in the last warp of all:
-  // it may raise the chunk's flag.
+  // [thread] Count the calling warp in for `chunk`, after its last store for the chunk and __syncwarp. Return true in
+  // the last warp of all blocks: the caller then raises the chunk's flag. It sees the stores of all warps.
   __device__ bool arrive(int chunk) const {
     ptx::fence_block();
     if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return false;
@@ -74,7 +79,8 @@ struct ChunkArrivals {
   }
 };
 
-// [team] Raise a flag of this rank at every rank of its node, after the team's barrier.
+// [team] Raise one flag at every rank of the node, one thread per rank. Call it after a barrier of the team: the flag
+// covers all earlier stores of the team.
 template <class Team>
 __device__ void team_raises(const Op& op, uint64_t* flag_here) {
   const Context& context = op.context;

@@ -1,4 +1,4 @@
-// Waiting for peers. Every wait goes through wait_until: it ends after the limit, and says whom it was for.
+// Waits for peers. All go through wait_until: a wait ends after the limit, and reports the late ranks.
 #pragma once
 #include "cuda/context.h"
 #include "cuda/ptx.cuh"
@@ -6,31 +6,33 @@
 
 namespace ep::cuda {
 
-// One operation under way, as every step of it sees it. Functions that are not inlined take it by value: a reference
-// would keep it in memory.
+// One operation under way, passed to every step. A function without inlining takes it by value: a reference would keep
+// it in memory.
 struct Op {
   const Context& context;
   Operation operation;
   uint64_t epoch;
-  int block, num_blocks;  // this block, of those that do the operation's work; rail blocks come behind them
+  int block, num_blocks;  // this block, and the blocks without the rail blocks; rail blocks come last
 
   __device__ int rank() const { return context.config.rank; }
   __device__ int num_ranks() const { return context.num_ranks; }
   __device__ int ranks_per_node() const { return context.config.ranks_per_node; }
+  // First rank of this node.
   __device__ int first_local_rank() const { return context.node * context.config.ranks_per_node; }
 };
 
+// [thread] Return whether this rank has aborted: a kernel or its host has set State::aborted.
 __device__ __forceinline__ bool has_aborted(const Context& context) {
   return *static_cast<volatile uint32_t*>(&context.state->aborted) != 0;
 }
 
-// [thread] Store a flag at every rank of the node.
+// [thread] Raise a flag at every rank of the node. The caller runs fence_system before.
 __device__ inline void raise_on_node(const Context& context, uint64_t* flag_here, uint64_t value) {
   for (int local = 0; local < context.config.ranks_per_node; ++local)
     ptx::store_relaxed(context.peers.at(flag_here, local), value);
 }
 
-// The ranks that a wait was for, a bit each.
+// A bit per rank.
 struct RankMask {
   uint32_t words[kRankWords];
 
@@ -41,7 +43,8 @@ struct RankMask {
   }
 };
 
-// [thread] Abort this rank: write the report, once, and signal the peers that this rank's flags may never come.
+// [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. Only the first call
+// does so. Called by wait_until. Other waits of this rank then end within 32 turns.
 __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
@@ -59,16 +62,19 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
     if (node != context.node) Wire{context}.signal(node, aborted, 1);
 }
 
-// [warp] Wait until each lane's flag is at least `expected`. It is about `rank` of that lane, and `raiser` raises it. A
-// lane without a flag gives null. Return false when this rank has aborted, now or before.
+// [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return true for all lanes
+// together: then all lanes may read the memory covered by any lane's flag. Return false after an abort of this rank.
+// This warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted without raising the
+// flag. `rank`: the lane's flag is about it; `raiser`: it raises the flag.
 __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                                int raiser) {
   bool waits = flag != nullptr && ptx::load_acquire(flag) < expected;
   if (!__any_sync(~0u, waits)) {
-    __syncwarp();  // orders what one lane has seen before what the others do
+    __syncwarp();  // order each lane's acquire before the other lanes' next accesses
     return true;
   }
   const Context& context = op.context;
+  // Poll.
   const uint64_t begin = ptx::nanoseconds();
   for (int turn = 1;; ++turn) {
     if (waits) waits = ptx::load_acquire(flag) < expected;
@@ -77,14 +83,15 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
       return true;
     }
     if (turn % 32 != 0) continue;
-    // A raiser that has aborted may have raised this flag before: read the flag again, after `aborted`. Blame the
-    // raiser: where it relays, nobody can tell whether the rank behind it is late.
+    // A raiser may have aborted after raising this flag: read the flag again, after `aborted`. Blame the raiser. If it
+    // is a relay, nobody knows whether the rank behind it is late.
     bool hopeless = waits && ptx::load_acquire(context.own.aborted + raiser) != 0;
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
     const bool over = __any_sync(~0u, waited > context.timeout_ns || hopeless);
     if (over) {
+      // Collect the late ranks and abort. Without one, all flags have arrived by now: poll once more.
       RankMask late;
       const int blamed = hopeless ? raiser : rank;
       for (int word = 0; word < kRankWords; ++word)
@@ -92,11 +99,12 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
       if (!late.any()) continue;
       if (threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited);
     }
+    // Leave after an abort by this warp, another warp, or the host.
     if (over || __any_sync(~0u, has_aborted(context))) return false;
   }
 }
 
-// [warp] Wait for one flag of each rank: wait_until.
+// [warp] Wait for one flag about each rank: flags [num_ranks]. Return as wait_until.
 __device__ inline bool wait_for_ranks(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
@@ -106,26 +114,27 @@ __device__ inline bool wait_for_ranks(const Op& op, Phase phase, const uint64_t*
   return true;
 }
 
-// [warp] Wait for one flag of each rank of the node: wait_until.
+// [warp] Wait for one flag about each rank of the node: flags [ranks_per_node]. Return as wait_until.
 __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* flags, uint64_t expected) {
   const int local = threadIdx.x % 32, rank = op.first_local_rank() + local;
   return wait_until(op, phase, local < op.ranks_per_node() ? flags + local : nullptr, expected, rank, rank);
 }
 
-// [warp] Wait for one flag about a rank.
+// [warp] Wait for one flag about `rank`, read by lane 0 only. Return as wait_until.
 __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                     int raiser) {
   return wait_until(op, phase, threadIdx.x % 32 == 0 ? flag : nullptr, expected, rank, raiser);
 }
 
-// Flags per chunk, and what one warp knows of them. Each lane looks after one rank at most.
+// Chunk flags of up to 32 raisers, and the last chunks seen by one warp. Each lane has the flags about one rank, or
+// none.
 struct ChunkFlags {
-  const uint64_t* flags;  // [max_chunks] of the lane's rank; null: the lane has none
-  int rank, raiser;       // of the lane's flags, as wait_until has it
-  int last_seen = -1;     // last chunk that this warp has seen
+  const uint64_t* flags;  // [max_chunks] flags about the lane's rank; null: none
+  int rank, raiser;       // as in wait_until
+  int last_seen = -1;     // last chunk seen by this warp; covers all earlier chunks
 
-  // [warp] Wait until the lane's rank has raised the flag of `chunk`; -1: nothing is awaited. What was awaited may then
-  // be read by bulk copies. Return false when this rank has aborted.
+  // [warp] Wait for the flag of the lane's `chunk`; -1: do not wait. Return false after an abort of this rank. After
+  // true, all lanes may read the chunks' memory, also by bulk loads.
   __device__ bool wait(const Op& op, Phase phase, int chunk) {
     const bool waits = chunk > last_seen;
     if (!__any_sync(~0u, waits)) return true;
@@ -136,22 +145,24 @@ struct ChunkFlags {
   }
 };
 
-// [warp] Lane i looks after the i-th of `num` ranks: flags [num, max_chunks].
+// [warp] Return the chunk flags about `num` ranks from first_rank on, one per lane: flags [num, max_chunks]. Each rank
+// is its own raiser.
 __device__ inline ChunkFlags chunk_flags(const uint64_t* flags, int max_chunks, int num, int first_rank) {
   const int lane = threadIdx.x % 32;
   return {lane < num ? flags + static_cast<size_t>(lane) * max_chunks : nullptr, first_rank + lane, first_rank + lane};
 }
 
-// The flags of staged chunks, and what one warp knows of them: the last chunk that it has seen, -1 for none. Lane i
-// looks after rank i and rank 32 + i. (An array of two would lie in memory.)
+// The last staged chunk of each rank seen by one warp, -1 for none. Lane i has rank i and rank 32 + i. (An array of two
+// would lie in memory, not in registers.)
 struct StagedFlags {
   int of_low = -1, of_high = -1;
   static_assert(kMaxRanks <= 64, "a lane looks after two ranks");
 
-  // [warp] Return the last chunk of a rank, the same in all lanes, that this warp has seen.
+  // [warp] Return the last chunk of `rank` seen by this warp. `rank` is the same in all lanes.
   __device__ int seen(int rank) const { return __shfl_sync(~0u, rank < 32 ? of_low : of_high, rank % 32); }
 
-  // [warp] See which ranks have raised all flags. Soon all have, and nothing is looked at any more.
+  // [warp] Check all ranks for their last flag, without waiting. After a rank's last flag was seen, all its chunks
+  // count as seen and need no further look.
   __device__ void look(const Op& op) {
     const int lane = threadIdx.x % 32;
     look_at(op, lane, of_low);
@@ -160,8 +171,8 @@ struct StagedFlags {
     ptx::fence_before_bulk();
   }
 
-  // [warp] Wait for the chunk of a rank, the same in all lanes. It may then be read by bulk copies. Return false when
-  // this rank has aborted.
+  // [warp] Wait for a chunk of `rank`, the same in all lanes. Return false after an abort of this rank. After true, all
+  // lanes may read the chunk's memory, also by bulk loads.
   __device__ bool wait(const Op& op, int rank, int chunk) {
     const uint64_t* flag = flag_of(op, rank, chunk);
     if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.relay_of(rank))) return false;
@@ -176,9 +187,11 @@ struct StagedFlags {
   }
 
  private:
+  // [thread] Return the flag of one chunk.
   static __device__ const uint64_t* flag_of(const Op& op, int rank, int chunk) {
     return op.context.own.staged + static_cast<size_t>(rank) * op.context.max_token_chunks + chunk;
   }
+  // [thread] Set `seen` to the rank's last chunk if its flag has arrived.
   static __device__ void look_at(const Op& op, int rank, int& seen) {
     const int last = op.context.max_token_chunks - 1;
     if (rank < op.num_ranks() && seen < last && ptx::load_acquire(flag_of(op, rank, last)) >= op.epoch) seen = last;

@@ -1,11 +1,11 @@
-// Sums across a warp, and positions in rings of shared memory.
+// Prefix sums of a warp, and positions in rings in shared memory.
 #pragma once
 #include <cstdint>
 
 namespace ep::cuda {
 
-// [warp] Return the sum of `value` over the lanes up to this one, in steps of `stride` lanes: lanes whose numbers agree
-// modulo `stride` form a sum of their own. `stride` is a power of two.
+// [warp] Return the sum of `value` over the lanes up to this one, in steps of `stride` lanes. Only lanes with the same
+// number modulo `stride` share a sum. `stride` is a power of two.
 template <class T>
 __device__ __forceinline__ T inclusive_sum(T value, int stride = 1, int num_lanes = 32) {
   const int lane = threadIdx.x % 32;
@@ -16,16 +16,17 @@ __device__ __forceinline__ T inclusive_sum(T value, int stride = 1, int num_lane
   return value;
 }
 
-// A place in a ring of `num` places, and the parity with which the place's barrier completes in this round.
+// A position in a ring of `num` places, advanced one by one. `parity` is for the mbarrier of this place, in this round.
 struct RingPlace {
   uint32_t place, parity;
 
+  // [thread] Go to the next place; after the last one, to the first place of the next round.
   __device__ __forceinline__ void advance(uint32_t num) {
     if (++place == num) place = 0, parity ^= 1;
   }
 };
 
-// The n-th use of a ring whose size is a constant.
+// The n-th use of a ring with a constant number of places: its place, and the parity for the place's mbarrier.
 template <int kPlaces>
 struct Ring {
   static __device__ __forceinline__ int place(int n) { return n % kPlaces; }
