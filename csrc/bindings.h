@@ -3,7 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "common/args.h"
+#include "common/types.h"
 
 namespace ep {
 

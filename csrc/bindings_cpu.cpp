@@ -7,25 +7,24 @@ namespace py = pybind11;
 
 namespace {
 
+using namespace ep::cpu;
 using ep::Address;
 using ep::pointer;
 
-py::memoryview view(ep::Span span) {
-  return py::memoryview::from_memory(span.data, static_cast<py::ssize_t>(span.size));
-}
+py::memoryview view(Span span) { return py::memoryview::from_memory(span.data, static_cast<py::ssize_t>(span.size)); }
 
 using RowArrays = std::vector<std::pair<Address, size_t>>;  // (address, bytes per row)
 
-ep::DispatchArgs dispatch_args(const RowArrays& rows, Address topk_weights, int num_tokens) {
-  ep::DispatchArgs args;
+DispatchArgs dispatch_args(const RowArrays& rows, Address topk_weights, int num_tokens) {
+  DispatchArgs args;
   for (const auto& [address, bytes] : rows) args.rows.push_back({pointer<const char>(address), bytes});
   args.topk_weights = pointer<const float>(topk_weights);
   args.num_tokens = num_tokens;
   return args;
 }
 
-ep::PullArgs pull_args(const std::vector<Address>& out, Address out_weights, Address out_topk_idx) {
-  ep::PullArgs args;
+PullArgs pull_args(const std::vector<Address>& out, Address out_weights, Address out_topk_idx) {
+  PullArgs args;
   for (Address address : out) args.out.push_back(pointer<char>(address));
   args.out_weights = pointer<float>(out_weights);
   args.out_topk_idx = pointer<int64_t>(out_topk_idx);
@@ -50,22 +49,21 @@ void run_signal_handlers() {
 }  // namespace
 
 PYBIND11_MODULE(_C_cpu, m) {
-  using ep::Engine;
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-  static py::exception<ep::PeerLate> peer_late(m, "PeerLate");
-  static py::exception<ep::Refused> refused(m, "Refused");
-  py::register_local_exception<ep::Interrupted>(m, "Interrupted");
+  static py::exception<PeerLate> peer_late(m, "PeerLate");
+  static py::exception<Refused> refused(m, "Refused");
+  py::register_local_exception<Interrupted>(m, "Interrupted");
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
-    } catch (const ep::PeerLate& late) {
+    } catch (const PeerLate& late) {
       py::object instance = static_cast<py::object&>(peer_late)(late.what());
       instance.attr("phase") = late.phase;
       instance.attr("ranks") = late.ranks;
       instance.attr("gone") = late.gone;
       PyErr_SetObject(peer_late.ptr(), instance.ptr());
-    } catch (const ep::Refused& facts) {
+    } catch (const Refused& facts) {
       py::object instance = static_cast<py::object&>(refused)(facts.what());
       instance.attr("kind") = facts.kind;
       instance.attr("field") = facts.field;
@@ -77,40 +75,40 @@ PYBIND11_MODULE(_C_cpu, m) {
 
   ep::bind_types(m);
 
-  py::class_<ep::Config>(m, "Config", py::module_local())
+  py::class_<Config>(m, "Config", py::module_local())
       .def(py::init<>())
-      .def_readwrite("rank", &ep::Config::rank)
-      .def_readwrite("rank_at", &ep::Config::rank_at)
-      .def_readwrite("num_nodes", &ep::Config::num_nodes)
-      .def_readwrite("ranks_per_node", &ep::Config::ranks_per_node)
-      .def_readwrite("node", &ep::Config::node)
-      .def_readwrite("local_rank", &ep::Config::local_rank)
-      .def_readwrite("num_experts", &ep::Config::num_experts)
-      .def_readwrite("num_topk", &ep::Config::num_topk)
-      .def_readwrite("max_tokens", &ep::Config::max_tokens)
-      .def_readwrite("hidden", &ep::Config::hidden)
-      .def_readwrite("dtype", &ep::Config::dtype)
-      .def_readwrite("spin_us", &ep::Config::spin_us);
+      .def_readwrite("rank", &Config::rank)
+      .def_readwrite("rank_at", &Config::rank_at)
+      .def_readwrite("num_nodes", &Config::num_nodes)
+      .def_readwrite("ranks_per_node", &Config::ranks_per_node)
+      .def_readwrite("node", &Config::node)
+      .def_readwrite("local_rank", &Config::local_rank)
+      .def_readwrite("num_experts", &Config::num_experts)
+      .def_readwrite("num_topk", &Config::num_topk)
+      .def_readwrite("max_tokens", &Config::max_tokens)
+      .def_readwrite("hidden", &Config::hidden)
+      .def_readwrite("dtype", &Config::dtype)
+      .def_readwrite("spin_us", &Config::spin_us);
 
-  py::enum_<ep::GaveUp>(m, "GaveUp").value("waited", ep::kWaited).value("left", ep::kLeft);
-  m.attr("DISPATCH") = ep::Call::kDispatch;
-  m.attr("COMBINE") = ep::Call::kCombine;
-  m.attr("COMPARED") = std::vector<std::string>(std::begin(ep::Call::kNames), std::end(ep::Call::kNames));
+  py::enum_<AbortReason>(m, "AbortReason").value("waited", kWaitedInVain).value("left", kLeft);
+  m.attr("DISPATCH") = Call::kDispatch;
+  m.attr("COMBINE") = Call::kCombine;
+  m.attr("COMPARED") = std::vector<std::string>(std::begin(Call::kNames), std::end(Call::kNames));
 
   // (token, k, expert, repeated) of the first wrong entry of topk_idx (int64 [num_tokens, num_topk]), or None.
   m.def("find_bad_entry", [](Address topk_idx, int num_tokens, int num_topk, int num_experts) -> py::object {
-    const auto bad = ep::find_bad_entry(pointer<const int64_t>(topk_idx), num_tokens, num_topk, num_experts);
+    const auto bad = find_bad_entry(pointer<const int64_t>(topk_idx), num_tokens, num_topk, num_experts);
     if (!bad) return py::none();
     return py::make_tuple(bad->token, bad->k, bad->expert, bad->repeated);
   });
   // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
-  m.def("plan_capacity", &ep::plan_capacity);
+  m.def("plan_capacity", &plan_capacity);
 
   // For tests: whether a process has ended since this was made.
-  py::class_<ep::Process>(m, "Process", py::module_local()).def(py::init<int>()).def("is_gone", &ep::Process::is_gone);
+  py::class_<Process>(m, "Process", py::module_local()).def(py::init<int>()).def("is_gone", &Process::is_gone);
 
   py::class_<Engine>(m, "Engine", py::module_local())
-      .def(py::init([](const ep::Config& config, int64_t buffer_uid) {
+      .def(py::init([](const Config& config, int64_t buffer_uid) {
         return std::make_unique<Engine>(config, buffer_uid, run_signal_handlers);
       }))
       .def_property_readonly("epoch", &Engine::epoch)
@@ -121,14 +119,14 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("close_fd", &Engine::close_fd)
       .def("close", &Engine::close)
       .def("begin", &Engine::begin)
-      .def("give_up", &Engine::give_up)
+      .def("abort", &Engine::abort)
       .def("stop", &Engine::stop)
       .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
       .def(
           "route",
           [](Engine& e, Address topk_idx, ep::Layout layout, int expert_alignment, int max_recv_rows,
              const RowArrays& rows, Address topk_weights, int num_tokens) {
-            ep::RouteArgs args;
+            RouteArgs args;
             args.topk_idx = pointer<const int64_t>(topk_idx);
             args.num_tokens = num_tokens;
             args.layout = layout;
@@ -147,14 +145,14 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.stage(dispatch_args(rows, topk_weights, num_tokens));
           },
           Unlocked())
-      .def("own_head", [](const Engine& e) { return view(e.own_head()); })
-      .def("incoming_head", [](const Engine& e, int node) { return view(e.incoming_head(node)); })
-      .def("head_arrived", &Engine::head_arrived)
+      .def("own_counts", [](const Engine& e) { return view(e.own_counts()); })
+      .def("incoming_counts", [](const Engine& e, int node) { return view(e.incoming_counts(node)); })
+      .def("counts_arrived", &Engine::counts_arrived)
       .def(
           "count",
           [](Engine& e) {
-            const ep::Counts counts = e.count();
-            return std::make_pair(counts.num_rows, counts.plan_elements);
+            const OutputSizes sizes = e.count();
+            return std::make_pair(sizes.num_rows, sizes.plan_elements);
           },
           Unlocked())
       .def(
@@ -166,8 +164,8 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("counts_per_expert", &Engine::counts_per_expert)  // (true, padded)
       .def("pack_payload",
            [](Engine& e, int node, const RowArrays& rows, Address topk_weights, int num_tokens) {
-             const ep::DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);
-             ep::Span span;
+             const DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);
+             Span span;
              {
                py::gil_scoped_release unlocked;
                span = e.pack_payload(node, args);
@@ -192,7 +190,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def(
           "push",
           [](Engine& e, int node, Address y, Address topk_weights) {
-            ep::CombineArgs args;
+            CombineArgs args;
             args.y = pointer<const char>(y);
             args.topk_weights = pointer<const float>(topk_weights);
             e.push(node, args);
@@ -200,7 +198,7 @@ PYBIND11_MODULE(_C_cpu, m) {
           Unlocked())
       .def("reduce",
            [](Engine& e, int node, bool has_weights) {
-             ep::Span span;
+             Span span;
              {
                py::gil_scoped_release unlocked;
                span = e.reduce(node, has_weights);
@@ -211,7 +209,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def(
           "sum",
           [](Engine& e, Address topk_weights, Address out, Address out_weights) {
-            ep::CombineArgs args;
+            CombineArgs args;
             args.topk_weights = pointer<const float>(topk_weights);
             args.out = pointer<char>(out);
             args.out_weights = pointer<float>(out_weights);
@@ -224,6 +222,6 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.def("sum_rows", [](const std::vector<Address>& rows, Address out, size_t n, ep::DType dtype) {
     std::vector<const char*> pointers;
     for (Address row : rows) pointers.push_back(pointer<const char>(row));
-    ep::sum_rows(pointers.data(), static_cast<int>(pointers.size()), pointer<char>(out), n, dtype);
+    sum_rows(pointers.data(), static_cast<int>(pointers.size()), pointer<char>(out), n, dtype);
   });
 }

@@ -21,7 +21,7 @@ MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's
 # On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
 DEFAULT_SMS = 24
 
-ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/layout.h)
+ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/cursor.h)
 LINE = 1024  # bytes; kLine of csrc/cuda/config.h
 VECTOR = 16  # bytes; kVector
 TOKEN_CHUNK, ITEM_CHUNK, SUM_CHUNK = 1024, 512, 512  # kTokenChunk, kItemChunk, kSumChunk
@@ -31,8 +31,8 @@ STATE_BYTES = 2264  # sizeof(State), csrc/cuda/state.h
 CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
 CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
-HEAD_BYTES = CPU_CALL_BYTES + 8  # sizeof(Head::Fixed), csrc/cpu/region.h
-HEADING_BYTES = 2 * CPU_CALL_BYTES  # sizeof(Heading)
+COUNTS_START_BYTES = CPU_CALL_BYTES + 8  # sizeof(Counts::Start), csrc/cpu/region.h
+SENDER_CALLS_BYTES = 2 * CPU_CALL_BYTES  # sizeof(SenderCalls)
 
 FLAGS, PADDING = "flags and counts", "padding"
 
@@ -66,7 +66,7 @@ class BufferBytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a buffer, unchecked: ``Config`` of csrc/cuda/config.h and csrc/common/args.h."""
+    """The sizes of a buffer, unchecked: ``Config`` of csrc/cuda/config.h and csrc/cpu/config.h."""
 
     num_nodes: int
     ranks_per_node: int
@@ -110,7 +110,7 @@ class Shape:
 
 
 class Cursor:
-    """Measures arrays one after the other, as csrc/common/layout.h does, and sums them up by name."""
+    """Measures arrays one after the other, as csrc/common/cursor.h does, and sums them up by name."""
 
     def __init__(self):
         self.size = 0
@@ -292,18 +292,18 @@ def cpu_bytes(shape: Shape) -> BufferBytes:
     """Return the bytes of one rank's shared memory: ``carve_region`` of csrc/cpu/region.h."""
     c, s = Cursor(), shape
     partials = min(s.ranks_per_node, s.num_topk)  # of one token on one rank of a node
-    c.take(FLAGS, CPU_FLAG_BYTES)  # gave_up
+    c.take(FLAGS, CPU_FLAG_BYTES)  # aborted
     c.take(FLAGS, CPU_FLAG_BYTES)  # called
-    c.take(FLAGS, 2 * CPU_CALL_BYTES)  # call
-    for _ in range(4):  # headed, listed, staged, pushed
+    c.take(FLAGS, 2 * CPU_CALL_BYTES)  # calls
+    for _ in range(4):  # counted, listed, staged, pushed
         c.take(FLAGS, s.num_nodes * CPU_FLAG_BYTES)
     c.take(FLAGS, CPU_FLAG_BYTES)  # consumed
     for _ in range(s.num_nodes):
-        c.take(FLAGS, HEAD_BYTES)
+        c.take(FLAGS, COUNTS_START_BYTES)
         for count in (s.num_nodes, s.num_ranks, s.num_experts):  # node_tokens, rank_tokens, expert_tokens
             c.take(FLAGS, 4 * count)
         c.take("lists", _max_lists_bytes(s, partials))
-        c.take("rows", HEADING_BYTES + s.max_tokens * (s.row_bytes + s.weights_bytes) + 3 * ALIGNMENT)
+        c.take("rows", SENDER_CALLS_BYTES + s.max_tokens * (s.row_bytes + s.weights_bytes) + 3 * ALIGNMENT)
         c.take("slots", s.max_tokens * partials * s.row_bytes)
         c.take("weights", s.max_tokens * partials * s.weights_bytes)
     return BufferBytes(c.arrays, {})

@@ -282,7 +282,7 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
             ("cpu", 4, 1, Death("dispatch", "count")),
             ("cpu", 4, 0, Death("combine")),
             ("cpu", 4, 3, Death("combine", "push")),
-            ("cpu", 2, 0, Death("dispatch", "head_arrived")),
+            ("cpu", 2, 0, Death("dispatch", "counts_arrived")),
             ("cpu", 2, 1, Death("dispatch", "pull", 2)),
             ("cpu", 2, 3, Death("combine", "reduce")),
             ("cpu", 1, 3, Death("dispatch")),

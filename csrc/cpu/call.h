@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace ep {
+namespace ep::cpu {
 
 // One operation as its caller gave it. Every rank writes one, and compares those of all others with it.
 struct Call {
@@ -47,4 +47,4 @@ struct Refused : std::exception {
   bool by_all = true;  // every rank refuses it and has taken the same steps; else only the ranks of this node do
 };
 
-}  // namespace ep
+}  // namespace ep::cpu

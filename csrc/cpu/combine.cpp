@@ -7,19 +7,19 @@
 #include "cpu/huge_pages.h"
 #include "cpu/sum_rows.h"
 
-namespace ep {
+namespace ep::cpu {
 
 void Engine::push(int node, const CombineArgs& args) {
   if (pushed_epoch_ != epoch_) wait_for(&Region::consumed, 0, "free slots", pushed_epoch_);
   pushed_epoch_ = epoch_;
   const int num_topk = config_.num_topk;
   const size_t row_bytes = config_.row_bytes();
-  const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
   const bool has_weights = args.topk_weights != nullptr;
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different rail
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
-    const Slots& slots = from(source).slots;
+    const Slots& slots = inbox_of(source).slots;
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
     {
@@ -29,13 +29,13 @@ void Engine::push(int node, const CombineArgs& args) {
         const size_t slot = plan_.item_slot[item];
         const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
         const int num_rows = expert_layout ? end_copy - first_copy : 1;
-        for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.copy_row[first_copy + j] * row_bytes;
+        for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.output_row[first_copy + j] * row_bytes;
         sum_rows(rows.data(), num_rows, slots.rows + slot * row_bytes, config_.hidden, config_.dtype);
         if (!has_weights) continue;
         float* weights = slots.weights + slot * num_topk;
         std::fill_n(weights, num_topk, 0.0f);
         for (int copy = first_copy; copy < end_copy; ++copy) {
-          const size_t row = plan_.copy_row[copy], k = plan_.copy_k[copy];
+          const size_t row = plan_.output_row[copy], k = plan_.copy_k[copy];
           weights[k] = args.topk_weights[expert_layout ? row : row * num_topk + k];
         }
       }
@@ -47,17 +47,17 @@ void Engine::push(int node, const CombineArgs& args) {
 }
 
 Span Engine::reduce(int node, bool has_weights) {
-  meet("partial sums of another node's tokens");
+  compare_on_node("partial sums of another node's tokens");
   wait_for(&Region::pushed, node, "partial sums of another node's tokens");
   const int num_topk = config_.num_topk, num_rows = plan_.num_reduced_from(node);
   const size_t row_bytes = config_.row_bytes();
-  const Slots& slots = own().from_node[node].slots;
+  const Slots& slots = own().inbox[node].slots;
   const int32_t* slot_begin = plan_.slot_begin_of(node);
-  Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
+  Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
-  *sums.heading = {own_call(), other_call_};  // its receiver hears from no other rank of this node
-  if (disagrees_) return {data, sizeof(Heading)};
+  *sums.calls = {own_call(), other_call_};  // its receiver hears from no other rank of this node
+  if (disagrees_) return {data, sizeof(SenderCalls)};
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials());
@@ -78,25 +78,25 @@ Span Engine::reduce(int node, bool has_weights) {
 
 Span Engine::incoming_sums(int node) {
   const size_t bytes = max_payload_bytes(config_);
-  return {scratch(sums_in_, node, bytes), bytes};
+  return {message_memory(sums_in_, node, bytes), bytes};
 }
 
 void Engine::sum(const CombineArgs& args) {
-  meet("partial sums");
+  compare_on_node("partial sums");
   wait_for(&Region::pushed, node(), "partial sums");
   const bool has_weights = args.topk_weights != nullptr;
-  const int num_topk = config_.num_topk, num_tokens = plan_.fixed->num_tokens;
+  const int num_topk = config_.num_topk, num_tokens = plan_.head->num_tokens;
   const size_t row_bytes = config_.row_bytes();
-  const Slots& slots = own().from_node[node()].slots;
+  const Slots& slots = own().inbox[node()].slots;
   const int32_t* slot_begin = plan_.slot_begin_of(node());
   prefer_huge_pages(args.out, num_tokens * row_bytes);
-  std::vector<Payload> from_node;
+  std::vector<Payload> inbox;
   for (int m = 0; m < config_.num_nodes; ++m) {
     Cursor c(sums_in_[m].get());
-    from_node.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.sent_rows[m]));
+    inbox.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.num_sent_rows[m]));
     if (m == node()) continue;
-    compare(from_node[m].heading->sender);
-    compare(from_node[m].heading->other);
+    compare(inbox[m].calls->sender);
+    compare(inbox[m].calls->other);
   }
   agree();
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
@@ -116,7 +116,7 @@ void Engine::sum(const CombineArgs& args) {
           for (size_t slot = slot_begin[t]; slot < static_cast<size_t>(slot_begin[t + 1]); ++slot)
             add(slots.rows + slot * row_bytes, slots.weights + slot * num_topk);
         } else if (const int row = plan_.sent_row[static_cast<size_t>(m) * num_tokens + t]; row >= 0) {
-          const Payload& sums = from_node[m];
+          const Payload& sums = inbox[m];
           add(sums.rows[0] + row * row_bytes, has_weights ? sums.weights + size_t(row) * num_topk : nullptr);
         }
       }
@@ -125,4 +125,4 @@ void Engine::sum(const CombineArgs& args) {
   }
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -5,17 +5,17 @@
 #include "cpu/engine.h"
 #include "cpu/huge_pages.h"
 
-namespace ep {
+namespace ep::cpu {
 
 Payload Engine::payload_of(int source) const {
-  Cursor c(from(source).payload);
-  return carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.payload_rows[source]);
+  Cursor c(inbox_of(source).payload);
+  return carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_payload_rows[source]);
 }
 
 void Engine::stage(const DispatchArgs& args) {
   if (staged_epoch_ != epoch_) wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
   staged_epoch_ = epoch_;
-  Cursor c(own().from_node[node()].payload);
+  Cursor c(own().inbox[node()].payload);
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, args.num_tokens);
   for (size_t i = 0; i < args.rows.size(); ++i) {
     const size_t bytes = args.rows[i].bytes_per_row;
@@ -28,10 +28,10 @@ void Engine::stage(const DispatchArgs& args) {
 }
 
 Span Engine::pack_payload(int node, const DispatchArgs& args) {
-  Cursor c(scratch(payload_out_, node, max_payload_bytes(config_)));
+  Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
-  const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.sent_rows[node]);
-  *payload.heading = {own_call(), own_call()};  // every rank of a node reads the headings of the others
+  const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
+  *payload.calls = {own_call(), own_call()};  // every rank of a node reads the headings of the others
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
   for (int t = 0; t < args.num_tokens; ++t) {
@@ -48,14 +48,14 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   return {data, c.size()};
 }
 
-Span Engine::incoming_payload(int node) const { return {own().from_node[node].payload, max_payload_bytes(config_)}; }
+Span Engine::incoming_payload(int node) const { return {own().inbox[node].payload, max_payload_bytes(config_)}; }
 
 void Engine::payload_arrived(int node) { raise_flag(own().staged[node], epoch_); }
 
 void Engine::prepare_output(const PullArgs& args) {
-  const Plan::Fixed& fixed = *plan_.fixed;
-  const bool expert_layout = fixed.layout == static_cast<int32_t>(Layout::kExpert);
-  for (size_t i = 0; i < args.out.size(); ++i) prefer_huge_pages(args.out[i], fixed.num_rows * bytes_per_row_[i]);
+  const PlanHead& head = *plan_.head;
+  const bool expert_layout = head.layout == static_cast<int32_t>(Layout::kExpert);
+  for (size_t i = 0; i < args.out.size(); ++i) prefer_huge_pages(args.out[i], head.num_rows * bytes_per_row_[i]);
   const auto clear = [&](size_t begin, size_t end) {
     for (size_t i = 0; i < args.out.size(); ++i)
       std::memset(args.out[i] + begin * bytes_per_row_[i], 0, (end - begin) * bytes_per_row_[i]);
@@ -68,26 +68,26 @@ void Engine::prepare_output(const PullArgs& args) {
       row += plan_.rows_per_expert[e];
     }
   } else {
-    const size_t entries = static_cast<size_t>(fixed.num_rows) * config_.num_topk;
+    const size_t entries = static_cast<size_t>(head.num_rows) * config_.num_topk;
     if (args.out_weights) std::fill_n(args.out_weights, entries, 0.0f);
     if (args.out_topk_idx) std::fill_n(args.out_topk_idx, entries, int64_t{-1});
-    row = fixed.num_items;
+    row = head.num_items;
   }
-  clear(row, fixed.num_rows);
+  clear(row, head.num_rows);
 }
 
 void Engine::pull(int node, const PullArgs& args) {
-  meet("rows");
+  compare_on_node("rows");
   wait_for(&Region::staged, node, "rows");
   if (node != this->node()) {
     for (const Region& peer : regions_) {
-      Cursor c(peer.from_node[node].payload);
-      compare(carve_heading(c)->sender);
+      Cursor c(peer.inbox[node].payload);
+      compare(carve_calls(c)->sender);
     }
   }
   if (disagrees_) return;
   const int num_topk = config_.num_topk;
-  const bool expert_layout = plan_.fixed->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
   size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;
   for (size_t bytes : bytes_per_row_) item_bytes += bytes;
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different source
@@ -97,16 +97,16 @@ void Engine::pull(int node, const PullArgs& args) {
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
     for (int item = begin; item < end; ++item) {
-      const size_t from = plan_.item_row[item];
+      const size_t from = plan_.payload_row[item];
       const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
       const int end_row = expert_layout ? end_copy : first_copy + 1;  // rank layout: one row for all copies
       for (size_t r = 0; r < args.out.size(); ++r) {
         const size_t bytes = bytes_per_row_[r];
         for (int copy = first_copy; copy < end_row; ++copy)
-          std::memcpy(args.out[r] + plan_.copy_row[copy] * bytes, payload.rows[r] + from * bytes, bytes);
+          std::memcpy(args.out[r] + plan_.output_row[copy] * bytes, payload.rows[r] + from * bytes, bytes);
       }
       for (int copy = first_copy; copy < end_copy; ++copy) {
-        const size_t row = plan_.copy_row[copy], entry = row * num_topk + plan_.copy_k[copy];
+        const size_t row = plan_.output_row[copy], entry = row * num_topk + plan_.copy_k[copy];
         if (args.out_weights)
           args.out_weights[expert_layout ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
         if (args.out_topk_idx) args.out_topk_idx[entry] = plan_.copy_expert[copy];
@@ -118,4 +118,4 @@ void Engine::pull(int node, const PullArgs& args) {
 
 void Engine::finish() { raise_flag(own().consumed[0], epoch_); }
 
-}  // namespace ep
+}  // namespace ep::cpu

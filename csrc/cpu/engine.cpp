@@ -1,6 +1,6 @@
 #include "cpu/engine.h"
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 size_t region_bytes(const Config& config) {
@@ -50,7 +50,7 @@ void Engine::close() {
   regions_.clear();
   peer_memory_.clear();
   own_memory_.unmap();
-  for (auto* scratch : {&lists_out_, &payload_out_, &sums_in_}) scratch->clear();
+  for (auto* messages : {&lists_out_, &payload_out_, &sums_in_}) messages->clear();
 }
 
 uint32_t Engine::begin(double timeout_s, int num_threads) {
@@ -59,8 +59,8 @@ uint32_t Engine::begin(double timeout_s, int num_threads) {
   return ++epoch_;
 }
 
-void Engine::give_up(GaveUp why) {
-  if (!regions_.empty() && own().gave_up->epoch.load() == 0) raise_flag(*own().gave_up, why);
+void Engine::abort(AbortReason why) {
+  if (!regions_.empty() && own().aborted->epoch.load() == 0) raise_flag(*own().aborted, why);
 }
 
 void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const {
@@ -69,14 +69,14 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const Region& peer = regions_[local];
     const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
-    awaited.push_back({peer.*flags + index, peer.gave_up, &processes_[local], rank});
+    awaited.push_back({peer.*flags + index, peer.aborted, &processes_[local], rank});
   }
   wait_until(awaited, epoch, {deadline_ns_, config_.spin_us, &stopped_, on_look_}, phase);
 }
 
 void Engine::check_plan(const int32_t* block) const {
   const Plan plan = read_plan(config_, block);
-  if (plan.fixed->magic != Plan::kMagic || plan.fixed->buffer_uid != buffer_uid_)
+  if (plan.head->magic != PlanHead::kMagic || plan.head->buffer_uid != buffer_uid_)
     throw std::invalid_argument("handle: given a plan of another buffer, allowed: one that this buffer made");
 }
 
@@ -90,7 +90,7 @@ Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t al
 // Show the peers of the node what this rank is asked to do. The record of two epochs ago is free: a peer that has
 // begun the last epoch has compared those of the one before.
 void Engine::announce(const Call& call) {
-  own().call[epoch_ % 2] = call;
+  own().calls[epoch_ % 2] = call;
   raise_flag(own().called[0], epoch_);
   for (Call& seen : calls_) seen.rank = -1;
   other_call_ = calls_[call.rank] = call;
@@ -100,13 +100,13 @@ void Engine::announce(const Call& call) {
 // Wait for the calls of this node, before anything else of this epoch is awaited, and compare them. With one node all
 // ranks find the same here. With more, a disagreement about sizes waits until all nodes have heard of it, so that
 // every rank takes the same steps; ranks in different operations cannot, and so end it here.
-void Engine::meet(const char* phase) {
-  if (met_epoch_ == epoch_) return;
+void Engine::compare_on_node(const char* phase) {
+  if (compared_epoch_ == epoch_) return;
   wait_for(&Region::called, 0, phase);
-  met_epoch_ = epoch_;
+  compared_epoch_ = epoch_;
   bool in_step = true;
   for (const Region& peer : regions_) {
-    const Call& call = peer.call[epoch_ % 2];
+    const Call& call = peer.calls[epoch_ % 2];
     in_step = in_step && call.in_step_with(own_call());
     compare(call);
   }
@@ -141,9 +141,9 @@ void Engine::agree() const {
   }
 }
 
-char* Engine::scratch(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {
+char* Engine::message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {
   if (!of_node[node]) of_node[node].reset(new char[bytes]);  // not cleared: pages are committed when touched
   return of_node[node].get();
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -2,7 +2,7 @@
 // them in order and moves the messages between nodes; every step that has to wait for peers of the node throws
 // PeerLate at the deadline of the operation.
 //
-//   dispatch  begin, route, stage, [heads, head_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
+//   dispatch  begin, route, stage, [heads, counts_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
 //             finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node, agree, finish
 //   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
 //             [payload_arrived, pull] per other node, agree, finish
@@ -14,14 +14,15 @@
 #include <stdexcept>
 #include <vector>
 
-#include "common/args.h"
+#include "cpu/args.h"
 #include "cpu/call.h"
+#include "cpu/config.h"
 #include "cpu/plan.h"
 #include "cpu/process.h"
 #include "cpu/region.h"
 #include "cpu/shared_memory.h"
 
-namespace ep {
+namespace ep::cpu {
 
 // What is wrong with a routing: topk_idx[token, k] is out of range, or stands in the row twice.
 struct BadEntry {
@@ -37,7 +38,7 @@ struct Span {
 };
 
 // The outcome of counting: how large the outputs are.
-struct Counts {
+struct OutputSizes {
   int64_t num_rows;
   int64_t plan_elements;  // int32
 };
@@ -63,7 +64,7 @@ class Engine {
   void close();  // gives all memory back; no step may follow
 
   uint32_t begin(double timeout_s, int num_threads);  // the next epoch
-  void give_up(GaveUp why);                           // the peers of the node wait for this rank no more
+  void abort(AbortReason why);                        // the peers of the node wait for this rank no more
   void stop() { stopped_ = true; }                    // [any thread] whoever waits, now or later, throws Interrupted
 
   void check_plan(const int32_t* plan) const;  // throws std::invalid_argument when another buffer made it
@@ -72,14 +73,14 @@ class Engine {
   void route(const RouteArgs& args, const DispatchArgs& payload);
   void reuse(int64_t operation, const int32_t* plan, const std::vector<size_t>& bytes_per_row, bool has_weights);
   void stage(const DispatchArgs& args);
-  Span own_head() const;
-  Span incoming_head(int node) const;
-  void head_arrived(int node);
-  Counts count();  // throws Refused when the ranks do not agree, or max_recv_rows is too small
+  Span own_counts() const;
+  Span incoming_counts(int node) const;
+  void counts_arrived(int node);
+  OutputSizes count();  // throws Refused when the ranks do not agree, or max_recv_rows is too small
   Span outgoing_lists(int node);
   Span incoming_lists(int node) const;
   void lists_arrived(int node);
-  void start_plan(int32_t* plan);  // [Counts::plan_elements]; from here on the rows can be packed
+  void start_plan(int32_t* plan);  // [OutputSizes::plan_elements]; from here on the rows can be packed
   void finish_plan();
   std::pair<std::vector<int64_t>, std::vector<int64_t>> counts_per_expert() const;  // of the plan: true, padded
   Span pack_payload(int node, const DispatchArgs& args);
@@ -102,15 +103,15 @@ class Engine {
   void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
   Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
   void announce(const Call& call);
-  void meet(const char* phase);
+  void compare_on_node(const char* phase);
   void compare(const Call& theirs);
 
-  const Call& own_call() const { return own().call[epoch_ % 2]; }
+  const Call& own_call() const { return own().calls[epoch_ % 2]; }
   const Region& own() const { return regions_[config_.local_rank]; }
-  const FromNode& from(int source) const { return regions_[local_of_[source]].from_node[node_of_[source]]; }
+  const Inbox& inbox_of(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
-  char* scratch(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes);
+  char* message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes);
   Payload payload_of(int source) const;
 
   Config config_;
@@ -127,11 +128,11 @@ class Engine {
 
   // The operation under way.
   uint32_t epoch_ = 0, staged_epoch_ = 0, pushed_epoch_ = 0;  // the last operations that used staging and slots
-  uint32_t met_epoch_ = 0;                                    // the last one whose calls on this node were compared
+  uint32_t compared_epoch_ = 0;                               // the last one whose calls on this node were compared
   int64_t deadline_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};
-  Plan::Fixed counted_{};
+  PlanHead new_head_{};
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
@@ -140,4 +141,4 @@ class Engine {
   bool disagrees_ = false;
 };
 
-}  // namespace ep
+}  // namespace ep::cpu

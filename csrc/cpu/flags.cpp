@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <climits>
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 // A waiting rank looks around this often: for peers that gave up or died, the deadline, and signals.
@@ -54,10 +54,10 @@ namespace {
 void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over, const char* phase) {
   std::vector<int> late, gone;
   for (const Awaited& peer : awaited) {
-    const uint32_t gave_up = peer.gave_up->epoch.load();
-    const bool is_gone = gave_up == kLeft || (gave_up == 0 && peer.process->is_gone());
+    const uint32_t aborted = peer.aborted->epoch.load();
+    const bool is_gone = aborted == kLeft || (aborted == 0 && peer.process->is_gone());
     // It may have raised its flag before it gave up or died, so the flag is read after that.
-    if ((!over && !gave_up && !is_gone) || reached(peer.flag->epoch.load(), epoch)) continue;
+    if ((!over && !aborted && !is_gone) || reached(peer.flag->epoch.load(), epoch)) continue;
     late.push_back(peer.rank);
     if (is_gone) gone.push_back(peer.rank);
   }
@@ -66,32 +66,32 @@ void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over,
 
 }  // namespace
 
-void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const Patience& patience, const char* phase) {
-  const int64_t begin = now_ns(), spin_end = begin + patience.spin_us * int64_t{1000};
+void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitOptions& options, const char* phase) {
+  const int64_t begin = now_ns(), spin_end = begin + options.spin_us * int64_t{1000};
   int64_t next_look = begin + kLookNs;
   for (const Awaited& a : awaited) {
     for (;;) {
       const uint32_t seen = a.flag->epoch.load();
       if (reached(seen, epoch)) break;
-      if (patience.stopped->load()) throw Interrupted();
+      if (options.stopped->load()) throw Interrupted();
       const int64_t now = now_ns();
-      const bool over = now >= patience.deadline_ns;
+      const bool over = now >= options.deadline_ns;
       if (now >= next_look) {
         next_look = now + kLookNs;
-        if (patience.on_look) patience.on_look();
+        if (options.on_look) options.on_look();
         check_peers(awaited, epoch, over, phase);
         continue;
       }
-      if (over || a.gave_up->epoch.load() != 0) {
+      if (over || a.aborted->epoch.load() != 0) {
         check_peers(awaited, epoch, over, phase);
         continue;
       }
       if (now < spin_end)
         sched_yield();  // more ranks than cores is the rule here: give the core to whom we wait for
       else
-        sleep_on(*a.flag, seen, std::min(next_look, patience.deadline_ns) - now);
+        sleep_on(*a.flag, seen, std::min(next_look, options.deadline_ns) - now);
     }
   }
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -9,7 +9,7 @@
 
 #include "cpu/process.h"
 
-namespace ep {
+namespace ep::cpu {
 
 // The last epoch that has reached this point; never reset. One cache line, so that flags do not disturb each other.
 struct alignas(64) Flag {
@@ -23,15 +23,15 @@ inline bool reached(uint32_t seen, uint32_t expected) { return static_cast<int32
 
 void raise_flag(Flag& flag, uint32_t epoch);
 
-// Why a rank will not arrive any more, as its flag `gave_up` has it.
-enum GaveUp : uint32_t {
-  kWaited = 1,  // it waited in vain for others, and says for whom
-  kLeft = 2,    // it destroyed the buffer, or failed by itself
+// Why a rank will not arrive any more, as its flag `aborted` has it.
+enum AbortReason : uint32_t {
+  kWaitedInVain = 1,  // it waited in vain for others, and says for whom
+  kLeft = 2,          // it destroyed the buffer, or failed by itself
 };
 
 struct Awaited {
   Flag* flag;
-  const Flag* gave_up;     // of the peer: 0, or a GaveUp
+  const Flag* aborted;     // of the peer: 0, or a AbortReason
   const Process* process;  // of the peer
   int rank;
 };
@@ -50,7 +50,7 @@ struct Interrupted : std::exception {
 };
 
 // How a rank waits.
-struct Patience {
+struct WaitOptions {
   int64_t deadline_ns;               // CLOCK_MONOTONIC
   int spin_us;                       // then it sleeps
   const std::atomic<bool>* stopped;  // set by another thread: throw Interrupted
@@ -58,8 +58,8 @@ struct Patience {
 };
 
 // Return when every flag has reached `epoch`. Throw PeerLate at the deadline, or once an awaited peer cannot arrive.
-void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const Patience& patience, const char* phase);
+void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitOptions& options, const char* phase);
 
 int64_t now_ns();
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ep {
+namespace ep::cpu {
 
 // Asks for huge pages in [data, data + bytes); memory that is too small, or a system that has none, is left as it is.
 inline void prefer_huge_pages(void* data, size_t bytes) {
@@ -15,4 +15,4 @@ inline void prefer_huge_pages(void* data, size_t bytes) {
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

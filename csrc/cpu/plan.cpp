@@ -6,7 +6,7 @@
 
 #include "cpu/engine.h"
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 struct Choice {
@@ -52,14 +52,14 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   staged_epoch_ = epoch_;
 
   const int num_nodes = config_.num_nodes, per_node = config_.ranks_per_node;
-  const Head& head = own().from_node[node()].head;
-  *head.fixed = {};
-  head.fixed->call = own_call();
-  head.fixed->max_recv_rows = args.max_recv_rows;
-  head.fixed->num_tokens = args.num_tokens;
-  std::fill_n(head.node_tokens, num_nodes, 0);
-  std::fill_n(head.rank_tokens, config_.num_ranks(), 0);
-  std::fill_n(head.expert_tokens, config_.num_experts, 0);
+  const Counts& counts = own().inbox[node()].counts;
+  *counts.start = {};
+  counts.start->call = own_call();
+  counts.start->max_recv_rows = args.max_recv_rows;
+  counts.start->num_tokens = args.num_tokens;
+  std::fill_n(counts.node_tokens, num_nodes, 0);
+  std::fill_n(counts.rank_tokens, config_.num_ranks(), 0);
+  std::fill_n(counts.expert_tokens, config_.num_experts, 0);
 
   std::vector<Choice> choices(config_.num_topk);
   std::vector<int> last_token_to_rank(config_.num_ranks(), -1), last_token_to_node(num_nodes, -1);
@@ -68,12 +68,12 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
       const int64_t expert = args.topk_idx[static_cast<size_t>(t) * config_.num_topk + k];
       if (expert < 0) continue;
       const int rank = static_cast<int>(expert) / num_experts_local();
-      head.expert_tokens[expert]++;
-      if (std::exchange(last_token_to_rank[rank], t) != t) head.rank_tokens[rank]++;
-      if (std::exchange(last_token_to_node[node_of_[rank]], t) != t) head.node_tokens[node_of_[rank]]++;
+      counts.expert_tokens[expert]++;
+      if (std::exchange(last_token_to_rank[rank], t) != t) counts.rank_tokens[rank]++;
+      if (std::exchange(last_token_to_node[node_of_[rank]], t) != t) counts.node_tokens[node_of_[rank]]++;
     }
   }
-  head.node_tokens[node()] = args.num_tokens;  // its own node reads the tokens where they are
+  counts.node_tokens[node()] = args.num_tokens;  // its own node reads the tokens where they are
 
   struct Cursors {  // of one node's lists
     Lists lists;
@@ -82,8 +82,8 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   };
   std::vector<Cursors> to(num_nodes);
   for (int m = 0; m < num_nodes; ++m) {
-    Cursor c(m == node() ? own().from_node[m].lists : scratch(lists_out_, m, max_lists_bytes(config_)));
-    to[m].lists = carve_lists(c, config_, head, m);
+    Cursor c(m == node() ? own().inbox[m].lists : message_memory(lists_out_, m, max_lists_bytes(config_)));
+    to[m].lists = carve_lists(c, config_, counts, m);
     to[m].num_items.assign(per_node, 0);
     to[m].num_copies.assign(per_node, 0);
     to[m].lists.slot_begin[0] = 0;
@@ -96,7 +96,7 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
       Cursors& cursors = to[node_of_[rank]];
       Lists::OfRank& of = cursors.lists.of_rank[local];
       const int item = cursors.num_items[local]++;
-      of.row[item] = cursors.num_rows;
+      of.payload_row[item] = cursors.num_rows;
       of.slot[item] = cursors.num_slots++;
       of.copy_begin[item] = cursors.num_copies[local];
       for (; i < n && choices[i].expert / num_experts_local() == rank; ++i) {
@@ -115,77 +115,77 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
     for (int local = 0; local < per_node; ++local)
       cursors.lists.of_rank[local].copy_begin[cursors.num_items[local]] = cursors.num_copies[local];
   topk_idx_ = args.topk_idx;
-  raise_flag(own().headed[node()], epoch_);
+  raise_flag(own().counted[node()], epoch_);
   raise_flag(own().listed[node()], epoch_);
 }
 
-Span Engine::own_head() const { return incoming_head(node()); }
+Span Engine::own_counts() const { return incoming_counts(node()); }
 
-Span Engine::incoming_head(int node) const {
-  char* data = reinterpret_cast<char*>(own().from_node[node].head.fixed);
+Span Engine::incoming_counts(int node) const {
+  char* data = reinterpret_cast<char*>(own().inbox[node].counts.start);
   Cursor c;
-  carve_head(c, config_);
+  carve_counts(c, config_);
   return {data, c.size()};
 }
 
-void Engine::head_arrived(int node) { raise_flag(own().headed[node], epoch_); }
+void Engine::counts_arrived(int node) { raise_flag(own().counted[node], epoch_); }
 
-Counts Engine::count() {
-  meet("counts");
-  for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::headed, m, "counts");
-  for (int source = 0; source < config_.num_ranks(); ++source) compare(from(source).head.fixed->call);
+OutputSizes Engine::count() {
+  compare_on_node("counts");
+  for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::counted, m, "counts");
+  for (int source = 0; source < config_.num_ranks(); ++source) compare(inbox_of(source).counts.start->call);
   agree();
-  const Head::Fixed& mine = *own().from_node[node()].head.fixed;
+  const Counts::Start& mine = *own().inbox[node()].counts.start;
   const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
   const int experts = num_experts_local();
   std::vector<int64_t> needs;  // rows needed and given of each rank
   bool too_few = false;
 
-  counted_ = {};
+  new_head_ = {};
   for (int rank = 0; rank < config_.num_ranks(); ++rank) {  // every rank finds every rank's overflow
     int64_t items = 0, copies = 0, padded = 0;
-    for (int source = 0; source < config_.num_ranks(); ++source) items += from(source).head.rank_tokens[rank];
+    for (int source = 0; source < config_.num_ranks(); ++source) items += inbox_of(source).counts.rank_tokens[rank];
     for (int e = rank * experts; e < (rank + 1) * experts; ++e) {
       int64_t tokens = 0;
-      for (int source = 0; source < config_.num_ranks(); ++source) tokens += from(source).head.expert_tokens[e];
+      for (int source = 0; source < config_.num_ranks(); ++source) tokens += inbox_of(source).counts.expert_tokens[e];
       copies += tokens;
       padded += round_up(tokens, alignment);
     }
     const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert) ? padded : items;
-    const int64_t given = from(rank).head.fixed->max_recv_rows;
+    const int64_t given = inbox_of(rank).counts.start->max_recv_rows;
     if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
     if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
     too_few = too_few || (given >= 0 && needed > given);
     needs.insert(needs.end(), {needed, given});
     if (rank != config_.rank) continue;
-    counted_.num_items = static_cast<int32_t>(items);
-    counted_.num_copies = static_cast<int32_t>(copies);
-    counted_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
+    new_head_.num_items = static_cast<int32_t>(items);
+    new_head_.num_copies = static_cast<int32_t>(copies);
+    new_head_.num_rows = static_cast<int32_t>(given >= 0 ? given : needed);
   }
   if (too_few) throw Refused("too_few_rows", needs);
 
-  counted_.magic = Plan::kMagic;
-  counted_.plan_id = static_cast<int32_t>(epoch_);
-  counted_.buffer_uid = buffer_uid_;
-  counted_.layout = static_cast<int32_t>(layout);
-  counted_.expert_alignment = static_cast<int32_t>(alignment);
-  counted_.num_tokens = mine.num_tokens;
-  for (int m = 0; m < config_.num_nodes; ++m) counted_.num_reduced += own().from_node[m].head.node_tokens[node()];
+  new_head_.magic = PlanHead::kMagic;
+  new_head_.plan_id = static_cast<int32_t>(epoch_);
+  new_head_.buffer_uid = buffer_uid_;
+  new_head_.layout = static_cast<int32_t>(layout);
+  new_head_.expert_alignment = static_cast<int32_t>(alignment);
+  new_head_.num_tokens = mine.num_tokens;
+  for (int m = 0; m < config_.num_nodes; ++m) new_head_.num_reduced += own().inbox[m].counts.node_tokens[node()];
   Cursor c;
-  carve_plan(c, config_, &counted_);
-  return {counted_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
+  carve_plan(c, config_, &new_head_);
+  return {new_head_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
 }
 
 Span Engine::outgoing_lists(int node) {
   Cursor c;
-  carve_lists(c, config_, own().from_node[this->node()].head, node);
+  carve_lists(c, config_, own().inbox[this->node()].counts, node);
   return {lists_out_[node].get(), c.size()};
 }
 
 Span Engine::incoming_lists(int node) const {
-  const FromNode& source = own().from_node[node];
+  const Inbox& source = own().inbox[node];
   Cursor c;
-  carve_lists(c, config_, source.head, this->node());
+  carve_lists(c, config_, source.counts, this->node());
   return {source.lists, c.size()};
 }
 
@@ -193,20 +193,20 @@ void Engine::lists_arrived(int node) { raise_flag(own().listed[node], epoch_); }
 
 void Engine::start_plan(int32_t* block) {
   Cursor c(block);
-  plan_ = carve_plan(c, config_, &counted_);
-  *plan_.fixed = counted_;
+  plan_ = carve_plan(c, config_, &new_head_);
+  *plan_.head = new_head_;
   const int num_nodes = config_.num_nodes, experts = num_experts_local();
   for (int source = 0; source < config_.num_ranks(); ++source)
-    plan_.payload_rows[source] = from(source).head.node_tokens[node()];
-  std::copy_n(own().from_node[node()].head.node_tokens, num_nodes, plan_.sent_rows);
-  plan_.sent_rows[node()] = 0;
+    plan_.num_payload_rows[source] = inbox_of(source).counts.node_tokens[node()];
+  std::copy_n(own().inbox[node()].counts.node_tokens, num_nodes, plan_.num_sent_rows);
+  plan_.num_sent_rows[node()] = 0;
   std::vector<int32_t> sent(num_nodes, 0);
-  std::fill_n(plan_.sent_row, static_cast<size_t>(num_nodes) * counted_.num_tokens, -1);
-  for (int t = 0; t < counted_.num_tokens; ++t) {
+  std::fill_n(plan_.sent_row, static_cast<size_t>(num_nodes) * new_head_.num_tokens, -1);
+  for (int t = 0; t < new_head_.num_tokens; ++t) {
     for (int k = 0; k < config_.num_topk; ++k) {
       const int64_t expert = topk_idx_[static_cast<size_t>(t) * config_.num_topk + k];
       const int m = expert < 0 ? node() : node_of_[expert / experts];
-      int32_t& row = plan_.sent_row[static_cast<size_t>(m) * counted_.num_tokens + t];
+      int32_t& row = plan_.sent_row[static_cast<size_t>(m) * new_head_.num_tokens + t];
       if (m != node() && row < 0) row = sent[m]++;
     }
   }
@@ -215,32 +215,32 @@ void Engine::start_plan(int32_t* block) {
 void Engine::finish_plan() {
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::listed, m, "lists");
   const int num_ranks = config_.num_ranks(), experts = num_experts_local(), first = config_.rank * experts;
-  std::vector<int32_t> next_row(experts);  // of each expert's group
-  int64_t group = 0;
+  std::vector<int32_t> next_row(experts);  // [experts] next row of each expert's group
+  int64_t group_begin = 0;
   for (int e = 0; e < experts; ++e) {
     int32_t tokens = 0;
-    for (int source = 0; source < num_ranks; ++source) tokens += from(source).head.expert_tokens[first + e];
+    for (int source = 0; source < num_ranks; ++source) tokens += inbox_of(source).counts.expert_tokens[first + e];
     plan_.tokens_per_expert[e] = tokens;
-    plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, counted_.expert_alignment));
-    next_row[e] = static_cast<int32_t>(group);
-    group += plan_.rows_per_expert[e];
+    plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, new_head_.expert_alignment));
+    next_row[e] = static_cast<int32_t>(group_begin);
+    group_begin += plan_.rows_per_expert[e];
   }
 
-  const bool expert_layout = counted_.layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_layout = new_head_.layout == static_cast<int32_t>(Layout::kExpert);
   int32_t item = 0, copy = 0;
   for (int source = 0; source < num_ranks; ++source) {
-    Cursor c(from(source).lists);
-    const Lists lists = carve_lists(c, config_, from(source).head, node());
+    Cursor c(inbox_of(source).lists);
+    const Lists lists = carve_lists(c, config_, inbox_of(source).counts, node());
     const Lists::OfRank& of = lists.of_rank[config_.local_rank];
     plan_.item_begin[source] = item;
-    std::copy_n(of.row, of.num_items, plan_.item_row + item);
+    std::copy_n(of.payload_row, of.num_items, plan_.payload_row + item);
     std::copy_n(of.slot, of.num_items, plan_.item_slot + item);
     std::copy_n(of.expert, of.num_copies, plan_.copy_expert + copy);
     std::copy_n(of.k, of.num_copies, plan_.copy_k + copy);
     for (int i = 0; i < of.num_items; ++i, ++item) {
       plan_.copy_begin[item] = copy;
       for (int n = of.copy_begin[i + 1] - of.copy_begin[i]; n > 0; --n, ++copy)
-        plan_.copy_row[copy] = expert_layout ? next_row[plan_.copy_expert[copy]]++ : item;
+        plan_.output_row[copy] = expert_layout ? next_row[plan_.copy_expert[copy]]++ : item;
     }
   }
   plan_.item_begin[num_ranks] = item;
@@ -248,11 +248,11 @@ void Engine::finish_plan() {
 
   int32_t reduced = 0;  // on the way back, the tokens of its rail meet on this rank
   for (int m = 0; m < config_.num_nodes; ++m) {
-    const FromNode& source = own().from_node[m];
-    const int32_t rows = source.head.node_tokens[node()];
+    const Inbox& source = own().inbox[m];
+    const int32_t rows = source.counts.node_tokens[node()];
     plan_.reduced_begin[m] = reduced;
     Cursor c(source.lists);
-    std::copy_n(carve_lists(c, config_, source.head, node()).slot_begin, rows + 1, plan_.slot_begin + reduced + m);
+    std::copy_n(carve_lists(c, config_, source.counts, node()).slot_begin, rows + 1, plan_.slot_begin + reduced + m);
     reduced += rows;
   }
   plan_.reduced_begin[config_.num_nodes] = reduced;
@@ -268,8 +268,8 @@ void Engine::reuse(int64_t operation, const int32_t* block, const std::vector<si
   plan_ = read_plan(config_, block);
   bytes_per_row_ = bytes_per_row;
   has_weights_ = has_weights;
-  const Plan::Fixed& fixed = *plan_.fixed;
-  announce(call_of(operation, fixed.plan_id, fixed.layout, fixed.expert_alignment));
+  const PlanHead& head = *plan_.head;
+  announce(call_of(operation, head.plan_id, head.layout, head.expert_alignment));
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -4,35 +4,36 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "common/args.h"
-#include "common/layout.h"
+#include "common/cursor.h"
+#include "cpu/config.h"
 
-namespace ep {
+namespace ep::cpu {
 
-struct Plan {
+struct PlanHead {
   static constexpr int32_t kMagic = 0x45504c4e;
 
-  struct Fixed {
-    int32_t magic, plan_id;
-    int64_t buffer_uid;
-    int32_t layout, expert_alignment;
-    int32_t num_tokens;   // of this rank, as a source
-    int32_t num_rows;     // rows of the output, zero rows included
-    int32_t num_items;    // (source rank, source token) pairs that this rank receives
-    int32_t num_copies;   // (source rank, source token, local expert) triples that it receives
-    int32_t num_reduced;  // rows whose partial sums this rank reduces: its own tokens and those of its rail
-  };
-  Fixed* fixed;
+  int32_t magic, plan_id;
+  int64_t buffer_uid;
+  int32_t layout, expert_alignment;
+  int32_t num_tokens;   // of this rank, as a source
+  int32_t num_rows;     // rows of the output, zero rows included
+  int32_t num_items;    // (source rank, source token) pairs that this rank receives
+  int32_t num_copies;   // (source rank, source token, local expert) triples that it receives
+  int32_t num_reduced;  // rows whose partial sums this rank reduces: its own tokens and those of its rail
+};
+
+struct Plan {
+  PlanHead* head;
   int32_t* tokens_per_expert;  // [num_local_experts]
   int32_t* rows_per_expert;    // [num_local_experts] with padding
-  int32_t* sent_rows;          // [num_nodes] of this rank's tokens; 0 for its own node
+  int32_t* num_sent_rows;      // [num_nodes] of this rank's tokens; 0 for its own node
   int32_t* reduced_begin;      // [num_nodes + 1] first row to reduce from each node; its own node: its tokens
-  int32_t* payload_rows;       // [num_ranks] rows of each source's payload on this node
+  int32_t* num_payload_rows;   // [num_ranks] rows of each source's payload on this node
   int32_t* item_begin;         // [num_ranks + 1] items by source rank
-  int32_t* item_row;           // [num_items] row in the source's payload on this node
+  int32_t* payload_row;        // [num_items] row in the source's payload on this node
   int32_t* item_slot;          // [num_items] slot of the partial sum on the rank of the source's rail
   int32_t* copy_begin;         // [num_items + 1]
-  int32_t* copy_row;           // [num_copies] row of the output
+  int32_t* output_row;         // [num_copies] row of the output
   int32_t* copy_expert;        // [num_copies] local expert
   int32_t* copy_k;             // [num_copies] column of the source's topk_idx
   int32_t* slot_begin;         // [num_reduced + num_nodes] per node its rows + 1: slots of each row
@@ -42,21 +43,21 @@ struct Plan {
   const int32_t* slot_begin_of(int node) const { return slot_begin + reduced_begin[node] + node; }
 };
 
-// `fixed` gives the sizes; when it is read from a block, the block's own is used.
-inline Plan carve_plan(Cursor& c, const Config& config, const Plan::Fixed* sizes) {
+// `sizes` gives the sizes; when it is read from a block, the block's own is used.
+inline Plan carve_plan(Cursor& c, const Config& config, const PlanHead* sizes) {
   Plan plan;
-  plan.fixed = c.take<Plan::Fixed>(1);
-  if (!sizes) sizes = plan.fixed;
+  plan.head = c.take<PlanHead>(1);
+  if (!sizes) sizes = plan.head;
   plan.tokens_per_expert = c.take<int32_t>(config.num_local_experts());
   plan.rows_per_expert = c.take<int32_t>(config.num_local_experts());
-  plan.sent_rows = c.take<int32_t>(config.num_nodes);
+  plan.num_sent_rows = c.take<int32_t>(config.num_nodes);
   plan.reduced_begin = c.take<int32_t>(config.num_nodes + 1);
-  plan.payload_rows = c.take<int32_t>(config.num_ranks());
+  plan.num_payload_rows = c.take<int32_t>(config.num_ranks());
   plan.item_begin = c.take<int32_t>(config.num_ranks() + 1);
-  plan.item_row = c.take<int32_t>(sizes->num_items);
+  plan.payload_row = c.take<int32_t>(sizes->num_items);
   plan.item_slot = c.take<int32_t>(sizes->num_items);
   plan.copy_begin = c.take<int32_t>(sizes->num_items + 1);
-  plan.copy_row = c.take<int32_t>(sizes->num_copies);
+  plan.output_row = c.take<int32_t>(sizes->num_copies);
   plan.copy_expert = c.take<int32_t>(sizes->num_copies);
   plan.copy_k = c.take<int32_t>(sizes->num_copies);
   plan.slot_begin = c.take<int32_t>(sizes->num_reduced + config.num_nodes);
@@ -77,7 +78,7 @@ inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_ro
   const int64_t copies =
       layout == Layout::kRank ? items * copies_per_item : std::min(max_items * copies_per_item, num_rows);
   if (copies > INT32_MAX) throw std::length_error("a plan of more than 2^31 rows");
-  Plan::Fixed sizes{};
+  PlanHead sizes{};
   sizes.num_tokens = num_tokens;
   sizes.num_items = static_cast<int32_t>(items);
   sizes.num_copies = static_cast<int32_t>(copies);
@@ -87,4 +88,4 @@ inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_ro
   return c.size() / sizeof(int32_t);
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

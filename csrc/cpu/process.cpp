@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 struct Status {
@@ -58,4 +58,4 @@ bool Process::is_gone() const {
   return status.state == Status::kGone || (start_time_ != 0 && status.start_time != start_time_);
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

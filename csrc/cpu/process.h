@@ -1,7 +1,7 @@
 // Whether a peer's process still runs. The start time tells a process from a later one with the same number.
 #pragma once
 
-namespace ep {
+namespace ep::cpu {
 
 class Process {
  public:
@@ -15,4 +15,4 @@ class Process {
   unsigned long long start_time_ = 0;  // in clock ticks since boot; 0: not known
 };
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -12,7 +12,7 @@
 
 #include "cpu/huge_pages.h"
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 [[noreturn]] void fail(const std::string& what) {
@@ -76,4 +76,4 @@ void SharedMemory::close_fd() {
   fd_ = -1;
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

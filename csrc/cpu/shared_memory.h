@@ -3,7 +3,7 @@
 #pragma once
 #include <cstddef>
 
-namespace ep {
+namespace ep::cpu {
 
 class SharedMemory {
  public:
@@ -28,4 +28,4 @@ class SharedMemory {
   char* data_;
 };
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -10,7 +10,7 @@
 #define EP_SIMD
 #endif
 
-namespace ep {
+namespace ep::cpu {
 namespace {
 
 inline uint32_t bits_of(float x) {
@@ -155,4 +155,4 @@ void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType 
   }
 }
 
-}  // namespace ep
+}  // namespace ep::cpu

@@ -2,12 +2,12 @@
 #pragma once
 #include <cstddef>
 
-#include "common/args.h"
+#include "common/types.h"
 
-namespace ep {
+namespace ep::cpu {
 
 // out = 0 + rows[0] + rows[1] + ..., so no sum is -0.0, not even that of a single row. Rows have `n` elements and may
 // not overlap `out`.
 void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype);
 
-}  // namespace ep
+}  // namespace ep::cpu

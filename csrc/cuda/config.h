@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/args.h"
-#include "common/layout.h"
+#include "common/types.h"
+#include "common/cursor.h"
 
 namespace ep::cuda {
 

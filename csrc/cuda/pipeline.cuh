@@ -8,7 +8,7 @@
 // shared memory for one row of a work, or for one piece of a long row. A work has its bays in a row, in a ring of
 // num_bays.
 #pragma once
-#include "common/layout.h"
+#include "common/cursor.h"
 #include "cuda/config.h"
 #include "cuda/ptx.cuh"
 #include "cuda/sum_rows.cuh"

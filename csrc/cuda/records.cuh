@@ -1,6 +1,6 @@
 // Small records, prefetched to shared memory by the warp reading them in order.
 #pragma once
-#include "common/layout.h"
+#include "common/cursor.h"
 #include "cuda/ptx.cuh"
 #include "cuda/warp.cuh"
 

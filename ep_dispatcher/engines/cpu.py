@@ -25,7 +25,7 @@ _DTYPES = {
     torch.float16: _C_cpu.DType.float16,
 }
 _LAYOUTS = {"rank": _C_cpu.Layout.rank, "expert": _C_cpu.Layout.expert}
-_HEADS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
+_COUNTS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
 
 
 _NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
@@ -46,11 +46,11 @@ class _Peers:
     def __init__(self):
         self.c: _C_cpu.Engine | None = None
         self.rail: Rail | None = None
-        self.why = _C_cpu.GaveUp.left
+        self.why = _C_cpu.AbortReason.left
 
     def tell(self) -> None:
         if self.c is not None:
-            self.c.give_up(self.why)
+            self.c.abort(self.why)
         if self.rail is not None:
             self.rail.abort()
 
@@ -157,14 +157,14 @@ class CpuEngine:
         c, rail = self._c, self._rail
         routed = (_address(topk_idx), _LAYOUTS[layout], expert_alignment, num_rows, arrays, weights, num_tokens)
         c.route(*routed)
-        tag = self._tag(_HEADS)
-        pending = {m: rail.receive("counts between nodes", m, c.incoming_head(m), tag) for m in rail.others}
+        tag = self._tag(_COUNTS)
+        pending = {m: rail.receive("counts between nodes", m, c.incoming_counts(m), tag) for m in rail.others}
         for m in rail.others:
-            rail.send("counts between nodes", m, c.own_head(), tag, is_list=True)
+            rail.send("counts between nodes", m, c.own_counts(), tag, is_list=True)
         c.stage(arrays, weights, num_tokens)
         for m in rail.others:
             rail.wait(pending[m])
-            c.head_arrived(m)
+            c.counts_arrived(m)
         counted_rows, elements = c.count()
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, layout)
@@ -282,7 +282,7 @@ class CpuEngine:
         """End the buffer's use, tell the peers, and find out who is late."""
         ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
-        self._peers.why = _C_cpu.GaveUp.waited
+        self._peers.why = _C_cpu.AbortReason.waited
         self._health.end(partial(error, late_ranks=ranks))
         here = dict(gone=gone, operation=name + cached, epoch=epoch, is_stopped=lambda: self._health.is_stopped)
         chain = follow_chain(self._config.store, self._topology.rank, ranks, **here)

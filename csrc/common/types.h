@@ -1,0 +1,13 @@
+// Types that both engines and their callers share.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ep {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class Layout : int32_t { kRank = 0, kExpert = 1 };
+
+inline size_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+}  // namespace ep

@@ -1,0 +1,33 @@
+// The sizes of a buffer, and where this rank stands in it.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "common/types.h"
+
+namespace ep::cpu {
+
+// One buffer: the same on every rank, except `rank`, `node` and `local_rank`.
+struct Config {
+  int rank = 0;              // this rank in the group
+  std::vector<int> rank_at;  // [num_nodes, ranks_per_node] the rank at (node, local rank), ascending in a node
+  int num_nodes = 1;
+  int ranks_per_node = 1;
+  int node = 0;        // of this rank
+  int local_rank = 0;  // of this rank, in its node
+  int num_experts = 1;
+  int num_topk = 1;
+  int max_tokens = 1;  // tokens a rank may bring to one dispatch
+  int hidden = 1;      // elements of a row
+  DType dtype = DType::kBFloat16;
+  int spin_us = 50;  // a waiting rank spins this long before it sleeps
+
+  int num_ranks() const { return num_nodes * ranks_per_node; }
+  int num_local_experts() const { return num_experts / num_ranks(); }
+  size_t row_bytes() const { return hidden * size_of(dtype); }
+  size_t weights_bytes() const { return num_topk * sizeof(float); }
+  // Return how many partial sums of one token can meet on one rank of a node.
+  int max_partials() const { return ranks_per_node < num_topk ? ranks_per_node : num_topk; }
+};
+
+}  // namespace ep::cpu
