@@ -1,4 +1,4 @@
-// What the modules of both engines bind alike. Tensors come as addresses (int), 0 for "none".
+// Bindings of both engines' modules. A tensor is passed as its address (int); 0 stands for None.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,7 +14,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Local to the module, because the other one has them too, and one process may use both.
+// Bind the common types, local to this module: one process may use both modules, and each has them.
 inline void bind_types(pybind11::module_& m) {
   pybind11::enum_<DType>(m, "DType", pybind11::module_local())
       .value("float32", DType::kFloat32)

@@ -1,4 +1,4 @@
-// The Python face of the CPU engine. Memory goes out as memoryviews.
+// The module _C_cpu. Python gets messages as memoryviews.
 #include "bindings.h"
 #include "cpu/engine.h"
 #include "cpu/sum_rows.h"
@@ -39,7 +39,7 @@ bool is_finalizing() {
 #endif
 }
 
-// Run Python's handlers of signals that have come, if this is the main thread; what they raise ends the wait.
+// Run Python's handlers of pending signals, in the main thread. An exception of a handler ends the wait.
 void run_signal_handlers() {
   if (is_finalizing()) return;
   py::gil_scoped_acquire locked;
@@ -95,16 +95,16 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.attr("COMBINE") = Call::kCombine;
   m.attr("COMPARED") = std::vector<std::string>(std::begin(Call::kNames), std::end(Call::kNames));
 
-  // (token, k, expert, repeated) of the first wrong entry of topk_idx (int64 [num_tokens, num_topk]), or None.
+  // Return (token, k, expert, repeated) of the first invalid entry of topk_idx (int64 [num_tokens, num_topk]), or None.
   m.def("find_bad_entry", [](Address topk_idx, int num_tokens, int num_topk, int num_experts) -> py::object {
     const auto bad = find_bad_entry(pointer<const int64_t>(topk_idx), num_tokens, num_topk, num_experts);
     if (!bad) return py::none();
     return py::make_tuple(bad->token, bad->k, bad->expert, bad->repeated);
   });
-  // int32 elements that hold any plan of `num_tokens` own tokens and `num_rows` received rows.
+  // Return the int32 elements of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
 
-  // For tests: whether a process has ended since this was made.
+  // For tests: is_gone() is true once the process has ended.
   py::class_<Process>(m, "Process", py::module_local()).def(py::init<int>()).def("is_gone", &Process::is_gone);
 
   py::class_<Engine>(m, "Engine", py::module_local())
@@ -218,7 +218,7 @@ PYBIND11_MODULE(_C_cpu, m) {
           Unlocked())
       .def("finish", &Engine::finish);
 
-  // out = rows[0] + rows[1] + ..., as in every combine; for tests of the rounding.
+  // For tests of the rounding: out = rows[0] + rows[1] + ..., as in every combine.
   m.def("sum_rows", [](const std::vector<Address>& rows, Address out, size_t n, ep::DType dtype) {
     std::vector<const char*> pointers;
     for (Address row : rows) pointers.push_back(pointer<const char>(row));

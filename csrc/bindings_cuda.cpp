@@ -1,5 +1,5 @@
-// The Python face of the CUDA engine. Streams come as the integers that PyTorch calls cuda_stream. Two modules have it:
-// _C_cuda, whose wire between nodes is the peer wire, and _C_nvshmem. One process may use both, so all is local.
+// The modules of the CUDA engine: _C_cuda with the peer wire, _C_nvshmem with the NVSHMEM wire. One process may use
+// both, so all types are local to their module. A stream is passed as an integer, PyTorch's cuda_stream.
 #include <atomic>
 
 #include "bindings.h"
@@ -19,7 +19,7 @@ namespace {
 using ep::Address;
 using ep::pointer;
 
-// A field that holds an address, as Python sees it.
+// Bind a pointer field as an integer address.
 template <class Struct, class T>
 void address(py::class_<Struct>& bound, const char* name, T* Struct::* field) {
   bound.def_property(
@@ -112,19 +112,19 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("max_nodes") = kMaxNodes;
   m.attr("report_bytes") = sizeof(Report);
   m.def("region_bytes", &region_bytes);
-  m.def("flag_bytes", &flag_bytes);          // at the start of a region: these must be 0 at first
-  m.def("aborted_offset", &aborted_offset);  // in a region: uint64 [num_ranks], not 0 where a rank has aborted
+  m.def("flag_bytes", &flag_bytes);          // at the start of a region; to be zeroed before the first kernel
+  m.def("aborted_offset", &aborted_offset);  // in a region: uint64 [num_ranks], 1 after the rank's abort
   m.def("state_bytes", &state_bytes);
-  // int32 elements that hold any plan of `num_rows` received rows.
+  // Return the int32 elements of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
-  // In the state: uint32, not 0 once this rank has aborted; counters of bytes, uint64, by rank and by node.
+  // In the state: uint32, 1 after this rank's abort; counters of bytes, uint64, by rank and by node.
   m.attr("state_aborted_offset") = offsetof(State, aborted);
   m.attr("bytes_read_offset") = offsetof(State, bytes_read);
   m.attr("bytes_written_offset") = offsetof(State, bytes_written);
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
   m.attr("lists_sent_offset") = offsetof(State, lists_sent);
 
-  // Copy between any two addresses, in a stream: a copy needs no multiprocessor.
+  // Copy between any two addresses, in a stream: a copy needs no multiprocessor, so it can pass a running kernel.
   m.def("copy", [](Address to, Address from, size_t bytes, Address stream) {
     check(
         cudaMemcpyAsync(pointer<char>(to), pointer<char>(from), bytes, cudaMemcpyDefault, pointer<CUstream_st>(stream)),
@@ -154,34 +154,34 @@ PYBIND11_MODULE(EP_MODULE, m) {
            py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"),
            py::arg("wire_rate"), py::arg("state"), py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"),
            py::arg("rail_blocks"))
-      // Plan (without a plan made before) and stage; then bring the rows. `dispatch` is both in one launch.
+      // `prepare` plans (unless a plan is given) and stages, `pull` brings the rows; `dispatch` is both in one launch.
       .def("prepare", launch_dispatch<true, false>)
       .def("pull", launch_dispatch<false, true>)
       .def("dispatch", launch_dispatch<true, true>)
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
-      // Rows of the dispatch with this ticket; -1 if a kernel has aborted, -2 if neither is so within slice_s.
+      // Return the rows of the dispatch with this ticket, -1 after an abort, -2 after slice_s without either.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
-      // None, or where this rank has aborted: (Operation, Phase, epoch, [ranks waited for], seconds waited).
+      // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).
       .def("late",
            [](const Engine& e) -> py::object {
              const Report& report = e.report();
              if (*static_cast<const volatile uint32_t*>(&report.aborted) == 0) return py::none();
-             std::atomic_thread_fence(std::memory_order_acquire);  // the fields were written before the first one
+             std::atomic_thread_fence(std::memory_order_acquire);  // `aborted` was written last: read it first
              std::vector<int> ranks;
              for (int rank = 0; rank < kMaxRanks; ++rank)
                if (report.late[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
              return py::make_tuple(static_cast<Operation>(report.operation), static_cast<Phase>(report.phase),
                                    report.epoch, ranks, report.waited_ms / 1e3);
            })
-      // None, or a caller's mistake that a kernel has found: (Mistake, detail, value, [(needed, given) by rank]).
+      // Return None, or a mistake found by a kernel: (Mistake, detail, value, [(needed, given) by rank]). Clear it.
       .def("take_mistake", [](const Engine& e) -> py::object {
         const Report& report = e.report();
         const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
         if (kind == 0) return py::none();
         std::atomic_thread_fence(std::memory_order_acquire);
         const MistakeFacts facts = report.facts;
-        std::atomic_thread_fence(std::memory_order_release);  // kernels may write the facts again once it is cleared
+        std::atomic_thread_fence(std::memory_order_release);  // once cleared, kernels may write the facts again
         e.clear_mistake();
         std::vector<std::pair<int64_t, int64_t>> rows;
         for (int rank = 0; rank < e.config().num_ranks(); ++rank)

@@ -1,5 +1,4 @@
-// Where things lie in a block of memory. Offsets are written once: the same code measures and hands out, on the host
-// and in kernels.
+// Offsets in a block of memory, written once: the same code measures and hands out, on the host and in kernels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,15 +11,16 @@
 
 namespace ep {
 
-// Hands out consecutive aligned arrays. Without a base it only measures: size() is then what must be allocated, and
-// the arrays are offsets.
+// Hands out consecutive aligned arrays. Without a base it only measures: size() is then the memory needed, and arrays
+// are offsets.
 class Cursor {
  public:
   static constexpr size_t kAlignment = 64;
 
   EP_HOST_DEVICE explicit Cursor(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
-  // `alignment`: a multiple of kAlignment. Pointer arithmetic keeps the address space that a compiler has inferred.
+  // [host, thread] Return the next `count` elements, aligned to a multiple of kAlignment. Pointer arithmetic, not a
+  // cast from integers: the compiler then still knows the address space.
   template <class T>
   EP_HOST_DEVICE T* take(size_t count, size_t alignment = kAlignment) {
     offset_ = (offset_ + alignment - 1) / alignment * alignment;

@@ -1,4 +1,4 @@
-// Types that both engines and their callers share.
+// Types of both engines.
 #pragma once
 #include <cstddef>
 #include <cstdint>

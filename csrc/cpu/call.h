@@ -1,4 +1,4 @@
-// What the ranks of a group have to do alike in one epoch, and how a rank says that they did not.
+// The Calls of an operation: ranks compare them, and refuse the operation where they differ.
 #pragma once
 #include <cstdint>
 #include <exception>
@@ -8,7 +8,7 @@
 
 namespace ep::cpu {
 
-// One operation as its caller gave it. Every rank writes one, and compares those of all others with it.
+// One operation as its caller gave it. Every rank writes one and compares the others with it.
 struct Call {
   enum Field { kOperation, kHandle, kLayout, kAlignment, kWeights, kRowBytes, kScaleBytes, kNumFields };
   // As ep_dispatcher/checks.py names them (AGREED).
@@ -17,21 +17,22 @@ struct Call {
   static constexpr int64_t kDispatch = 0, kCombine = 1;  // values of kOperation
 
   int64_t rank;
-  int64_t given[kNumFields];  // kHandle: epoch of the dispatch that made the plan, 0 for a new plan
+  int64_t given[kNumFields];  // kHandle: 0 for a new plan, else the epoch of the plan's dispatch
 
-  // Return the first field that differs, or kNumFields.
+  // Return the first differing field, or kNumFields.
   int differs_from(const Call& other) const {
     int field = 0;
     while (field < kNumFields && given[field] == other.given[field]) ++field;
     return field;
   }
-  // Whether both send the same kinds of messages in the same order.
+  // Return true when both ranks send the same kinds of messages in the same order.
   bool in_step_with(const Call& other) const {
     return given[kOperation] == other.given[kOperation] && (given[kHandle] == 0) == (other.given[kHandle] == 0);
   }
 };
 
-// Facts about an operation that a rank refuses, for ep_dispatcher/checks.py to word: `kind` is a function there.
+// Thrown by a rank that refuses an operation. Carries facts for ep_dispatcher/checks.py to word; `kind` is a function
+// there.
 //
 //   disagreement      field, facts {rank, theirs, other rank, ours}
 //   too_few_rows      facts {needed, given} of each rank
@@ -44,7 +45,7 @@ struct Refused : std::exception {
 
   std::string kind, field;
   std::vector<int64_t> facts;
-  bool by_all = true;  // every rank refuses it and has taken the same steps; else only the ranks of this node do
+  bool by_all = true;  // every rank refuses, after the same steps; false: only the ranks of this node do
 };
 
 }  // namespace ep::cpu

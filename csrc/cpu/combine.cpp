@@ -1,5 +1,5 @@
-// The rows' way back: summed over a rank's experts, then over a node's ranks, then over the nodes. The order of
-// every sum and its one rounding are those of ep_dispatcher/reference.py.
+// A combine's rows: summed over a rank's experts, then over a node's ranks, then over the nodes. The order of every sum
+// and its one rounding are those of ep_dispatcher/reference.py.
 #include <algorithm>
 #include <cstring>
 
@@ -16,7 +16,7 @@ void Engine::push(int node, const CombineArgs& args) {
   const size_t row_bytes = config_.row_bytes();
   const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
   const bool has_weights = args.topk_weights != nullptr;
-  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different rail
+  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different rail
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Slots& slots = inbox_of(source).slots;
@@ -56,8 +56,10 @@ Span Engine::reduce(int node, bool has_weights) {
   Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
-  *sums.calls = {own_call(), other_call_};  // its receiver hears from no other rank of this node
+  *sums.calls = {own_call(), other_call_};  // the receiver gets no message from other ranks of this node
   if (disagrees_) return {data, sizeof(SenderCalls)};
+
+  // Sum the slots of each of the rail peer's tokens.
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials());
@@ -69,7 +71,7 @@ Span Engine::reduce(int node, bool has_weights) {
       if (!has_weights) continue;
       float* weights = sums.weights + static_cast<size_t>(row) * num_topk;
       std::fill_n(weights, num_topk, 0.0f);
-      for (size_t j = 0; j < num_slots; ++j)  // only one slot is not 0 in any column: no rounding
+      for (size_t j = 0; j < num_slots; ++j)  // in each column at most one slot is not 0: no rounding
         for (int k = 0; k < num_topk; ++k) weights[k] += slots.weights[(begin + j) * num_topk + k];
     }
   }
@@ -90,15 +92,19 @@ void Engine::sum(const CombineArgs& args) {
   const Slots& slots = own().inbox[node()].slots;
   const int32_t* slot_begin = plan_.slot_begin_of(node());
   prefer_huge_pages(args.out, num_tokens * row_bytes);
-  std::vector<Payload> inbox;
+
+  // Compare the Calls in front of the other nodes' sums.
+  std::vector<Payload> sums_of_node;
   for (int m = 0; m < config_.num_nodes; ++m) {
     Cursor c(sums_in_[m].get());
-    inbox.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.num_sent_rows[m]));
+    sums_of_node.push_back(carve_payload(c, config_, {row_bytes}, has_weights, plan_.num_sent_rows[m]));
     if (m == node()) continue;
-    compare(inbox[m].calls->sender);
-    compare(inbox[m].calls->other);
+    compare(sums_of_node[m].calls->sender);
+    compare(sums_of_node[m].calls->other);
   }
   agree();
+
+  // Sum the slots and the other nodes' sums of each token, in the order of nodes.
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
     std::vector<const char*> rows(config_.max_partials() + config_.num_nodes);
@@ -116,7 +122,7 @@ void Engine::sum(const CombineArgs& args) {
           for (size_t slot = slot_begin[t]; slot < static_cast<size_t>(slot_begin[t + 1]); ++slot)
             add(slots.rows + slot * row_bytes, slots.weights + slot * num_topk);
         } else if (const int row = plan_.sent_row[static_cast<size_t>(m) * num_tokens + t]; row >= 0) {
-          const Payload& sums = inbox[m];
+          const Payload& sums = sums_of_node[m];
           add(sums.rows[0] + row * row_bytes, has_weights ? sums.weights + size_t(row) * num_topk : nullptr);
         }
       }

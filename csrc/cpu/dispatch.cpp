@@ -1,4 +1,4 @@
-// The rows' way out: staged by their source, forwarded once per node over the rail, pulled into their final place.
+// A dispatch's rows: staged by their source, sent once per node over the rail, pulled into their final place.
 #include <algorithm>
 #include <cstring>
 
@@ -31,7 +31,7 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
-  *payload.calls = {own_call(), own_call()};  // every rank of a node reads the headings of the others
+  *payload.calls = {own_call(), own_call()};  // the receivers read those of all ranks of this node
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
   for (int t = 0; t < args.num_tokens; ++t) {
@@ -61,6 +61,7 @@ void Engine::prepare_output(const PullArgs& args) {
       std::memset(args.out[i] + begin * bytes_per_row_[i], 0, (end - begin) * bytes_per_row_[i]);
     if (expert_layout && args.out_weights) std::fill(args.out_weights + begin, args.out_weights + end, 0.0f);
   };
+  // Clear the padding of each expert's rows, or all entries beside the tokens' own; then all rows behind the last.
   size_t row = 0;
   if (expert_layout) {
     for (int e = 0; e < num_experts_local(); ++e) {
@@ -79,6 +80,7 @@ void Engine::prepare_output(const PullArgs& args) {
 void Engine::pull(int node, const PullArgs& args) {
   compare_on_node("rows");
   wait_for(&Region::staged, node, "rows");
+  // Compare the Calls of the other node's ranks.
   if (node != this->node()) {
     for (const Region& peer : regions_) {
       Cursor c(peer.inbox[node].payload);
@@ -86,11 +88,13 @@ void Engine::pull(int node, const PullArgs& args) {
     }
   }
   if (disagrees_) return;
+
+  // Copy the rows, weights and experts of each source's items.
   const int num_topk = config_.num_topk;
   const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
   size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;
   for (size_t bytes : bytes_per_row_) item_bytes += bytes;
-  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank starts at a different source
+  for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different source
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Payload payload = payload_of(source);

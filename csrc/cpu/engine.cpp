@@ -65,7 +65,7 @@ void Engine::abort(AbortReason why) {
 
 void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const {
   std::vector<Awaited> awaited;
-  for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank starts at a different peer
+  for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank begins with a different peer
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const Region& peer = regions_[local];
     const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
@@ -87,8 +87,8 @@ Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t al
            static_cast<int64_t>(scale_bytes)}};
 }
 
-// Show the peers of the node what this rank is asked to do. The record of two epochs ago is free: a peer that has
-// begun the last epoch has compared those of the one before.
+// Write this rank's Call for the peers of the node. The Call of two epochs ago may be overwritten: every peer has begun
+// the last epoch, and so has compared the Calls of the epoch before.
 void Engine::announce(const Call& call) {
   own().calls[epoch_ % 2] = call;
   raise_flag(own().called[0], epoch_);
@@ -97,9 +97,10 @@ void Engine::announce(const Call& call) {
   disagrees_ = false;
 }
 
-// Wait for the calls of this node, before anything else of this epoch is awaited, and compare them. With one node all
-// ranks find the same here. With more, a disagreement about sizes waits until all nodes have heard of it, so that
-// every rank takes the same steps; ranks in different operations cannot, and so end it here.
+// Wait for the Calls of this node and compare them, once an epoch, before any wait for this epoch. With one node all
+// ranks find the same difference here, and refuse. With several nodes ranks must keep sending the same messages: a
+// difference in sizes is refused later, when all nodes have seen it. Ranks in different operations send different
+// messages, so they refuse at once.
 void Engine::compare_on_node(const char* phase) {
   if (compared_epoch_ == epoch_) return;
   wait_for(&Region::called, 0, phase);
@@ -120,6 +121,7 @@ void Engine::compare_on_node(const char* phase) {
   }
 }
 
+// Note the Call of another rank, and whether it differs from this rank's.
 void Engine::compare(const Call& theirs) {
   calls_[theirs.rank] = theirs;
   if (theirs.differs_from(own_call()) == Call::kNumFields) return;
@@ -127,7 +129,7 @@ void Engine::compare(const Call& theirs) {
   disagrees_ = true;
 }
 
-// Every rank that has seen the same calls throws the same.
+// Compare with the lowest rank, not with this one: ranks with the same Calls then throw the same.
 void Engine::agree() const {
   if (!disagrees_) return;
   const Call* first = nullptr;
@@ -142,7 +144,7 @@ void Engine::agree() const {
 }
 
 char* Engine::message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes) {
-  if (!of_node[node]) of_node[node].reset(new char[bytes]);  // not cleared: pages are committed when touched
+  if (!of_node[node]) of_node[node].reset(new char[bytes]);  // not cleared: a page costs memory only when it is touched
   return of_node[node].get();
 }
 

@@ -1,12 +1,13 @@
-// The CPU engine of one rank: the steps of dispatch and combine that need no network. The caller (Python) runs
-// them in order and moves the messages between nodes; every step that has to wait for peers of the node throws
-// PeerLate at the deadline of the operation.
+// The CPU engine of one rank: the steps of dispatch and combine inside a node. Python calls them in the order below,
+// and moves the messages between nodes. A step in brackets is there only with several nodes. A step may wait for peers
+// of the node; it then throws PeerLate at the deadline of the operation.
 //
-//   dispatch  begin, route, stage, [heads, counts_arrived], count, start_plan, [lists, pack_payload], lists_arrived,
-//             finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node, agree, finish
+//   dispatch  begin, route, [own_counts], stage, [counts_arrived], count, start_plan, [outgoing_lists, pack_payload,
+//             lists_arrived], finish_plan, prepare_output, pull own node, [payload_arrived, pull] per other node,
+//             agree, finish
 //   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
 //             [payload_arrived, pull] per other node, agree, finish
-//   combine   begin, reuse, push and [reduce] per other node, push own node, [incoming_sums], sum, finish
+//   combine   begin, reuse, [push and reduce] per other node, push own node, sum, finish
 #pragma once
 #include <atomic>
 #include <memory>
@@ -24,79 +25,113 @@
 
 namespace ep::cpu {
 
-// What is wrong with a routing: topk_idx[token, k] is out of range, or stands in the row twice.
+// An invalid entry of a routing: topk_idx[token, k] is out of range, or stands in its row twice.
 struct BadEntry {
   int token, k;
   int64_t expert;
   bool repeated;
 };
+// Return the first invalid entry of topk_idx [num_tokens, num_topk], or none.
 std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, int num_topk, int num_experts);
 
+// Memory of a message.
 struct Span {
   char* data;
   size_t size;
 };
 
-// The outcome of counting: how large the outputs are.
+// Sizes of a dispatch's outputs, known once all ranks have counted.
 struct OutputSizes {
   int64_t num_rows;
   int64_t plan_elements;  // int32
 };
 
 struct PeerTraffic {
-  std::vector<int64_t> bytes_read;     // [num_ranks] rows, scales and weights, by the rank whose memory they were in
-  std::vector<int64_t> bytes_written;  // [num_ranks] partial sums and weights, by the rank whose memory they went to
+  std::vector<int64_t> bytes_read;     // [num_ranks] rows, scales and weights read from a rank's memory
+  std::vector<int64_t> bytes_written;  // [num_ranks] partial sums and weights written to a rank's memory
 };
 
 class Engine {
  public:
-  // `on_look` is called every 20 ms while this rank waits; what it throws ends the operation. It may be null.
+  // Allocate this rank's shared memory. While the rank waits it calls `on_look` every 20 ms, unless null; an exception
+  // of on_look ends the operation.
   Engine(Config config, int64_t buffer_uid, void (*on_look)() = nullptr);
 
   const Config& config() const { return config_; }
   uint32_t epoch() const { return epoch_; }
   const PeerTraffic& traffic() const { return traffic_; }
 
-  // Set-up: every rank gives its process and descriptor to the ranks of its node.
+  // Return the descriptor of this rank's shared memory. The ranks of a node exchange process numbers and descriptors.
   int fd() const { return own_memory_.fd(); }
-  void attach(const std::vector<int>& pids, const std::vector<int>& fds);  // [ranks_per_node]
+  // Map the shared memory of all ranks of the node; both arrays are [ranks_per_node].
+  void attach(const std::vector<int>& pids, const std::vector<int>& fds);
+  // Close the descriptor, once all peers have attached.
   void close_fd() { own_memory_.close_fd(); }
-  void close();  // gives all memory back; no step may follow
+  // Free all memory. No step may follow.
+  void close();
 
-  uint32_t begin(double timeout_s, int num_threads);  // the next epoch
-  void abort(AbortReason why);                        // the peers of the node wait for this rank no more
-  void stop() { stopped_ = true; }                    // [any thread] whoever waits, now or later, throws Interrupted
+  // Begin the next operation. Return its epoch.
+  uint32_t begin(double timeout_s, int num_threads);
+  // Signal the peers of the node not to wait for this rank. The first reason stays.
+  void abort(AbortReason why);
+  // [any thread] Make this rank throw Interrupted where it waits, now or later.
+  void stop() { stopped_ = true; }
+  // Throw std::invalid_argument when another buffer made the plan.
+  void check_plan(const int32_t* plan) const;
 
-  void check_plan(const int32_t* plan) const;  // throws std::invalid_argument when another buffer made it
-
-  // Dispatch. A route makes a plan; reuse takes one from a handle.
+  // ---- dispatch
+  // Announce a dispatch with a new plan. Wait for free staging. Write this rank's counts and lists, for all nodes.
   void route(const RouteArgs& args, const DispatchArgs& payload);
+  // Announce an operation with the plan of a handle.
   void reuse(int64_t operation, const int32_t* plan, const std::vector<size_t>& bytes_per_row, bool has_weights);
+  // Wait for free staging, then copy this rank's rows and weights there.
   void stage(const DispatchArgs& args);
+  // Return the message with this rank's Call and counts, for its rail peers.
   Span own_counts() const;
+  // Return room for the message with the counts of the rail peer on `node`.
   Span incoming_counts(int node) const;
+  // Signal this node: the message is complete.
   void counts_arrived(int node);
-  OutputSizes count();  // throws Refused when the ranks do not agree, or max_recv_rows is too small
+  // Wait for all Calls and counts, and compare. Throw Refused where ranks differ or max_recv_rows is too small.
+  OutputSizes count();
+  // Return the lists for the rail peer on `node`.
   Span outgoing_lists(int node);
+  // Return room for the lists of the rail peer on `node`.
   Span incoming_lists(int node) const;
+  // Signal this node: the message is complete.
   void lists_arrived(int node);
-  void start_plan(int32_t* plan);  // [OutputSizes::plan_elements]; from here on the rows can be packed
+  // Begin the plan [OutputSizes::plan_elements]: write the part for pack_payload.
+  void start_plan(int32_t* plan);
+  // Wait for all lists, then write the rest of the plan.
   void finish_plan();
-  std::pair<std::vector<int64_t>, std::vector<int64_t>> counts_per_expert() const;  // of the plan: true, padded
+  // Return the plan's tokens per local expert, and its rows per local expert (with padding).
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> counts_per_expert() const;
+  // Return the payload for the rail peer on `node`: Calls, rows, scales and weights.
   Span pack_payload(int node, const DispatchArgs& args);
+  // Return room for the payload of the rail peer on `node`.
   Span incoming_payload(int node) const;
+  // Signal this node: the message is complete.
   void payload_arrived(int node);
+  // Clear all output rows and entries without a token.
   void prepare_output(const PullArgs& args);
-  void pull(int node, const PullArgs& args);  // pulls nothing once ranks were found to disagree
-  void agree() const;                         // after the last pull; throws Refused when ranks disagree
+  // Wait for the payloads of a node's sources, and copy their rows into place. Copy nothing once Calls differ.
+  void pull(int node, const PullArgs& args);
+  // Throw Refused if Calls differ. To be called after the last pull.
+  void agree() const;
 
-  // Combine.
+  // ---- combine
+  // Wait for free slots. Sum each token's local experts, for the tokens of a node's ranks, into the token's slot.
   void push(int node, const CombineArgs& args);
+  // Wait for the partial sums of the rail peer's tokens, and sum them. Return the message for the peer.
   Span reduce(int node, bool has_weights);
+  // Return room for the sums sent by the rail peer on `node`.
   Span incoming_sums(int node);
-  void sum(const CombineArgs& args);  // throws Refused when ranks disagree
+  // Wait for the partial sums of this rank's own tokens. Sum them with those of other nodes. Throw Refused where ranks
+  // differ. The messages of other nodes must have arrived.
+  void sum(const CombineArgs& args);
 
-  void finish();  // of either: this rank reads nothing more
+  // End the operation. Signal this node: this rank has read all it needs, and memory may be overwritten.
+  void finish();
 
  private:
   void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
@@ -111,7 +146,9 @@ class Engine {
   const Inbox& inbox_of(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
+  // Return the memory of a message, allocated when first used.
   char* message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes);
+  // Return a view of the rows of `source` on this node.
   Payload payload_of(int source) const;
 
   Config config_;
@@ -121,23 +158,25 @@ class Engine {
   std::vector<Region> regions_;                                             // [ranks_per_node]
   std::vector<Process> processes_;                                          // [ranks_per_node]
   std::vector<int> node_of_, local_of_;                                     // [num_ranks]
-  std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, sums_in_;  // [num_nodes] what crosses between nodes
+  std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, sums_in_;  // [num_nodes] messages, by rail peer
   PeerTraffic traffic_;
   void (*on_look_)();
   std::atomic<bool> stopped_{false};
 
   // The operation under way.
-  uint32_t epoch_ = 0, staged_epoch_ = 0, pushed_epoch_ = 0;  // the last operations that used staging and slots
-  uint32_t compared_epoch_ = 0;                               // the last one whose calls on this node were compared
+  uint32_t epoch_ = 0;
+  uint32_t staged_epoch_ = 0;    // last operation that wrote staging
+  uint32_t pushed_epoch_ = 0;    // last operation that wrote slots
+  uint32_t compared_epoch_ = 0;  // last operation whose Calls on this node were compared
   int64_t deadline_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};
-  PlanHead new_head_{};
+  PlanHead new_head_{};  // of the plan to come; written by count, read by start_plan
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
-  std::vector<Call> calls_;  // [num_ranks] as far as they were seen; rank -1: not seen
-  Call other_call_{};        // the first one that differs from this rank's, which it is while there is none
+  std::vector<Call> calls_;  // [num_ranks] Calls of this epoch; Call::rank is -1 for one not seen yet
+  Call other_call_{};        // the first Call seen to differ from this rank's; until then this rank's own
   bool disagrees_ = false;
 };
 

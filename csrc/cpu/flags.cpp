@@ -12,16 +12,15 @@
 namespace ep::cpu {
 namespace {
 
-// A waiting rank looks around this often: for peers that gave up or died, the deadline, and signals.
+// A waiting rank looks this often for aborted and dead peers, the deadline, and signals.
 constexpr int64_t kLookNs = 20'000'000;
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
-// Sleeps until the flag is raised or `ns` have passed. The count of sleepers is raised before the flag is read
-// again by the kernel, and raise_flag() reads it after its store, both sequentially consistent: one of the two
-// sees the other, so no wake-up is lost.
+// Sleep until the flag is raised or `ns` have passed. No wake-up is lost: the sleeper counts itself in before the
+// kernel reads the flag again, raise_flag reads the count after its store, and both are sequentially consistent.
 void sleep_on(Flag& flag, uint32_t seen, int64_t ns) {
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
   flag.num_sleepers.fetch_add(1);
@@ -38,7 +37,7 @@ int64_t now_ns() {
 }
 
 void raise_flag(Flag& flag, uint32_t epoch) {
-  flag.epoch.store(epoch);  // releases everything written before
+  flag.epoch.store(epoch);  // releases all earlier writes
   if (flag.num_sleepers.load() != 0) futex(&flag.epoch, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
@@ -50,13 +49,13 @@ PeerLate::PeerLate(const std::string& phase, std::vector<int> ranks, std::vector
 
 namespace {
 
-// Throw PeerLate if a peer that has not arrived never will, or if the time is up.
+// Throw PeerLate if a missing peer cannot arrive any more, or if the time is up.
 void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over, const char* phase) {
   std::vector<int> late, gone;
   for (const Awaited& peer : awaited) {
     const uint32_t aborted = peer.aborted->epoch.load();
     const bool is_gone = aborted == kLeft || (aborted == 0 && peer.process->is_gone());
-    // It may have raised its flag before it gave up or died, so the flag is read after that.
+    // The peer may have raised its flag before it aborted or died: read the flag last.
     if ((!over && !aborted && !is_gone) || reached(peer.flag->epoch.load(), epoch)) continue;
     late.push_back(peer.rank);
     if (is_gone) gone.push_back(peer.rank);
@@ -66,19 +65,19 @@ void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over,
 
 }  // namespace
 
-void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitOptions& options, const char* phase) {
-  const int64_t begin = now_ns(), spin_end = begin + options.spin_us * int64_t{1000};
+void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitLimits& limits, const char* phase) {
+  const int64_t begin = now_ns(), spin_end = begin + limits.spin_us * int64_t{1000};
   int64_t next_look = begin + kLookNs;
   for (const Awaited& a : awaited) {
     for (;;) {
       const uint32_t seen = a.flag->epoch.load();
       if (reached(seen, epoch)) break;
-      if (options.stopped->load()) throw Interrupted();
+      if (limits.stopped->load()) throw Interrupted();
       const int64_t now = now_ns();
-      const bool over = now >= options.deadline_ns;
+      const bool over = now >= limits.deadline_ns;
       if (now >= next_look) {
         next_look = now + kLookNs;
-        if (options.on_look) options.on_look();
+        if (limits.on_look) limits.on_look();
         check_peers(awaited, epoch, over, phase);
         continue;
       }
@@ -87,9 +86,9 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitO
         continue;
       }
       if (now < spin_end)
-        sched_yield();  // more ranks than cores is the rule here: give the core to whom we wait for
+        sched_yield();  // ranks outnumber cores: leave the core to the awaited rank
       else
-        sleep_on(*a.flag, seen, std::min(next_look, options.deadline_ns) - now);
+        sleep_on(*a.flag, seen, std::min(next_look, limits.deadline_ns) - now);
     }
   }
 }

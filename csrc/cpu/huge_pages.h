@@ -1,4 +1,4 @@
-// Fresh memory costs a page fault every 4 KiB, which is dearer than the copy that fills it.
+// Huge pages for fresh memory. A page fault every 4 KiB costs more than the copy into the page.
 #pragma once
 #include <sys/mman.h>
 
@@ -7,7 +7,7 @@
 
 namespace ep::cpu {
 
-// Asks for huge pages in [data, data + bytes); memory that is too small, or a system that has none, is left as it is.
+// Ask for huge pages in [data, data + bytes). Do nothing for small memory, or on a system without huge pages.
 inline void prefer_huge_pages(void* data, size_t bytes) {
   constexpr uintptr_t kHuge = 2 << 20;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;

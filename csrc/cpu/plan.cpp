@@ -1,4 +1,4 @@
-// From a routing to a plan: the source lists who gets which row, the receivers place the rows by prefix sums.
+// From a routing to a plan: a source lists its rows by receiver, a receiver places its rows by prefix sums.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -13,7 +13,7 @@ struct Choice {
   int32_t expert, k;
 };
 
-// The experts of one token in ascending order; -1 entries are left out.
+// Write the choices of one token in ascending order of experts, without -1 entries. Return how many there are.
 int sorted_choices(const int64_t* topk_idx, int num_topk, Choice* choices) {
   int n = 0;
   for (int k = 0; k < num_topk; ++k) {
@@ -42,8 +42,8 @@ std::optional<BadEntry> find_bad_entry(const int64_t* topk_idx, int num_tokens, 
   return std::nullopt;
 }
 
-// Two passes over the routing: the first counts, which gives every list its place; the second fills the lists.
 void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
+  // Announce this dispatch. Peers read counts and lists: wait until they have read the last ones.
   bytes_per_row_.clear();
   for (const Rows& rows : payload.rows) bytes_per_row_.push_back(rows.bytes_per_row);
   has_weights_ = payload.topk_weights != nullptr;
@@ -51,6 +51,7 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   wait_for(&Region::consumed, 0, "free staging", staged_epoch_);
   staged_epoch_ = epoch_;
 
+  // Count tokens by expert, rank and node.
   const int num_nodes = config_.num_nodes, per_node = config_.ranks_per_node;
   const Counts& counts = own().inbox[node()].counts;
   *counts.start = {};
@@ -73,9 +74,10 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
       if (std::exchange(last_token_to_node[node_of_[rank]], t) != t) counts.node_tokens[node_of_[rank]]++;
     }
   }
-  counts.node_tokens[node()] = args.num_tokens;  // its own node reads the tokens where they are
+  counts.node_tokens[node()] = args.num_tokens;  // on its own node no row moves: all tokens count
 
-  struct Cursors {  // of one node's lists
+  // Lay out the lists of every node: the counts are their sizes.
+  struct Cursors {  // where the next entries of one node's lists go
     Lists lists;
     int32_t num_rows = 0, num_slots = 0;
     std::vector<int32_t> num_items, num_copies;
@@ -88,6 +90,8 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
     to[m].num_copies.assign(per_node, 0);
     to[m].lists.slot_begin[0] = 0;
   }
+
+  // Fill the lists.
   for (int t = 0; t < args.num_tokens; ++t) {
     const int64_t* row = args.topk_idx + static_cast<size_t>(t) * config_.num_topk;
     const int n = sorted_choices(row, config_.num_topk, choices.data());
@@ -138,11 +142,12 @@ OutputSizes Engine::count() {
   const Counts::Start& mine = *own().inbox[node()].counts.start;
   const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
   const int experts = num_experts_local();
-  std::vector<int64_t> needs;  // rows needed and given of each rank
+  std::vector<int64_t> needs;  // (rows needed, max_recv_rows) of each rank
   bool too_few = false;
 
+  // Add up every rank's rows, not only this rank's: all ranks must refuse alike.
   new_head_ = {};
-  for (int rank = 0; rank < config_.num_ranks(); ++rank) {  // every rank finds every rank's overflow
+  for (int rank = 0; rank < config_.num_ranks(); ++rank) {
     int64_t items = 0, copies = 0, padded = 0;
     for (int source = 0; source < config_.num_ranks(); ++source) items += inbox_of(source).counts.rank_tokens[rank];
     for (int e = rank * experts; e < (rank + 1) * experts; ++e) {
@@ -164,6 +169,7 @@ OutputSizes Engine::count() {
   }
   if (too_few) throw Refused("too_few_rows", needs);
 
+  // Fill the head of the new plan.
   new_head_.magic = PlanHead::kMagic;
   new_head_.plan_id = static_cast<int32_t>(epoch_);
   new_head_.buffer_uid = buffer_uid_;
@@ -196,10 +202,12 @@ void Engine::start_plan(int32_t* block) {
   plan_ = carve_plan(c, config_, &new_head_);
   *plan_.head = new_head_;
   const int num_nodes = config_.num_nodes, experts = num_experts_local();
+  // Copy the sizes of payloads.
   for (int source = 0; source < config_.num_ranks(); ++source)
     plan_.num_payload_rows[source] = inbox_of(source).counts.node_tokens[node()];
   std::copy_n(own().inbox[node()].counts.node_tokens, num_nodes, plan_.num_sent_rows);
   plan_.num_sent_rows[node()] = 0;
+  // Number the rows of each outgoing payload in the order of tokens.
   std::vector<int32_t> sent(num_nodes, 0);
   std::fill_n(plan_.sent_row, static_cast<size_t>(num_nodes) * new_head_.num_tokens, -1);
   for (int t = 0; t < new_head_.num_tokens; ++t) {
@@ -214,6 +222,7 @@ void Engine::start_plan(int32_t* block) {
 
 void Engine::finish_plan() {
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::listed, m, "lists");
+  // Find the first row of each local expert.
   const int num_ranks = config_.num_ranks(), experts = num_experts_local(), first = config_.rank * experts;
   std::vector<int32_t> next_row(experts);  // [experts] next row of each expert's group
   int64_t group_begin = 0;
@@ -226,6 +235,7 @@ void Engine::finish_plan() {
     group_begin += plan_.rows_per_expert[e];
   }
 
+  // Join the lists of all sources, and give every copy its row.
   const bool expert_layout = new_head_.layout == static_cast<int32_t>(Layout::kExpert);
   int32_t item = 0, copy = 0;
   for (int source = 0; source < num_ranks; ++source) {
@@ -246,7 +256,8 @@ void Engine::finish_plan() {
   plan_.item_begin[num_ranks] = item;
   plan_.copy_begin[item] = copy;
 
-  int32_t reduced = 0;  // on the way back, the tokens of its rail meet on this rank
+  // Note the slots to be reduced here by a combine: of own tokens, and of the rail peers' tokens.
+  int32_t reduced = 0;
   for (int m = 0; m < config_.num_nodes; ++m) {
     const Inbox& source = own().inbox[m];
     const int32_t rows = source.counts.node_tokens[node()];

@@ -1,4 +1,4 @@
-// The plan of one routing as one rank holds it: a block of int32 that Python owns and the handle keeps.
+// The plan of one routing as one rank holds it: a block of int32. Python owns the block; a handle keeps it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -17,9 +17,9 @@ struct PlanHead {
   int32_t layout, expert_alignment;
   int32_t num_tokens;   // of this rank, as a source
   int32_t num_rows;     // rows of the output, zero rows included
-  int32_t num_items;    // (source rank, source token) pairs that this rank receives
-  int32_t num_copies;   // (source rank, source token, local expert) triples that it receives
-  int32_t num_reduced;  // rows whose partial sums this rank reduces: its own tokens and those of its rail
+  int32_t num_items;    // (source rank, source token) pairs, received here
+  int32_t num_copies;   // (source rank, source token, local expert) triples, received here
+  int32_t num_reduced;  // tokens reduced here: this rank's own, and those of its rail peers
 };
 
 struct Plan {
@@ -43,7 +43,7 @@ struct Plan {
   const int32_t* slot_begin_of(int node) const { return slot_begin + reduced_begin[node] + node; }
 };
 
-// `sizes` gives the sizes; when it is read from a block, the block's own is used.
+// Lay the plan out. Without `sizes` take them from the block itself, a plan made before.
 inline Plan carve_plan(Cursor& c, const Config& config, const PlanHead* sizes) {
   Plan plan;
   plan.head = c.take<PlanHead>(1);
@@ -70,7 +70,7 @@ inline Plan read_plan(const Config& config, const int32_t* block) {
   return carve_plan(c, config, nullptr);
 }
 
-// int32 elements that hold every plan of at most `num_rows` output rows and `num_tokens` tokens of this rank.
+// Return the int32 elements of the largest plan with `num_rows` output rows and `num_tokens` tokens of this rank.
 inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_rows, Layout layout) {
   const int64_t max_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
   const int64_t copies_per_item = std::min(config.num_topk, config.num_local_experts());

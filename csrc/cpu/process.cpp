@@ -15,7 +15,7 @@ struct Status {
   unsigned long long start_time = 0;
 };
 
-// Read /proc/PID/stat: "pid (name) state ppid ... start_time", where the name may hold any characters.
+// Read /proc/PID/stat: "pid (name) state ppid ... start_time", and the name may hold any characters.
 Status read_status(int pid) {
   Status status;
   char path[32];

@@ -1,4 +1,4 @@
-// What every rank keeps in shared memory, and the views of it. All offsets come from the carve functions.
+// The shared memory of one rank, and views of it. All offsets come from the carve functions.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace ep::cpu {
 
-// The call of one dispatch and the counts of one source rank: what every rank needs from every rank.
+// The Call and counts of one source rank in a dispatch, one message. Every rank needs those of every rank.
 struct Counts {
   struct Start {
     Call call;
-    int32_t max_recv_rows, num_tokens;  // may differ between ranks
+    int32_t max_recv_rows, num_tokens;  // may differ between ranks, unlike the Call
   };
   Start* start;
-  int32_t* node_tokens;    // [num_nodes] tokens that go to a node; on the source's own node all tokens
-  int32_t* rank_tokens;    // [num_ranks] tokens that go to a rank
-  int32_t* expert_tokens;  // [num_experts] tokens that go to an expert
+  int32_t* node_tokens;    // [num_nodes] tokens for a node; for the source's own node all tokens
+  int32_t* rank_tokens;    // [num_ranks] tokens for a rank
+  int32_t* expert_tokens;  // [num_experts] tokens for an expert
 };
 
 inline Counts carve_counts(Cursor& c, const Config& config) {
@@ -32,18 +32,18 @@ inline Counts carve_counts(Cursor& c, const Config& config) {
   return counts;
 }
 
-// For one source rank and one receiving node: which row goes where. An item is a (row, rank of the node), a copy
-// is one local expert of an item; items are in the order of the source's tokens, copies ascend by expert.
+// The lists of one source rank for one node, a list per receiver. Items are in the order of the source's tokens. The
+// copies of an item ascend by expert.
 struct Lists {
   struct OfRank {
     int32_t num_items, num_copies;
-    int32_t* payload_row;  // [num_items] row of the message
+    int32_t* payload_row;  // [num_items] row of the payload
     int32_t* slot;         // [num_items] slot of the partial sum on the way back
     int32_t* copy_begin;   // [num_items + 1]
     int32_t* expert;       // [num_copies] local expert
     int32_t* k;            // [num_copies] column of topk_idx
   };
-  int32_t* slot_begin;  // [node_tokens + 1] slots of a row
+  int32_t* slot_begin;  // [node_tokens + 1] first slot of each row of the payload
   std::vector<OfRank> of_rank;
 };
 
@@ -68,24 +68,24 @@ inline Lists carve_lists(Cursor& c, const Config& config, const Counts& counts, 
 }
 
 inline size_t max_lists_bytes(const Config& config) {
-  // Every token to every rank of the node that its top-k can reach, and the padding of each array.
+  // At most, every token goes to as many ranks of the node as its top-k can reach. Each array is padded.
   const size_t tokens = config.max_tokens, items = tokens * config.max_partials(), copies = tokens * config.num_topk;
   const size_t arrays = 1 + 5 * static_cast<size_t>(config.ranks_per_node);
   return (tokens + 3 * items + 2 * copies + arrays) * sizeof(int32_t) + arrays * Cursor::kAlignment;
 }
 
-// Stands in front of rows and sums that travel between nodes. Different calls make messages of different sizes, so a
-// receiver has room for the largest one, and looks here first.
+// Calls in front of rows and sums between nodes. Different Calls make messages of different sizes: a receiver has room
+// for the largest message, and compares these Calls before it reads on.
 struct SenderCalls {
   Call sender;
-  Call other;  // of a rank of the sender's node whose call differs, or the sender's again
+  Call other;  // a Call seen to differ on the sender's node, or the sender's again
 };
 
 inline SenderCalls* carve_calls(Cursor& c) { return c.take<SenderCalls>(1); }
 
-// The rows of one source rank for one node, as they travel.
+// The rows of one source rank for one node, as one message. Without the Calls it is also the form of staged rows.
 struct Payload {
-  SenderCalls* calls;       // not of rows that stay on their node
+  SenderCalls* calls;       // only of messages between nodes
   std::vector<char*> rows;  // each [num_rows, bytes_per_row]
   float* weights;           // [num_rows, num_topk], or null
 };
@@ -100,37 +100,37 @@ inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<
 }
 
 inline size_t max_payload_bytes(const Config& config) {
-  // float8 rows with scales take 1 + 4/128 bytes an element, the rows of every dtype 2 or more.
+  // Rows of a dtype take at least 2 bytes an element. float8 rows take less: 1 + 4/128 with their scales.
   Cursor c;
   carve_calls(c);
   return c.size() + config.max_tokens * (config.row_bytes() + config.weights_bytes()) + 3 * Cursor::kAlignment;
 }
 
-// Where the partial sums of one source rank's tokens meet.
+// Partial sums of one source's tokens: written by the ranks of this node, read by the owner of the inbox.
 struct Slots {
   char* rows;      // [max_tokens * max_partials, row_bytes]
   float* weights;  // [max_tokens * max_partials, num_topk]
 };
 
-// What a rank holds for the source on its own rail of one node (for its own node: itself).
+// Memory kept of one source: of itself, or of its rail peer on another node.
 struct Inbox {
   Counts counts;
-  char* lists;    // max_lists_bytes
-  char* payload;  // max_payload_bytes
+  char* lists;    // [max_lists_bytes] Lists of the source for this node
+  char* payload;  // [max_payload_bytes] staging: Payload of the source for this node
   Slots slots;
 };
 
-// The shared memory of one rank, in full.
+// The shared memory of one rank. Flags and Calls are written by this rank and read by its peers on the node.
 struct Region {
-  Flag* aborted;   // 0, or a AbortReason once this rank has given up on this buffer
-  Flag* called;    // the call of this epoch is written
-  Call* calls;     // [2] by the parity of the epoch: a peer can be one epoch ahead
-  Flag* counted;   // [num_nodes] the counts from this node is here
-  Flag* listed;    // [num_nodes] the lists from this node are here
-  Flag* staged;    // [num_nodes] the rows from this node are here
-  Flag* pushed;    // [num_nodes] all partial sums of tokens of this node's ranks are in their slots
-  Flag* consumed;  // this rank has read all that it reads in this epoch
-  std::vector<Inbox> inbox;
+  Flag* aborted;             // 0, or an AbortReason
+  Flag* called;              // this rank's Call is written
+  Call* calls;               // [2] by the parity of the epoch: a peer can be one epoch ahead
+  Flag* counted;             // [num_nodes] the counts from the node are in the inbox
+  Flag* listed;              // [num_nodes] the lists from the node are in the inbox
+  Flag* staged;              // [num_nodes] the rows from the node are in the inbox
+  Flag* pushed;              // [num_nodes] this rank has written all its partial sums of the node's tokens
+  Flag* consumed;            // this rank has read all it reads in this epoch
+  std::vector<Inbox> inbox;  // [num_nodes] by the node of the source
 };
 
 inline Region carve_region(Cursor& c, const Config& config) {

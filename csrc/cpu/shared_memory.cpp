@@ -31,7 +31,7 @@ SharedMemory::SharedMemory(int fd, size_t bytes) : fd_(fd), pid_(getpid()), byte
   }
   data_ = static_cast<char*>(data);
   prefer_huge_pages(data, bytes);
-  madvise(data, bytes, MADV_DONTFORK);  // a data loader's worker that outlives this process keeps nothing of it
+  madvise(data, bytes, MADV_DONTFORK);  // a forked worker may outlive this process: keep no memory for it
 }
 
 SharedMemory SharedMemory::create(size_t bytes) {
@@ -67,7 +67,7 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::unmap() {
-  if (data_ && getpid() == pid_) munmap(data_, bytes_);  // in a child something else may lie there
+  if (data_ && getpid() == pid_) munmap(data_, bytes_);  // in a forked child other memory may lie there
   data_ = nullptr;
 }
 

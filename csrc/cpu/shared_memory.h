@@ -1,5 +1,5 @@
-// Memory that the ranks of one node share. It has no name in any file system, so nothing is left behind,
-// however a rank ends.
+// Memory shared by the ranks of one node. It has no name in any file system: nothing is left behind, however a rank
+// ends.
 #pragma once
 #include <cstddef>
 
@@ -7,8 +7,10 @@ namespace ep::cpu {
 
 class SharedMemory {
  public:
-  static SharedMemory create(size_t bytes);                   // zero-filled; pages are committed when touched
-  static SharedMemory attach(int pid, int fd, size_t bytes);  // what process `pid` created and holds as `fd`
+  // Allocate memory, zero-filled; pages are committed when touched.
+  static SharedMemory create(size_t bytes);
+  // Map the memory of process `pid`, open there as `fd`.
+  static SharedMemory attach(int pid, int fd, size_t bytes);
 
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&&) = delete;
@@ -17,13 +19,13 @@ class SharedMemory {
   char* data() const { return data_; }
   size_t size() const { return bytes_; }
   int fd() const { return fd_; }
-  void close_fd();  // once every peer has attached
-  void unmap();     // nothing may look at data() any more
+  void close_fd();  // to be called once every peer has attached
+  void unmap();     // data() is invalid afterwards
 
  private:
   SharedMemory(int fd, size_t bytes);
   int fd_;
-  int pid_;  // of the process that has the mapping: a forked child has not
+  int pid_;  // process of the mapping; a forked child has none
   size_t bytes_;
   char* data_;
 };

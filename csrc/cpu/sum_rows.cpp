@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-// One build runs everywhere and still uses the wide registers where there are some.
+// Compile each function for several machines: one build runs everywhere, and uses wide registers where they exist.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define EP_SIMD __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
@@ -48,14 +48,14 @@ struct Float16 {
     const uint32_t exponent = magnitude & (0x7c00u << 13);
     const uint32_t normal = magnitude + ((127u - 15u) << 23);
     const uint32_t special = normal + ((128u - 16u) << 23);  // infinity, NaN
-    // A subnormal: 2^-14 * (1 + fraction) - 2^-14.
+    // Of a subnormal: 2^-14 * (1 + fraction) - 2^-14.
     const uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23));
     const uint32_t u = exponent == 0 ? subnormal : exponent == (0x7c00u << 13) ? special : normal;
     return float_of(u | static_cast<uint32_t>(h & 0x8000u) << 16);
   }
   static inline uint16_t round(float x) {  // to nearest, ties to even
     const uint32_t bits = bits_of(x), sign = bits & 0x80000000u, u = bits ^ sign;
-    // Below 2^-14 the float adder itself rounds to multiples of 2^-24, when 0.5 is added.
+    // Below 2^-14, add 0.5: the float adder then rounds to multiples of 2^-24.
     const uint32_t subnormal = bits_of(float_of(u) + 0.5f) - bits_of(0.5f);
     const uint32_t normal = (u - (112u << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
     const uint32_t infinite = u > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -64,9 +64,9 @@ struct Float16 {
   }
 };
 
-#define EP_INLINE __attribute__((always_inline)) inline  // into the clones, so that each is compiled for its registers
+#define EP_INLINE __attribute__((always_inline)) inline  // inline into each clone, to be compiled for its machine
 
-// The usual number of rows, in one pass.
+// Sum kRows rows, the usual few, in one pass.
 template <class T, int kRows>
 EP_INLINE void sum_few(const char* const* rows, char* out, size_t n) {
   using Storage = typename T::Storage;
@@ -80,7 +80,7 @@ EP_INLINE void sum_few(const char* const* rows, char* out, size_t n) {
   }
 }
 
-// Any number of rows; the float32 sums of a block stay in the first-level cache.
+// Sum any number of rows, block by block: the float32 sums of a block stay in the first-level cache.
 template <class T>
 EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t n) {
   using Storage = typename T::Storage;
@@ -100,7 +100,7 @@ EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t
   }
 }
 
-// One row: a copy, but for -0.0, which no sum from +0.0 leaves.
+// Sum one row: copy it, and turn -0.0 into +0.0, as a sum from +0.0 does.
 template <class Bits>
 EP_INLINE void copy_row(const char* row, char* out, size_t n) {
   constexpr Bits kNegativeZero = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));

@@ -6,8 +6,8 @@
 
 namespace ep::cpu {
 
-// out = 0 + rows[0] + rows[1] + ..., so no sum is -0.0, not even that of a single row. Rows have `n` elements and may
-// not overlap `out`.
+// Sum rows of `n` elements: out = 0 + rows[0] + rows[1] + ... No sum is -0.0, not even the sum of a single row. Rows
+// may not overlap `out`.
 void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype);
 
 }  // namespace ep::cpu

@@ -20,9 +20,9 @@ std::string make_id() {
 
 void start(const std::string& id, int rank, int num_ranks) {
   if (id.empty()) {
-    nvshmem_init();  // counts its users, and tells this module's kernels where the heap is
+    nvshmem_init();  // counts one more user, and gives this module's kernels the address of the heap
   } else {
-    static nvshmemx_uniqueid_t kept;  // NVSHMEM keeps its address
+    static nvshmemx_uniqueid_t kept;  // static: NVSHMEM keeps its address
     if (id.size() != sizeof(kept)) throw std::runtime_error("the unique id is of another version of NVSHMEM");
     std::memcpy(&kept, id.data(), sizeof(kept));
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;

@@ -1,21 +1,25 @@
-// NVSHMEM in this process: start it or join it, and take memory from its symmetric heap. All ranks of its world call
-// start and allocate together; both wait for the others without a limit.
+// NVSHMEM in this process: start or join its world, and allocate from its symmetric heap. All ranks of the world call
+// start and allocate together; both wait for the other ranks without a limit.
 #pragma once
 #include <cstddef>
 #include <string>
 
 namespace ep::nvshmem {
 
-bool is_running();      // also when somebody else in this process has started it
-std::string make_id();  // of a new world, from one rank for all
-// Start a world, with the GPU that is current, or (an empty id) join the one that is running. Throw std::runtime_error
-// when no transport reaches all ranks.
+// Return true once NVSHMEM runs in this process, no matter who started it.
+bool is_running();
+// Return the id of a new world. One rank calls this and passes the id to all.
+std::string make_id();
+// Start a world with the current GPU, or (empty id) join the running one. Throw std::runtime_error when no transport
+// reaches all ranks.
 void start(const std::string& id, int rank, int num_ranks);
 int own_pe();
 int num_pes();
-void* allocate(size_t bytes);            // throws std::runtime_error when the heap is exhausted
-void* address_at(void* memory, int pe);  // of the same memory on another rank; null where NVLink does not reach it
-// Wait until all that this rank has put is where it belongs.
+// Allocate from the heap. Throw std::runtime_error when the heap is exhausted.
+void* allocate(size_t bytes);
+// Return the address of the same memory on another rank, or null where NVLink does not reach it.
+void* address_at(void* memory, int pe);
+// Wait until all puts of this rank are complete at their targets.
 void quiet();
 
 }  // namespace ep::nvshmem
