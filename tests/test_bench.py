@@ -1,11 +1,15 @@
-"""The benchmark through its command line: a tiny run, its JSON and chart, and its errors."""
+"""The benchmark through its command line: a tiny run with the CPU engine, its JSON, its cases and its errors."""
 
 import json
 
 import pytest
 import torch
+from commands import torchrun
 
 from ep_dispatcher import bench
+from ep_dispatcher.benchmark.cases import OPERATIONS, STANDARD, Case, suite_cases
+from ep_dispatcher.benchmark.parts import BASELINES, ENGINE
+from ep_dispatcher.benchmark.wires import WIRES
 from ep_dispatcher.testing import make_routing
 
 RANKS, TOKENS, HIDDEN, EXPERTS, TOPK, ITERS = 4, 48, 64, 8, 3, 3
@@ -13,16 +17,17 @@ TINY = f"--ranks {RANKS} --tokens {TOKENS} --hidden {HIDDEN} --experts {EXPERTS}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def runs(tmp_path_factory):
+    """The JSON of one node, and of two."""
     folder = tmp_path_factory.mktemp("bench")
-    code = bench.main([*TINY, "--iters", str(ITERS), "--routing", "masked", "--out", str(folder)])
-    (path,) = folder.glob("*.json")
-    return {"code": code, "path": path, "json": json.loads(path.read_text())}
+    assert bench.main([*TINY, "--iters", str(ITERS), "--routing", "masked", "--out", str(folder)]) == 0
+    name = f"cpu-{RANKS}ranks-{TOKENS}tokens-{HIDDEN}hidden-{EXPERTS}experts-top{TOPK}-bfloat16-masked-expert"
+    return [json.loads((folder / f"{name}{nodes}.json").read_text()) for nodes in ("", "-2per_node")]
 
 
 def moved_rows(ranks_per_node):
     """Rows of all ranks over every wire, token by token: the least, and what the baseline sends."""
-    least, baseline = (dict.fromkeys(bench.WIRES, 0) for _ in range(2))
+    least, baseline = (dict.fromkeys(WIRES, 0) for _ in range(2))
 
     def wire(src, dst):
         if src == dst:
@@ -43,46 +48,80 @@ def moved_rows(ranks_per_node):
     return least, baseline
 
 
-def test_both_topologies_and_same_results(run):
-    assert run["code"] == 0
-    assert [t["num_nodes"] for t in run["json"]["topologies"]] == [1, 2]
-    for topology in run["json"]["topologies"]:
-        assert set(topology["compared"]) == {"baseline", "baseline, fast sum"}
-        for compared in topology["compared"].values():
+def test_both_topologies_and_same_results(runs):
+    assert [run["case"]["ranks_per_node"] for run in runs] == [None, 2]
+    for run in runs:
+        assert set(run["compared"]) == set(BASELINES.values())
+        for compared in run["compared"].values():
             assert compared["same"] and compared["largest_relative_error"] <= compared["allowed"]
-        assert len(set(topology["received_rows"].values())) == 1
-        assert topology["targets"] == []
+        assert run["notes"] == []
 
 
-def test_bytes_over_the_wires(run):
-    for topology in run["json"]["topologies"]:
-        least, baseline = moved_rows(topology["ranks_per_node"])
-        assert topology["received_rows"]["baseline"] == sum(baseline.values())
-        for moved in topology["wire_bytes"].values():
-            headings = 128 * RANKS * (topology["num_nodes"] - 1)  # one in front of what goes to a node
-            expected = moved["least"] | {"between nodes": moved["least"]["between nodes"] + headings}
-            assert moved["engine"] == expected
-            assert moved["least"] == {wire: rows * HIDDEN * 2 for wire, rows in least.items()}
-            assert moved["baseline"] == {wire: rows * HIDDEN * 2 for wire, rows in baseline.items()}
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_bytes_over_the_wires(runs, nodes):
+    run = runs[nodes - 1]
+    least, baseline = moved_rows(RANKS // nodes)
+    assert run["received_rows"] == sum(baseline.values())
+    for moved in run["wire_bytes"].values():
+        headings = 128 * RANKS * (nodes - 1)  # one in front of what goes to a node
+        expected = moved["least"] | {"between nodes": moved["least"]["between nodes"] + headings}
+        assert moved["engine"] == expected
+        assert moved["least"] == {wire: rows * HIDDEN * 2 for wire, rows in least.items()}
+        assert moved["baseline"] == {wire: rows * HIDDEN * 2 for wire, rows in baseline.items()}
 
 
-def test_every_time_is_there(run):
-    for topology in run["json"]["topologies"]:
-        assert tuple(topology["seconds"]) == bench.OPERATIONS
-        for operation, sides in topology["seconds"].items():
+def test_every_time_is_there(runs):
+    for run in runs:
+        assert tuple(run["seconds"]) == tuple(name for name in OPERATIONS if "8" not in name and "quant" not in name)
+        for operation, sides in run["seconds"].items():
+            assert list(sides) == [ENGINE, *BASELINES.values()]
             for side, times in sides.items():
-                assert torch.tensor(times).shape == (ITERS, RANKS) and torch.tensor(times).min() > 0
-                figures = topology["operations"][operation][side]
-                assert 0 < figures["p10_s"] <= figures["median_s"] <= figures["p90_s"]
-                assert figures["gb_per_s"] > 0 and figures["cpu_s"] > 0
+                assert len(times) == ITERS and min(times) > 0
+                figures = run["operations"][operation][side]
+                assert [figures["min_s"], figures["median_s"], figures["max_s"]] == sorted(times)
+                assert figures["gb_per_s"] > 0
 
 
-def test_chart_from_json(run, capsys):
-    pytest.importorskip("matplotlib")
-    image = run["path"].with_suffix(".png")
-    image.unlink()
-    assert bench.main(["--chart", str(run["path"])]) == 0
-    assert image.read_bytes().startswith(b"\x89PNG") and str(image) in capsys.readouterr().out
+def test_ranks_of_torchrun(tmp_path):
+    command = ("-m", "ep_dispatcher.bench", "--tokens", "16", "--hidden", "64", "--experts", "8", "--topk", "2")
+    code, output, errors = torchrun(2, *command, "--iters", "1", "--warmup", "0", "--out", str(tmp_path))
+    assert code == 0, errors
+    runs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [run["case"]["ranks_per_node"] for run in runs] == [1, None]
+    assert all(compared["same"] for run in runs for compared in run["compared"].values())
+    assert output.count("median of 1") == 2, "a table for each case, from one rank"
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def cases(arguments):
+    return bench.parse_args(arguments.split(), None).cases
+
+
+def test_cases_of_the_cpu():
+    standard = STANDARD["cpu"]
+    halves = Case(4, "cpu", 1024, 1024, 64, 8, ranks_per_node=2, others=("all_to_all", "fast_sum"))
+    assert cases("") == [standard, halves]
+    assert [case.tokens for case in cases("--tokens 1,2 --ranks-per-node 4")] == [1, 2]
+    alone = Case(3, "cpu", 1024, 1024, 12, 8, threads=2, others=("a.module",))
+    assert cases("--ranks 3 --experts 12 --no-baseline --with a.module --threads 2") == [alone]
+
+
+def test_cases_of_gpus(four_gpus):
+    assert cases("--engine cuda") == [Case(4)] and cases("--engine cuda --ranks 2") == [Case(2)]
+    expected = [Case(4, tokens=t, sms=s, topk=1, graph=True, others=()) for t in (256, 512) for s in (8, 12)]
+    assert cases("--engine cuda --sms 8,12 --tokens 256,512 --graph --no-baseline --topk 1") == expected
+    both = cases("--engine cuda --ranks-per-node 4 2")
+    assert both == [Case(4), Case(4, ranks_per_node=2)]
+    assert [case.name.partition("24sms")[2] for case in both] == ["", "-2per_node"]
+    args = bench.parse_args("--engine cuda --ranks 2 --suite somewhere --iters 5 --with a b".split(), None)
+    assert args.cases == list(suite_cases(2, ["a", "b"], iters=5)) and args.out.name == "somewhere"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +132,32 @@ def test_chart_from_json(run, capsys):
         ("--topk 65", "--topk: given 65, allowed at most the 64 experts"),
         ("--ranks-per-node 4 3", "--ranks-per-node: given 3, allowed divisors of the 4 ranks"),
         ("--warmup -1", "--warmup: given -1, allowed 0 or more"),
-        ("--chart nowhere.json", "--chart: given nowhere.json, allowed a JSON file that this benchmark wrote"),
+        ("--engine cuda --sms 8,0", "--sms: given 0, allowed 1 or more"),
+        ("--engine cuda --ranks 8", "--ranks: given 8, allowed at most the 4 GPUs"),
+        ("--engine cuda --ranks 2 --ranks-per-node 3", "--ranks-per-node: given 3, allowed divisors of the 2 ranks"),
+        ("--engine cuda --suite x --topk 2", "--topk: given beside --suite, allowed without it"),
+        ("--engine cuda --suite x --no-baseline", "--baseline: given beside --suite, allowed without it"),
+        ("--routing hot_rank --experts 8 --topk 3", "--routing: given hot_rank, allowed num_topk: given 3"),
+        ("--sms 8", "--sms: given with --engine cpu, allowed with --engine cuda"),
+        ("--suite x", "--suite: given with --engine cpu"),
+        ("--graph", "--graph: given with --engine cpu"),
+        ("--tokens a", "argument --tokens: invalid numbers value: 'a'"),
+        ("--out setup.py", "--out: given setup.py, allowed a folder"),
+        ("--compare setup.py nowhere", "--compare: given nowhere, allowed JSON files of this benchmark"),
+        ("--compare . . --tolerance -1", "--tolerance: given -1.0, allowed 0 or more"),
     ],
 )
-def test_bad_arguments(arguments, message, capsys):
+def test_bad_arguments(arguments, message, four_gpus, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_cuda_needs_gpus_and_no_torchrun(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--engine", "cuda"], None)
+    assert "--engine: given cuda, allowed cpu: there is no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--engine", "cuda"], 1)
+    assert "--engine: given cuda under torchrun, allowed without torchrun" in capsys.readouterr().err

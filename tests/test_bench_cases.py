@@ -1,27 +1,28 @@
-"""The benchmark of cases, which is for GPUs, as far as a CPU goes: with the CPU engine, and with stand-ins for CUDA."""
+"""How the benchmark measures a case: with the CPU engine, and with stand-ins for CUDA and DeepEP."""
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT
 
 import ep_dispatcher as ep
 from ep_dispatcher import bench
-from ep_dispatcher.benchmark import clock, parts, report, suite
-from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, HOT, OPERATIONS, Case, suite_cases
-from ep_dispatcher.benchmark.parts import ALL_TO_ALL, ENGINE, GRAPH
+from ep_dispatcher.benchmark import clock, parts, suite
+from ep_dispatcher.benchmark.cases import HOT, OPERATIONS, Case, is_standard, suite_cases
+from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
 from ep_dispatcher.testing import make_hot_routing
 
-RESULTS = ROOT / "benchmarks" / "results"
-CASE = Case(2, engine="cpu", tokens=24, hidden=128, experts=16, topk=4, iters=3, warmup=1, others=("all_to_all",))
-MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}
-MACHINE |= {"torch": "2.11.0", "git_commit": "abc", "date": "2026-11-21T10:00:00+00:00"}
+ALL_TO_ALL = BASELINES["all_to_all"]
+MEGATRON, DEEP_EP = "ep_dispatcher.integrations.megatron.benchmark", "ep_dispatcher.benchmark.deep_ep"
+CASE = Case(2, engine="cpu", tokens=24, hidden=128, experts=16, topk=4, iters=3, warmup=1)
+MACHINE = {"gpus": [], "cpu": "a CPU"}
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -61,6 +62,9 @@ def test_the_suite_has_every_case():
     assert {(c.hidden, c.experts) for c in cases} == {(7168, 256), (2048, 128)}
     assert any(c.topk == 1 for c in cases) and any(c.routing == HOT for c in cases)
     assert next(c for c in cases if c.tokens == 128).graph
+    beside = [c for c in suite_cases(4, [MEGATRON, DEEP_EP], iters=5) if MEGATRON in c.others]
+    assert [(c.others, c.iters) for c in beside] == [(("all_to_all", MEGATRON, DEEP_EP), 5)] * 2
+    assert [is_standard(c) for c in beside] == [True, False] and is_standard(beside[1], "hidden", "experts")
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +115,83 @@ def test_a_case_that_fails_leaves_the_others(tmp_path, capfd):
     assert "num_experts" in capfd.readouterr().err
 
 
-def test_megatron_and_deep_ep_or_why_not(tmp_path):
-    case = replace(CASE, others=("megatron", "deep_ep"), operations=("dispatch",), iters=1, warmup=1)
-    assert suite.run([case], MACHINE, tmp_path) == 0
-    run = json.loads((tmp_path / f"{case.name}.json").read_text())
-    if parts._why_missing("megatron.core") is None:
+def has(module):
+    return importlib.util.find_spec(module) is not None
+
+
+def measure(case, folder):
+    assert suite.run([case], MACHINE, folder) == 0
+    return json.loads((folder / f"{case.name}.json").read_text())
+
+
+def test_megatron_or_why_not(tmp_path):
+    run = measure(replace(CASE, others=(MEGATRON,), operations=("dispatch",), iters=1), tmp_path)
+    assert list(run["operations"]["dispatch"]) == [ENGINE]
+    if has("megatron"):
         assert run["megatron"].startswith("megatron-core ") and run["compared"]["Megatron alltoall"]["same"]
-        for operation in ("six steps, forward", "six steps, forward+backward"):
-            assert run["operations"][operation]["Megatron alltoall"]["speedup"] > 0
+        for operation, passes in {"six steps, forward": 2, "six steps, forward+backward": 4}.items():
+            figures = run["operations"][operation]
+            assert figures["Megatron alltoall"]["speedup"] > 0
+            received = passes * run["received_rows"] * 256 / 2
+            assert figures[ENGINE]["gb_per_s"] == pytest.approx(received / figures[ENGINE]["median_s"] / 1e9, abs=6e-4)
     else:
-        assert "Megatron: not measured, megatron.core cannot be imported here" in run["notes"]
-    if parts._why_missing("deep_ep") is not None:
-        assert "DeepEP: not measured, deep_ep cannot be imported here" in run["notes"]
+        assert run["notes"] == [f"not measured: {MEGATRON}: ModuleNotFoundError: No module named 'megatron' (rank 0)"]
+
+
+@pytest.mark.skipif(has("deep_ep"), reason="DeepEP is installed, and needs GPUs")
+def test_a_module_that_cannot_be_imported_is_a_note(tmp_path):
+    run = measure(replace(CASE, others=("all_to_all", DEEP_EP), operations=("dispatch",), iters=1), tmp_path)
+    assert run["notes"] == [f"not measured: {DEEP_EP}: ModuleNotFoundError: No module named 'deep_ep' (rank 0)"]
+    assert list(run["operations"]["dispatch"]) == [ENGINE, ALL_TO_ALL]
+
+
+def test_the_benchmark_does_not_know_megatron():
+    for path in (Path(bench.__file__), *Path(parts.__file__).parent.glob("*.py")):
+        imports = [line for line in path.read_text().splitlines() if "import" in line and "integrations" in line]
+        assert imports == [], path
+
+
+class FakeClock:
+    """Takes a second per call of the first side, two of the second; the third fails in its second turn."""
+
+    device, calls = torch.device("cpu"), ()
+
+    def __init__(self, takes_turns):
+        self.takes_turns, self.calls = takes_turns, []
+
+    def seconds(self, call, iters, warmup):
+        side = call()
+        self.calls.append((side, iters, warmup))
+        if side == "third" and self.calls.count(("third", 1, 0)):
+            raise RuntimeError("disturbed")
+        return [{"first": 1.0, "second": 2.0, "third": 3.0}[side]] * iters
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_sides_take_turns_on_a_host(takes_turns, monkeypatch):
+    monkeypatch.setattr(parts, "largest_over_ranks", lambda values: values)
+    monkeypatch.setattr(parts.dist, "get_rank", lambda: 0)
+    clock = FakeClock(takes_turns)
+    monkeypatch.setattr(parts, "make_clock", lambda engine: clock)
+
+    def attempt(what, notes, call):
+        try:
+            return call()
+        except RuntimeError as error:
+            notes.append(f"{what}: {error}")
+
+    monkeypatch.setattr(parts, "attempt", attempt)
+    part = parts.Part(CASE)
+    part.time({side: {"dispatch": lambda side=side: side} for side in ("first", "second", "third")})
+    first, second, third = ("first", "second", "third")
+    if takes_turns:
+        assert clock.calls[:3] == [(side, 1, CASE.warmup) for side in (first, second, third)]
+        assert clock.calls[3:] == [(first, 1, 0), (second, 1, 0), (third, 1, 0), (first, 1, 0), (second, 1, 0)]
+        assert part.found["seconds"] == {"dispatch": {first: [1.0] * 3, second: [2.0] * 3}}
+        assert part.found["notes"] == ["third, dispatch: disturbed"]
+    else:
+        assert clock.calls == [(side, CASE.iters, CASE.warmup) for side in (first, second, third)]
+        assert part.found["seconds"]["dispatch"][third] == [3.0] * 3
 
 
 # ---- with stand-ins for CUDA and for DeepEP -------------------------------------------------------------------------
@@ -237,135 +306,6 @@ def test_deep_ep_has_the_operations(names, monkeypatch):
             call()
     assert FakeBuffer.calls.count("combine") == 2 and FakeBuffer.calls[-1] == "destroy"
     del sys.modules["ep_dispatcher.benchmark.deep_ep"]
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def four_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
-
-def test_cases_of_the_command(four_gpus):
-    args = bench.parse_args("--engine cuda".split(), None)
-    assert args.cases == [Case(4)]
-    args = bench.parse_args("--engine cuda --sms 8,12 --tokens 256,512 --graph --no-baseline --topk 1".split(), None)
-    expected = [Case(4, tokens=t, sms=s, topk=1, graph=True, others=()) for t in (256, 512) for s in (8, 12)]
-    assert args.cases == expected
-    args = bench.parse_args("--engine cuda --ranks-per-node 4 2".split(), None)
-    assert args.cases == [Case(4), Case(4, ranks_per_node=2)]
-    assert [case.name.partition("24sms")[2] for case in args.cases] == ["", "-2per_node"]
-    args = bench.parse_args("--engine cuda --ranks 2 --suite somewhere --iters 5".split(), None)
-    assert args.cases == list(suite_cases(2, iters=5)) and args.out.name == "somewhere"
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--engine cuda --sms 8,0", "--sms: given 0, allowed 1 or more"),
-        ("--engine cuda --ranks 8", "--ranks: given 8, allowed at most the 4 GPUs"),
-        ("--engine cuda --ranks 2 --ranks-per-node 3", "--ranks-per-node: given 3, allowed divisors of the 2 ranks"),
-        ("--engine cuda --suite x --topk 2", "--topk: given beside --suite, allowed without it"),
-        ("--engine cuda --suite x --no-baseline", "--baseline: given beside --suite, allowed without it"),
-        (
-            "--engine cuda --routing hot_rank --experts 8 --topk 3",
-            "--routing: given hot_rank, allowed num_topk: given 3",
-        ),
-        ("--sms 8", "--sms: given with --engine cpu, allowed with --engine cuda"),
-        ("--suite x", "--suite: given with --engine cpu"),
-        ("--graph", "--graph: given with --engine cpu"),
-        ("--tokens 1,2", "--tokens: given [1, 2], allowed one number with --engine cpu"),
-        ("--tokens a", "argument --tokens: invalid numbers value: 'a'"),
-        ("--routing hot_rank", "--routing: given hot_rank, allowed with --engine cuda"),
-        ("--report --out nowhere", "--out: given nowhere, allowed the folder of the JSON files"),
-    ],
-)
-def test_bad_arguments(arguments, message, four_gpus, capsys):
-    with pytest.raises(SystemExit):
-        bench.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-def test_cuda_needs_gpus_and_no_torchrun(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(SystemExit):
-        bench.parse_args(["--engine", "cuda"], None)
-    assert "--engine: given cuda, allowed cpu: there is no GPU" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.parse_args(["--engine", "cuda"], 1)
-    assert "--engine: given cuda under torchrun, allowed without torchrun" in capsys.readouterr().err
-
-
-# ---- docs/performance.md --------------------------------------------------------------------------------------------
-
-
-def made_up(case: Case) -> dict:
-    """A run with times that anyone can check: 10 us per operation of the engine, twice as much for the others."""
-    result = {"machine": MACHINE, "case": vars(case) | {}, "operations": {}, "seconds": {}, "compared": {}, "notes": []}
-    sides = {ENGINE: [9e-6, 1e-5, 12e-6]} | ({GRAPH: [8e-6] * 3} if case.graph else {})
-    seconds = {operation: dict(sides) for operation in case.operations}
-    if "all_to_all" in case.others:
-        seconds["dispatch+combine"] = sides | {ALL_TO_ALL: [2e-5] * 3}
-    notes = ["DeepEP: not measured, deep_ep cannot be imported here"] if "deep_ep" in case.others else []
-    moved = {"least": {"inside nodes": 2_000_000}, "engine": {"inside nodes": 3_000_000}}
-    found = {"seconds": seconds, "notes": notes, "received_rows": 400, "wire_bytes": {"dispatch": moved}}
-    suite.merge(result, found)
-    suite.summarise(result, case)
-    return result
-
-
-@pytest.fixture
-def made_up_results(tmp_path):
-    folder = tmp_path / "results"
-    folder.mkdir()
-    growth = (*FEW_OPERATIONS, "dispatch+combine")
-    first = Case(4, graph=True)
-    cases = [first, replace(first, sms=8, graph=False, operations=FEW_OPERATIONS, others=())]
-    cases += [replace(first, tokens=256, graph=False, operations=growth, others=("all_to_all",))]
-    for case in cases:
-        (folder / f"{case.name}.json").write_text(suite.to_json(made_up(case)))
-    (folder / "of_something_else.json").write_text("{}")
-    return folder
-
-
-def test_the_part_of_the_page(made_up_results, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "docs" / "performance.md"
-    page.parent.mkdir()
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert bench.main(["--report", "--out", "results"]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "### 4 x NVIDIA H200" in text
-    assert "driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9; build abc; 2026-11-21." in text
-    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in text
-    assert "| 256 | 7168 | 256 | 8 | uniform | 24 | 10 | 10 | 10 | 10 | 10 |  | 20 (2.0x) |  |  |" in text
-    assert "A dispatch moves 3.0 MB between all GPUs together; the least is 2.0 MB." in text
-    assert "- DeepEP: not measured, deep_ep cannot be imported here" in text
-    image = tmp_path / "results" / "cuda-4ranks-NVIDIA-H200.png"
-    assert "![times](../results/cuda-4ranks-NVIDIA-H200.png)" in text
-    drawn = image.read_bytes()
-    assert drawn.startswith(b"\x89PNG") and f"chart: results/{image.name}" in capsys.readouterr().out
-    assert bench.main(["--report", "--out", "results"]) == 0
-    assert page.read_text() == text and image.read_bytes() == drawn
-
-
-def test_a_page_without_marks_stays_as_it_is(made_up_results, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "docs" / "performance.md"
-    page.parent.mkdir()
-    page.write_text("no marks")
-    assert bench.main(["--report", "--out", "results"]) == 1
-    assert page.read_text() == "no marks" and "docs/performance.md: given without" in capsys.readouterr().out
-
-
-def test_our_page_is_made_of_our_results():
-    part = report.part(report.load(RESULTS), RESULTS, ROOT / "docs")
-    assert part in (ROOT / "docs" / "performance.md").read_text()
-    for group in report.machines(report.load(RESULTS)):
-        assert report.chart_path(group, RESULTS).exists()
 
 
 def test_fp8_rows_are_smaller():

@@ -1,9 +1,9 @@
 """The parts of ``python -m ep_dispatcher.bench``.
 
-nodes.py  nodes_report.py      several topologies of CPU ranks: measuring; table, JSON and chart
-cases.py  suite.py  parts.py   many cases on one set of ranks, for GPUs: what, the run, a rank's part
-clock.py                       how a call is timed
-sides.py  baseline.py  deep_ep.py  wires.py   what is compared, and the bytes that it moves
-report.py  charts.py           the part of docs/performance.md and charts, from the JSON files
+cases.py  suite.py  parts.py   what is measured, the run, a rank's part
+clock.py                       how a call is timed, on a host and on a GPU
+sides.py  baseline.py  wires.py   what is compared, and the bytes that it moves
+deep_ep.py                     DeepEP, for ``--with``
+compare.py                     two runs side by side
 machine.py  ranks.py           where it ran; what ranks tell each other
 """

@@ -1,9 +1,9 @@
-"""What is measured: cases, and the suite of them that the figures of docs/performance.md come from."""
+"""What is measured: cases, and the suite of them that docs/performance.md shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ep_dispatcher.testing import ROUTINGS, make_hot_routing, make_routing
 
 HOT = "hot_rank"
 CASE_ROUTINGS = (*ROUTINGS, HOT)
-FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"  # of a dispatcher in Megatron
 FEW_OPERATIONS = ("dispatch", "dispatch FP8", "combine", "cached dispatch")
 OPERATIONS = (
     "dispatch",
@@ -26,38 +25,39 @@ OPERATIONS = (
 )
 FLOAT8_OPERATIONS = OPERATIONS[1:3]
 # How often every received row crosses, per operation; the backward of a dispatch counts as a combine and vice versa.
-PASSES = dict.fromkeys(OPERATIONS, 1) | {"dispatch+combine": 2, "forward+backward": 4, FORWARD_STEPS: 2, ALL_STEPS: 4}
-OTHERS = ("all_to_all", "megatron", "deep_ep")
+PASSES = dict.fromkeys(OPERATIONS, 1) | {"dispatch+combine": 2, "forward+backward": 4}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration, which becomes one JSON file."""
+    """One configuration. It becomes one JSON file."""
 
     ranks: int
     engine: str = "cuda"
     tokens: int = 4096  # per rank
     hidden: int = 7168
-    experts: int = 256
+    experts: int = 256  # of all ranks
     topk: int = 8
     routing: str = "uniform"
     dtype: str = "bfloat16"
     layout: str = "expert"
-    sms: int = 24
+    sms: int = 24  # multiprocessors of a GPU; the CPU engine has none
     ranks_per_node: int | None = None  # None: one node
+    threads: int = 1  # of a rank on the host
     graph: bool = False  # each operation of the engine in a CUDA graph too
     iters: int = 20
     warmup: int = 3
     operations: tuple[str, ...] = OPERATIONS
-    others: tuple[str, ...] = OTHERS  # what the engine is compared with
+    others: tuple[str, ...] = ("all_to_all",)  # "all_to_all", "fast_sum", or modules as parts.measure_module wants them
 
     @property
     def name(self) -> str:
-        fields = asdict(self)
-        return (
-            "{engine}-{ranks}ranks-{tokens}tokens-{hidden}hidden-{experts}experts-top{topk}-{dtype}-{routing}-{layout}"
-            "-{sms}sms"
-        ).format(**fields) + (f"-{self.ranks_per_node}per_node" if self.ranks_per_node else "")
+        """The name of its file, without the suffix."""
+        parts = [f"{self.engine}-{self.ranks}ranks-{self.tokens}tokens-{self.hidden}hidden-{self.experts}experts"]
+        parts += [f"top{self.topk}", self.dtype, self.routing, self.layout]
+        parts += [f"{self.sms}sms"] if self.engine == "cuda" else []
+        parts += [f"{self.ranks_per_node}per_node"] if self.ranks_per_node else []
+        return "-".join(parts)
 
     @property
     def has_float8(self) -> bool:
@@ -83,17 +83,35 @@ class Case:
         return x, topk_idx.to(device), topk_weights.to(device)
 
 
-def suite_cases(ranks: int, **settings) -> Iterator[Case]:
-    """Every case that docs/performance.md shows, the most important first; ``settings`` are common to all of them."""
-    first = Case(ranks, graph=True, **settings)
-    yield first
-    yield replace(first, hidden=2048, experts=128)
+# What is measured where no sizes are given.
+STANDARD = {
+    "cpu": Case(4, "cpu", tokens=1024, hidden=1024, experts=64, others=("all_to_all", "fast_sum")),
+    "cuda": Case(4),
+}
+
+
+def is_standard(case: Case, *but: str) -> bool:
+    """Whether the case has the sizes of its engine's standard one, but for these fields."""
+    fields = ("tokens", "hidden", "experts", "topk", "routing", "dtype", "layout", "sms")
+    standard = STANDARD[case.engine]
+    return all(getattr(case, name) == getattr(standard, name) for name in fields if name not in but)
+
+
+def suite_cases(ranks: int, modules: Sequence[str] = (), **settings) -> Iterator[Case]:
+    """Every case of GPUs that docs/performance.md shows, the most important first.
+
+    The first two are measured beside ``modules`` too. ``settings`` are common to all.
+    """
+    first = replace(STANDARD["cuda"], ranks=ranks, graph=True, **settings)
+    beside = (*first.others, *modules)
+    yield replace(first, others=beside)
+    yield replace(first, hidden=2048, experts=128, others=beside)
     small = ("dispatch", "combine", "cached dispatch", "dispatch+combine")
-    yield replace(first, tokens=128, operations=small, others=("all_to_all",))
-    yield replace(first, topk=1, graph=False, others=("all_to_all",))
-    yield replace(first, routing=HOT, graph=False, others=("all_to_all",))
+    yield replace(first, tokens=128, operations=small)
+    yield replace(first, topk=1, graph=False)
+    yield replace(first, routing=HOT, graph=False)
     for sms in (8, 12, 16, 32):
         yield replace(first, sms=sms, graph=False, operations=FEW_OPERATIONS, others=())
     growth = (*FEW_OPERATIONS, "dispatch+combine")
     for tokens in (256, 512, 1024, 2048, 8192, 16384, 32768):
-        yield replace(first, tokens=tokens, graph=False, operations=growth, others=("all_to_all",))
+        yield replace(first, tokens=tokens, graph=False, operations=growth)

@@ -17,12 +17,15 @@ HEAD_START_CYCLES = 2_000_000  # about a millisecond: longer than the host takes
 
 
 def make_clock(engine: str) -> HostClock | DeviceClock:
-    """The one place of the benchmark of cases that knows engines: where the tensors live and how a call is timed."""
+    """Return the clock of an engine: where its tensors live, and how a call is timed."""
     return DeviceClock() if engine == "cuda" else HostClock()
 
 
 class HostClock:
+    """Times of a processor that other processes disturb: the sides take turns, so that all of them are disturbed."""
+
     device = torch.device("cpu")
+    takes_turns = True
 
     def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:
         """Of ``iters`` calls on this rank, after ``warmup`` calls that are not timed."""
@@ -50,6 +53,8 @@ class DeviceClock:
     the other ranks, so that neither the host's launches nor a late rank is measured. (A call that itself waits for the
     device, as one without max_recv_rows, is measured with that.)
     """
+
+    takes_turns = False
 
     def __init__(self):
         self.device = torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,10 @@
 """DeepEP (github.com/deepseek-ai/DeepEP) behind the operations of the benchmark. Needs its package ``deep_ep``.
 
+    python -m ep_dispatcher.bench --engine cuda --with ep_dispatcher.benchmark.deep_ep
+
 ``ElasticBuffer`` (version 2) brings rows into expert layout (``do_expand``), and no host waits. ``Buffer`` (version 1)
-brings them into rank layout only, so that a user still has to permute, which is not in its times; its layout kernel is,
-and the host waits for the counts.
+brings them into rank layout only. A user still has to permute them, and that is not in its times. Its layout kernel is
+in them, and the host waits for the counts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,16 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.benchmark.cases import Case
+from ep_dispatcher.benchmark.parts import Part
+
+SIDE = "DeepEP"
+
+
+def measure(part: Part) -> None:
+    with make_side(dist.group.WORLD, part.case) as side:
+        part.found["deep_ep"] = side.version
+        calls = side.operations(*part.inputs)
+        part.time({SIDE: {name: call for name, call in calls.items() if name in part.case.operations}})
 
 
 @contextmanager
@@ -28,7 +40,7 @@ def make_side(group: dist.ProcessGroup, case: Case) -> Iterator[Elastic | Legacy
 
 
 class Elastic:
-    version = "DeepEP ElasticBuffer, expert layout"
+    version = "DeepEP ElasticBuffer (expert layout)"
 
     def __init__(self, group: dist.ProcessGroup, case: Case):
         self.buffer = deep_ep.ElasticBuffer(
@@ -67,7 +79,7 @@ class Elastic:
 
 
 class Legacy:
-    version = "DeepEP Buffer, rank layout"
+    version = "DeepEP Buffer (rank layout, its layout kernel included in dispatch, no permutes included)"
 
     def __init__(self, group: dist.ProcessGroup, case: Case):
         deep_ep.Buffer.set_num_sms(case.sms)

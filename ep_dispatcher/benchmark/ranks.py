@@ -9,6 +9,24 @@ import torch
 import torch.distributed as dist
 
 
+class TorchrunRanks:
+    """The ranks that torchrun started, as far as ``suite.run`` needs a ``RankPool``. Made on each of them."""
+
+    closed = False
+
+    def __init__(self, threads: int):
+        torch.set_num_threads(threads)
+        dist.init_process_group("gloo")
+
+    def run(self, part: Callable, *args: Any) -> list[Any]:
+        """Call ``part(rank, *args)`` here; the other ranks have to call it too."""
+        return [part(dist.get_rank(), *args)]
+
+    def close(self) -> None:
+        self.closed = True
+        dist.destroy_process_group()
+
+
 def sum_over_ranks(values: list[int]) -> list[int]:
     total = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(total)

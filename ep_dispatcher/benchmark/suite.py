@@ -21,34 +21,46 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from ep_dispatcher.benchmark import parts
 from ep_dispatcher.benchmark.cases import PASSES, Case
 from ep_dispatcher.benchmark.machine import to_json
-from ep_dispatcher.benchmark.parts import ENGINE, GRAPH
+from ep_dispatcher.benchmark.parts import ENGINE, GRAPH, parts_of
+from ep_dispatcher.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.testing import RankError, RankPool
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-TIMEOUT_S = 90.0  # of one part of a case; the first one starts NCCL and imports Megatron
+# By engine: the backends, and the seconds of one part. The first part on GPUs starts NCCL and imports Megatron.
+POOLS = {
+    "cpu": dict(backend="gloo", timeout_s=3600.0),
+    "cuda": dict(backend="cpu:gloo,cuda:nccl", timeout_s=90.0),
+}
 
 
-def run(cases: Iterable[Case], machine: dict, folder: Path, threads: int = 1) -> int:
+def start_ranks(case: Case) -> RankPool:
+    return RankPool(case.ranks, threads_per_rank=case.threads, **POOLS[case.engine])
+
+
+def run(
+    cases: Iterable[Case],
+    machine: dict,
+    folder: Path,
+    start: Callable[[Case], RankPool | TorchrunRanks] = start_ranks,
+) -> int:
     """Measure, print, and write a JSON per case into ``folder``; 1 when a part failed or results differ, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
     pool, bad, begin = None, False, time.monotonic()
     try:
         for case in cases:
+            path = folder / f"{case.name}.json"
             result = {"machine": machine, "case": asdict(case), "operations": {}, "seconds": {}, "compared": {}}
-            result["notes"] = []
-            for part in parts.parts_of(case):
+            result |= {"notes": [], "passes": {}}
+            for part, *arguments in parts_of(case):
                 if pool is None or pool.closed:
-                    backend = BACKENDS[case.engine]
-                    pool = RankPool(case.ranks, threads_per_rank=threads, timeout_s=TIMEOUT_S, backend=backend)
+                    pool = start(case)
                 try:
-                    found = pool.run(part, case)[0]
+                    found = pool.run(part, *arguments)[0]
                     usable = found.pop("usable")
                     merge(result, found)
                 except RankError as error:
@@ -59,8 +71,8 @@ def run(cases: Iterable[Case], machine: dict, folder: Path, threads: int = 1) ->
                 if not usable:  # a GPU that had an error says it again ever after: the next part gets new processes
                     pool.close()
                 summarise(result, case)
-                (folder / f"{case.name}.json").write_text(to_json(result))
-            print(table(result), f"{time.monotonic() - begin:.0f} s so far", sep="\n", end="\n\n", flush=True)
+                path.write_text(to_json(result))
+            print(table(result), f"{path}, {time.monotonic() - begin:.0f} s so far", sep="\n", end="\n\n", flush=True)
             bad |= any(not compared["same"] for compared in result["compared"].values())
             bad |= not result["operations"]
     finally:
@@ -73,14 +85,16 @@ def merge(result: dict, found: dict) -> None:
     for operation, sides in found.pop("seconds").items():
         result["seconds"].setdefault(operation, {}).update(sides)
     result["notes"] += found.pop("notes")
-    result["compared"] |= found.pop("compared", {})
+    for name in ("compared", "passes"):
+        result[name] |= found.pop(name)
     result.update(found)
 
 
 def summarise(result: dict, case: Case) -> None:
+    passes = PASSES | result["passes"]
     for operation, sides in result["seconds"].items():
         figures = result["operations"][operation] = {}
-        rows = result.get("received_rows", 0) / case.ranks * PASSES[operation]
+        rows = result.get("received_rows", 0) / case.ranks * passes[operation]
         for side, seconds in sides.items():
             median = statistics.median(seconds)
             figures[side] = {"median_s": median, "min_s": min(seconds), "max_s": max(seconds)}
@@ -93,16 +107,17 @@ def table(result: dict) -> str:
     case = result["case"]
     lines = [
         "{ranks} ranks, engine {engine}, {tokens} tokens per rank, hidden {hidden}, {experts} experts, top-{topk}, "
-        "{dtype}, {routing} routing, {layout} layout, {sms} SMs".format(**case)
+        "{dtype}, {routing} routing, {layout} layout".format(**case)
+        + (", {sms} SMs".format(**case) if case["engine"] == "cuda" else "")
         + (", {ranks_per_node} ranks per node".format(**case) if case["ranks_per_node"] else ""),
         f"microseconds of the slowest rank of an iteration: median of {case['iters']}, least, most",
-        f"{'operation':<28}{'side':<22}{'median':>10}{'least':>10}{'most':>10}{'GB/s':>8}  engine's speed-up",
+        f"{'operation':<28}{'side':<30}{'median':>10}{'least':>10}{'most':>10}{'GB/s':>8}  engine's speed-up",
     ]
     for operation, figures in result["operations"].items():
         for side, f in figures.items():
             times = "".join(f"{f[key] * 1e6:10.1f}" for key in ("median_s", "min_s", "max_s"))
             speedup = f"{f['speedup']:18.2f}x" if "speedup" in f else ""
-            lines.append(f"{operation:<28}{side:<22}{times}{f['gb_per_s']:8.1f}{speedup}")
+            lines.append(f"{operation:<28}{side:<30}{times}{f['gb_per_s']:8.1f}{speedup}")
     for operation, moved in result.get("wire_bytes", {}).items():
         for wire in moved["least"]:
             megabytes = ", ".join(f"{name} {values[wire] / 1e6:.1f}" for name, values in moved.items())

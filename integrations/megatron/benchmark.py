@@ -1,16 +1,16 @@
-"""Megatron's own dispatcher and ours as Megatron runs them, for ``python -m ep_dispatcher.bench``.
+"""Megatron's own dispatcher and ours as Megatron runs them, beside what the benchmark measures.
 
-with dispatchers(group, hidden=7168, num_experts=256, num_topk=8, dtype=torch.bfloat16, num_sms=24) as made:
-    calls = made.ours.operations(x, topk_idx, topk_weights)
+    python -m ep_dispatcher.bench --with ep_dispatcher.integrations.megatron.benchmark
 
 The experts return what they get, so that the times are those of the six steps alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,27 @@ import torch.distributed as dist
 from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 from torch import Tensor
 
-from ep_dispatcher.benchmark.cases import ALL_STEPS, FORWARD_STEPS
+from ep_dispatcher.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.benchmark.sides import verdict
+
+SIDE = "Megatron alltoall"
+FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"
+
+
+def measure(part: Part) -> None:
+    """Time both dispatchers in Megatron, and compare what they give."""
+    case = part.case
+    settings = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
+    with dispatchers(dist.group.WORLD, dtype=getattr(torch, case.dtype), **settings) as made:
+        part.found["megatron"] = made.version
+        part.found["passes"] |= {FORWARD_STEPS: 2, ALL_STEPS: 4}
+        sides = {
+            name: part.attempt(f"{name} in Megatron", partial(steps.operations, *part.inputs)) or {}
+            for name, steps in {ENGINE: made.ours, SIDE: made.theirs}.items()
+        }
+        part.time(sides)
+        compared = part.attempt("comparison in Megatron", lambda: made.compare(*part.inputs))
+        part.found["compared"] |= {SIDE: compared} if compared else {}
 
 
 class SixSteps:
@@ -44,7 +63,7 @@ class SixSteps:
         torch.autograd.backward([y, row_probs], [x.detach(), row_probs.detach()])
         return y.detach(), x.grad, probs.grad
 
-    def operations(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict[str, Callable[[], object]]:
+    def operations(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Calls:
         given = as_routed(x, topk_idx, topk_weights, self.num_experts)
         with_gradients = (given[0].detach().requires_grad_(), given[1], given[2].detach().requires_grad_())
         return {

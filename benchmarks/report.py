@@ -1,0 +1,251 @@
+"""``python benchmarks/report.py``: writes the figures of docs/performance.md, and their charts, from the JSON files.
+
+The files are those of ``python -m ep_dispatcher.bench``, in benchmarks/results and its folders. The same files give
+the same text, to the last character.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ep_dispatcher.benchmark.cases import OPERATIONS, Case, is_standard
+from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- begin: python benchmarks/report.py -->"
+END = "<!-- end -->"
+ALL_TO_ALL, FAST_SUM = BASELINES.values()
+MEGATRON, DEEP_EP = "Megatron alltoall", "DeepEP"
+COLOURS = {
+    ENGINE: "#1f77b4",
+    GRAPH: "#9ecae1",
+    ALL_TO_ALL: "#d95f02",
+    FAST_SUM: "#f2b27a",
+    MEGATRON: "#7a0177",
+    DEEP_EP: "#2ca02c",
+}
+ABOUT = {
+    ALL_TO_ALL: "what one writes otherwise: sort, `dist.all_to_all_single`, sort, and back with `index_add_`",
+    FAST_SUM: "the same with `embedding_bag` for the sum",
+    MEGATRON: "its own dispatcher, beside ours in Megatron; the host waits for the counts in both",
+    DEEP_EP: "rows come in the layout that is named above; the engine's are in expert layout",
+}
+IN_MEGATRON = ("six steps, forward", "six steps, forward+backward")
+CASES = "hot_rank: one rank receives four times the mean, or all there is if ranks are fewer."
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that are shown together: of one folder, one engine, and as many of the same processors."""
+
+    folder: Path
+    runs: list[dict]  # in ascending order of their cases
+
+    @property
+    def case(self) -> Case:
+        return Case(**self.runs[0]["case"])
+
+    @property
+    def machine(self) -> dict:
+        return self.runs[0]["machine"]
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """Its name, and how many of it are a second."""
+        return ("milliseconds", 1e3) if self.case.engine == "cpu" else ("microseconds", 1e6)
+
+    @property
+    def standard(self) -> list[dict]:
+        return [run for run in self.runs if is_standard(Case(**run["case"]))]
+
+    @property
+    def title(self) -> str:
+        if self.case.engine == "cpu":
+            return f"{self.case.ranks} ranks on {self.machine['cpu']}, {self.machine['cores']} cores"
+        beside = f", beside {DEEP_EP}" if any("deep_ep" in run for run in self.runs) else ""
+        return f"{self.case.ranks} x {processor(self.runs[0])}{beside}"
+
+    @property
+    def chart(self) -> Path:
+        name = f"{self.case.engine}-{self.case.ranks}ranks-{processor(self.runs[0]).replace(' ', '-')}.png"
+        return self.folder / name
+
+    def shows(self, side: str) -> bool:
+        return any(side in figures for run in self.runs for figures in run["operations"].values())
+
+    def all_of(self, name: str, *, of: str = "machine") -> str:
+        return ", ".join(sorted({str(run[of].get(name, "unknown")) for run in self.runs}))
+
+
+def processor(run: dict) -> str:
+    return next(iter(run["machine"]["gpus"]), run["machine"]["cpu"])
+
+
+def load(folder: Path) -> list[Group]:
+    """The groups of a folder, and of the folders in it."""
+    groups = []
+    for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        runs = [json.loads(path.read_text()) for path in sorted(place.glob("*.json"))]
+        runs = sorted((run for run in runs if "case" in run), key=lambda run: (machine_key(run), case_key(run)))
+        groups += [Group(place, list(group)) for _, group in groupby(runs, key=machine_key)]
+    return groups
+
+
+def machine_key(run: dict) -> tuple:
+    return run["case"]["engine"], processor(run), run["case"]["ranks"]
+
+
+def case_key(run: dict) -> tuple:
+    case = Case(**run["case"])
+    one_node = case.ranks_per_node or case.ranks
+    return case.hidden, case.experts, case.topk, case.routing, case.tokens, case.sms, -one_node
+
+
+def write(page: Path, folder: Path) -> int:
+    """Rewrite the part between the two marks, and draw the charts that it shows; 1 when there are no marks, else 0."""
+    text = page.read_text() if page.exists() else ""
+    if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
+        print(f"{page}: given without the lines {BEGIN} and {END}, allowed with each of them once")
+        return 1
+    groups = load(folder)
+    before, _, rest = text.partition(BEGIN)
+    page.write_text(before + part(groups, page.parent) + rest.partition(END)[2])
+    print(f"{page}: the part between the marks, from {sum(len(group.runs) for group in groups)} files in {folder}")
+    try:
+        import charts
+    except ImportError:
+        print("no charts: matplotlib is missing (pip install matplotlib)")
+        return 0
+    for group in groups:
+        engine, torch = group.case.engine, group.machine["torch"]
+        title = f"{group.title}: engine {engine}, PyTorch {torch}, {group.machine['date'][:10]}"
+        print(f"chart: {charts.draw(group.runs, title, COLOURS, group.unit, group.chart)}")
+    return 0
+
+
+def part(groups: list[Group], root: Path) -> str:
+    """What stands between the marks, with them. Links are relative to ``root``."""
+    blocks = [BEGIN]
+    for group in groups:
+        blocks += [f"### {group.title}", _machine(group), _sides(group)]
+        blocks += [block for run in group.standard for block in (_operations(run, group), _bytes(run)) if block]
+        blocks += [_cases(group)] if len(group.standard) < len(group.runs) else []
+        blocks += [f"![times]({os.path.relpath(group.chart, root)})"]
+        missing = dict.fromkeys(note for run in group.runs for note in run["notes"])
+        blocks += ["\n".join(["Notes:", "", *(f"- {note}" for note in missing)])] if missing else []
+    return "\n\n".join([*blocks, END])
+
+
+def _machine(group: Group) -> str:
+    if group.case.engine == "cuda":
+        titles = {"driver": "Driver", "cuda": "CUDA", "torch": "PyTorch", "nccl": "NCCL"}
+    else:
+        titles = {"torch": "PyTorch", "compiler": "compiler", "load_average_at_start": "load averages at the start"}
+    lines = [", ".join(f"{title} {group.all_of(name)}" for name, title in titles.items())]
+    lines += sorted({run[name] for run in group.runs for name in ("megatron", "deep_ep") if name in run})
+    days = sorted({run["machine"]["date"][:10] for run in group.runs})
+    lines += [f"Build {group.all_of('git_commit')}, {' to '.join(days[:1] + days[1:][-1:])}"]
+    lines += [f"{group.unit[0].capitalize()}, median of {group.all_of('iters', of='case')}"]
+    return ".\n".join(lines) + "."
+
+
+def _sides(group: Group) -> str:
+    return "\n".join(f"- {side}: {about}" for side, about in ABOUT.items() if group.shows(side))
+
+
+def _operations(run: dict, group: Group) -> str:
+    case = Case(**run["case"])
+    shown = [side for side in COLOURS if side != ENGINE and any(side in f for f in run["operations"].values())]
+    nodes = case.ranks // (case.ranks_per_node or case.ranks)
+    about = [f"{case.tokens} tokens per rank", f"hidden {case.hidden}", f"{case.experts} experts", f"top-{case.topk}"]
+    about += [case.dtype, f"{case.routing} routing", f"{case.layout} layout"]
+    about += [f"at most {case.sms} multiprocessors"] if case.engine == "cuda" else []
+    about += ["one node" if nodes == 1 else f"{nodes} virtual nodes of {case.ranks_per_node}"]
+    titles = (side.removeprefix("engine, ") for side in shown)
+    lines = [", ".join(about) + ":", "", _row("operation", "engine", "least to most", "GB/s", *titles)]
+    lines += [_row(*["---"] * (4 + len(shown)))]
+    for operation in (*OPERATIONS, *IN_MEGATRON):
+        figures = run["operations"].get(operation, {})
+        engine = figures.get(ENGINE)
+        if engine is None:
+            continue
+        name = f"in Megatron: {operation}" if operation in IN_MEGATRON else operation
+        spread = f"{_number(engine['min_s'], group)} to {_number(engine['max_s'], group)}"
+        speed = f"{engine['gb_per_s']:.{0 if engine['gb_per_s'] > 10 else 2}f}"
+        others = (_time(figures.get(side), group) for side in shown)
+        lines.append(_row(name, _time(engine, group), spread, speed, *others))
+    return "\n".join(lines)
+
+
+def _bytes(run: dict) -> str:
+    """The table of the rows that cross between ranks."""
+    lines = []
+    for operation, moved in run.get("wire_bytes", {}).items():
+        for wire in moved["least"]:
+            if wire != "local" and moved["engine"][wire]:
+                values = (f"{moved[name][wire] / 1e6:.1f}" if name in moved else "" for name in COLUMNS)
+                lines.append(_row(operation, wire, *values))
+    head = [_row("MB of all ranks", "wire", *COLUMNS.values()), _row(*["---"] * (2 + len(COLUMNS)))]
+    return "\n".join(head + lines) if lines else ""
+
+
+COLUMNS = {"engine": "engine", "least": "the least", "baseline": ALL_TO_ALL}  # of a table of bytes: in JSON -> title
+
+# Of the table of cases: title, side, operation.
+CASE_COLUMNS = (
+    ("dispatch", ENGINE, "dispatch"),
+    ("dispatch FP8", ENGINE, "dispatch FP8"),
+    ("combine", ENGINE, "combine"),
+    ("cached dispatch", ENGINE, "cached dispatch"),
+    ("dispatch+combine", ENGINE, "dispatch+combine"),
+    ("in a CUDA graph", GRAPH, "dispatch+combine"),
+    ("all_to_all_single", ALL_TO_ALL, "dispatch+combine"),
+    ("Megatron, all steps", ENGINE, IN_MEGATRON[1]),
+    ("its alltoall", MEGATRON, IN_MEGATRON[1]),
+)
+
+
+def _cases(group: Group) -> str:
+    names = dict(tokens="tokens", hidden="hidden", experts="experts", topk="top-k", routing="routing", sms="SMs")
+    titles = [*names.values(), *(title for title, _, _ in CASE_COLUMNS)]
+    lines = [f"All cases, in {group.unit[0]}. {CASES}", "", _row(*titles), _row(*["---"] * len(titles))]
+    for run in group.runs:
+        figures = (run["operations"].get(operation, {}).get(side) for _, side, operation in CASE_COLUMNS)
+        lines.append(_row(*(str(run["case"][name]) for name in names), *(_time(f, group) for f in figures)))
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(seconds: float, group: Group) -> str:
+    return f"{seconds * group.unit[1]:.{1 if group.case.engine == 'cpu' else 0}f}"
+
+
+def _time(figures: dict | None, group: Group) -> str:
+    """The time; of what is not the engine also how many times as fast the engine is."""
+    if figures is None:
+        return ""
+    faster = f" ({figures['speedup']:.1f}x)" if "speedup" in figures else ""
+    return _number(figures["median_s"], group) + faster
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files"
+    )
+    args = parser.parse_args(argv)
+    return write(args.page, args.results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""benchmarks/report.py: the figures of docs/performance.md, from JSON files."""
+
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+from commands import ROOT
+
+from ep_dispatcher.benchmark import suite
+from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
+from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "cores": 2, "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}
+MACHINE |= {"torch": "2.11.0", "git_commit": "abc", "date": "2026-11-21T10:00:00+00:00", "compiler": "g++ 12"}
+MACHINE |= {"load_average_at_start": [0.1, 0.2, 0.3]}
+
+
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import report
+
+    return report
+
+
+def made_up(case: Case, **found) -> dict:
+    """A run with times that anyone can check: 10 us per operation of the engine, twice as much for the others."""
+    machine = MACHINE if case.engine == "cuda" else MACHINE | {"gpus": []}
+    result = {"machine": machine, "case": asdict(case), "operations": {}, "seconds": {}, "compared": {}, "notes": []}
+    result |= {"passes": {}}
+    sides = {ENGINE: [9e-6, 1e-5, 12e-6]} | ({GRAPH: [8e-6] * 3} if case.graph else {})
+    seconds = {operation: dict(sides) for operation in case.operations}
+    seconds["dispatch+combine"] = sides | {BASELINES[name]: [2e-5] * 3 for name in case.others}
+    moved = {"least": dict.fromkeys(("inside nodes", "local"), 2_000_000)}
+    moved["engine"] = {"inside nodes": 3_000_000, "local": 2_000_000}
+    found = {"received_rows": 400, "wire_bytes": {"dispatch": moved}, "notes": [], "compared": {}, "passes": {}} | found
+    suite.merge(result, {"seconds": seconds, **found})
+    suite.summarise(result, case)
+    return result
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Three cases of GPUs, two of the CPU, and one in a folder of its own."""
+    folder = tmp_path / "results"
+    (folder / "later").mkdir(parents=True)
+    first = replace(STANDARD["cuda"], graph=True)
+    runs = [made_up(first, notes=["DeepEP: not measured, and why"])]
+    runs += [made_up(replace(first, sms=8, graph=False, operations=FEW_OPERATIONS, others=()))]
+    runs += [made_up(replace(first, tokens=256, graph=False, operations=(*FEW_OPERATIONS, "dispatch+combine")))]
+    runs += [made_up(replace(STANDARD["cpu"], ranks_per_node=n)) for n in (2, None)]
+    for n, run in enumerate(runs):
+        (folder / f"{n}.json").write_text(suite.to_json(run))
+    (folder / "of_something_else.json").write_text("{}")
+    (folder / "later" / "0.json").write_text(suite.to_json(made_up(first, deep_ep="DeepEP v9 (rank layout)")))
+    return folder
+
+
+def test_the_part_of_the_page(report, results, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    command = ["--page", str(page), "--results", str(results)]
+    assert report.main(command) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    headings = re.findall("^### (.*)$", text, re.MULTILINE)
+    assert headings == ["4 ranks on a CPU, 2 cores", "4 x NVIDIA H200", "4 x NVIDIA H200, beside DeepEP"]
+    cpu, gpus, beside = text.split("\n### ")[1:]
+    assert "PyTorch 2.11.0, compiler g++ 12, load averages at the start [0.1, 0.2, 0.3].\nBuild abc, 2026-11-21." in cpu
+    assert cpu.index("expert layout, one node:") < cpu.index("expert layout, 2 virtual nodes of 2:")
+    assert cpu.count("| dispatch+combine | 0.0 | 0.0 to 0.0 | 41 | 0.0 (2.0x) | 0.0 (2.0x) |") == 2
+    assert "All cases" not in cpu and "`embedding_bag`" in cpu and "`embedding_bag`" not in gpus
+    assert "Driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9.\nBuild abc, 2026-11-21." in gpus
+    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in gpus
+    assert "| 256 | 7168 | 256 | 8 | uniform | 24 | 10 | 10 | 10 | 10 | 10 |  | 20 (2.0x) |  |  |" in gpus
+    assert "| dispatch | inside nodes | 3.0 | 2.0 |  |" in gpus and "local" not in gpus
+    assert "- DeepEP: not measured, and why" in gpus
+    assert "DeepEP v9 (rank layout).\n" in beside and "not measured" not in beside
+    images = [results / "cpu-4ranks-a-CPU.png", results / "cuda-4ranks-NVIDIA-H200.png"]
+    images += [results / "later" / images[1].name]
+    drawn = [image.read_bytes() for image in images]
+    assert re.findall(r"!\[times\]\((.*)\)", text) == [f"../{image.relative_to(tmp_path)}" for image in images]
+    assert all(image.startswith(b"\x89PNG") for image in drawn) and f"chart: {images[0]}" in capsys.readouterr().out
+    assert report.main(command) == 0
+    assert page.read_text() == text and [image.read_bytes() for image in images] == drawn
+
+
+def test_a_page_without_marks_stays_as_it_is(report, results, tmp_path, capsys):
+    page = tmp_path / "performance.md"
+    page.write_text("no marks")
+    assert report.main(["--page", str(page), "--results", str(results)]) == 1
+    assert page.read_text() == "no marks" and f"{page}: given without" in capsys.readouterr().out
+
+
+def test_our_page_is_made_of_our_results(report):
+    groups = report.load(RESULTS)
+    assert report.part(groups, ROOT / "docs") in PAGE.read_text()
+    assert [group.case.engine for group in groups] == ["cpu", "cuda"]
+    for group in groups:
+        assert group.chart.exists()
+
+
+def test_our_results_are_of_the_schema():
+    """The names of files follow from their cases, and the figures from the single times."""
+    files = [path for path in RESULTS.rglob("*.json") if path.name.startswith(("cpu-", "cuda-"))]
+    assert len(files) > 15
+    for path in files:
+        run = json.loads(path.read_text())
+        case = Case(**run["case"])
+        assert path.stem == case.name
+        assert all(compared["same"] for compared in run["compared"].values())
+        again = {"operations": {}, "seconds": run["seconds"], "received_rows": run["received_rows"]}
+        suite.summarise(again | {"passes": dict.fromkeys(set(run["seconds"]) - set(OPERATIONS), 0)}, case)
+        for operation in set(OPERATIONS) & set(run["operations"]):
+            assert run["operations"][operation] == again["operations"][operation], (path.name, operation)
