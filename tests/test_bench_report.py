@@ -99,7 +99,7 @@ def test_a_page_without_marks_stays_as_it_is(report, results, tmp_path, capsys):
 def test_our_page_is_made_of_our_results(report):
     groups = report.load(RESULTS)
     assert report.part(groups, ROOT / "docs") in PAGE.read_text()
-    assert [group.case.engine for group in groups] == ["cpu", "cuda"]
+    assert [group.case.engine for group in groups] == ["cpu", "cuda", "cuda"]
     for group in groups:
         assert group.chart.exists()
 
