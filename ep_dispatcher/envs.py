@@ -116,8 +116,17 @@ SWITCHES = (
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
         None,
         "an integer of at least 1",
-        "size of the Megatron integration's buffers; unset: from Megatron's arguments and the first forward pass",
+        "size of the integrations' buffers; unset: Megatron's arguments and first forward pass say it, or what the "
+        "ranks of a deep_ep program agree on before every dispatch",
         _int_from(1),
+    ),
+    Switch(
+        "EP_DISPATCHER_DEEP_EP_EXACT",
+        "0",
+        "0, 1",
+        "with 1 deep_ep programs also get what DeepEP's own tests look at: rank_prefix_matrix and recv_src_idx in "
+        "handles, and sums of weights of experts on other ranks; a small operation more in every such call",
+        _one_of("0", "1"),
     ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
@@ -168,6 +177,10 @@ def wire_gbps() -> float | None:
 
 def max_tokens_per_rank() -> int | None:
     return read("EP_DISPATCHER_MAX_TOKENS_PER_RANK")
+
+
+def deep_ep_exact() -> bool:
+    return read("EP_DISPATCHER_DEEP_EP_EXACT") == "1"
 
 
 def unknown() -> list[str]:

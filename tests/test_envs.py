@@ -12,6 +12,7 @@ READERS = {
     "EP_DISPATCHER_WIRE": envs.wire,
     "EP_DISPATCHER_WIRE_GBPS": envs.wire_gbps,
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
+    "EP_DISPATCHER_DEEP_EP_EXACT": envs.deep_ep_exact,
 }
 
 
@@ -22,7 +23,8 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    assert [reader() for reader in READERS.values()] == ["auto", None, 100.0, 50, None, None, "auto", None, None]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, None, False]
+    assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
 
@@ -46,6 +48,12 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
     assert READERS[name]() == envs.read(name) == value
 
 
+@pytest.mark.parametrize("text, value", [("1", True), ("0", False), ("", False)])
+def test_the_switch_of_deep_ep(monkeypatch, text, value):
+    monkeypatch.setenv("EP_DISPATCHER_DEEP_EP_EXACT", text)
+    assert envs.deep_ep_exact() is value
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
@@ -63,6 +71,7 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
         ("EP_DISPATCHER_WIRE", "ib"),
         ("EP_DISPATCHER_WIRE_GBPS", "0"),
         ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
+        ("EP_DISPATCHER_DEEP_EP_EXACT", "yes"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(monkeypatch, name, text):

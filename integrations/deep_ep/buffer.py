@@ -1,0 +1,380 @@
+"""``deep_ep.Buffer`` on ep_dispatcher: layout, dispatch and combine; low_latency.py has its other half."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ep_dispatcher.integrations.deep_ep import config as configs
+from ep_dispatcher.integrations.deep_ep import layout
+from ep_dispatcher.integrations.deep_ep.config import Config, say_once
+from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
+from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
+from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
+from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_dispatcher import checks, envs
+
+
+class Buffer(LowLatency):
+    """Dispatch and combine by DeepEP's names, arguments and results.
+
+        layout = buffer.get_dispatch_layout(topk_idx, num_experts)
+        recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event = buffer.dispatch(...)
+        combined_x, combined_topk_weights, event = buffer.combine(y, handle)
+
+    Making one is local: the engine's buffers, which need sizes that DeepEP's constructor does not have, are made by the
+    operations that need them (pool.py), and all buffers of a group share them.
+
+    group               the ranks; the byte counts are kept for programs that compare them, and reserve nothing
+    low_latency_mode    allows the low_latency_ methods
+    explicitly_destroy  allows destroy(); without it the memory goes with the last buffer and handle of the group
+    """
+
+    num_sms: int = 20
+    _chosen_sms: int | None = None  # by set_num_sms; None leaves the engine its own default
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm=None,
+        *,
+        use_fabric: bool = False,
+    ):
+        if group is None and comm is not None:
+            raise NotImplementedError("comm: the ranks of an engine are a torch.distributed group, not MPI's")
+        if group is None:
+            checks.fail("group", None, "a torch.distributed group")
+        self._pool: Pool | None = pool_of(group)
+        self._pool.users.add(self)
+        self._comm = CommStream()
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        if enable_shrink:
+            say_once("enable_shrink: a rank that does not answer is a PeerTimeoutError, and is never masked")
+
+    def destroy(self) -> None:
+        """Give the memory back with the last buffer of the group; collective."""
+        if not self.explicitly_destroy:
+            checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
+        pool = self._live_pool()
+        self._pool = None
+        pool.users.discard(self)
+        if not pool.users:
+            pool.destroy()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Let engine buffers that are made from now on use so many multiprocessors, an even number as DeepEP's."""
+        new_num_sms = checks.integer("new_num_sms", new_num_sms, 2)
+        if new_num_sms % 2:
+            checks.fail("new_num_sms", new_num_sms, "an even number")
+        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event of what the current stream has to do until now."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return configs.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A config for any number of ranks; there is nothing to tune in it but ``num_sms``."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        return Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of the operations that are asked for with async_finish or previous_event."""
+        return self._comm.stream()
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        raise NotImplementedError(
+            "get_local_buffer_tensor: the memory that ranks write into is the engine's; it is laid out in another way, "
+            "there is more than one, and nothing of it may be written from outside"
+        )
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """(num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank, event); local.
+
+        Shapes and dtypes are those of layout.dispatch_layout. ``event`` holds one with ``async_finish``, here and
+        everywhere else.
+        """
+        with self._comm.operation(topk_idx, previous_event=previous_event, async_finish=async_finish) as operation:
+            counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
+            operation.hand_over(*counted)
+        return *counted, operation.event
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: tuple | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[
+        Tensor | tuple[Tensor, Tensor], Tensor | None, Tensor | None, list[int] | None, tuple | None, EventOverlap
+    ]:
+        """Bring every token once to each rank that has an expert of it; rows arrive by (source rank, source token).
+
+            recv_topk_idx[row, k] = local expert or -1;  recv_topk_weights[row, k] = its weight, or 0
+
+        x                 rows, or a pair of rows and scales: see rows.Rows
+        handle            of an earlier dispatch: its routing again, without all that describes one; then everything
+                          that is returned but recv_x and event is None
+        topk_idx, topk_weights  int64 and float32 [num_tokens, num_topk], together or not at all: is_token_in_rank and
+                          num_tokens_per_expert say enough without them
+        expert_alignment  rounds up num_recv_tokens_per_expert_list, and nothing else
+        num_worst_tokens  rows of the output, the same on all ranks; then no host waits, the list is empty, and rows
+                          behind the last have -1 in recv_topk_idx
+        config            accepted; the engine has nothing to tune with it
+
+        Raises ValueError for arguments that are not allowed, PeerTimeoutError when a rank does not come.
+        """
+        pool, rows = self._live_pool(), Rows(x)
+        self._say_of_config(config)
+        inputs = [*rows.tensors(), topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert]
+        inputs += [] if handle is None else _plans(handle).tensors()
+        with self._comm.operation(*inputs, previous_event=previous_event, async_finish=async_finish) as operation:
+            if handle is not None:
+                if topk_idx is not None or topk_weights is not None:
+                    checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
+                recv_x = rows.restore(_plans(handle).dispatch(rows))
+                operation.hand_over(*_flat(recv_x))
+                received = (recv_x, None, None, None, None)
+            else:
+                received = self._dispatch_new(
+                    pool,
+                    rows,
+                    num_tokens_per_rank,
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    topk_idx,
+                    topk_weights,
+                    expert_alignment,
+                    num_worst_tokens,
+                )
+                operation.hand_over(*_flat(received[0]), *received[1:3], *received[4].tensors())
+        return *received, operation.event
+
+    def _dispatch_new(
+        self, pool, rows, per_rank, in_rank, per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+    ):
+        device = rows.device.type
+        checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (self.group_size,), device)
+        checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
+        checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, self.group_size), device)
+        if (topk_idx is None) != (topk_weights is None):
+            missing = "topk_idx" if topk_idx is None else "topk_weights"
+            checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
+        if topk_idx is None and num_worst_tokens:
+            checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
+        if topk_idx is None:
+            routing, key = layout.routing_of_ranks(in_rank), Key(rows.kind, self.group_size, self.group_size)
+        else:
+            layout.check_same_routing(topk_idx, per_expert.numel(), in_rank)
+            routing, key = topk_idx, Key(rows.kind, per_expert.numel(), topk_idx.shape[1])
+        pool.num_sms = Buffer._chosen_sms
+        sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
+        out = sized.buffer.dispatch(
+            rows.data,
+            routing,
+            topk_weights,
+            layout="rank",
+            expert_alignment=expert_alignment,
+            max_recv_rows=num_worst_tokens or None,
+        )
+        plans = Plans(pool, in_rank, sized, key, out, num_worst_tokens=num_worst_tokens)
+        exact = envs.deep_ep_exact()
+        prefix, src_idx = None, None
+        if topk_idx is None or exact:
+            everyone = self._gather(pool, per_rank, per_expert)
+            prefix = everyone[:, : self.group_size].cumsum(0).to(rows.device, torch.int32)
+        if exact:
+            src_idx = sources(plans)
+        if num_worst_tokens:
+            num_recv = []
+        elif topk_idx is None:
+            mine = everyone[:, self.group_size :].sum(0).view(self.group_size, -1)[self.rank]
+            num_recv = [-(-n // expert_alignment) * expert_alignment for n in mine.tolist()]
+        else:
+            num_recv = out.rows_per_expert.tolist()
+        made = DispatchHandle.make(plans, prefix, src_idx)
+        if topk_idx is None:
+            return rows.restore(out.x), None, None, num_recv, made
+        return rows.restore(out.x), out.topk_idx, out.topk_weights, num_recv, made
+
+    def _gather(self, pool: Pool, per_rank: Tensor, per_expert: Tensor) -> Tensor:
+        """What every rank gave for both, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
+        own = torch.cat([per_rank, per_expert]).cpu().long()
+        everyone = own.new_zeros(self.group_size, own.numel())
+        everyone[self.rank] = own
+        pool.agree(everyone, dist.ReduceOp.SUM, "gather the counts")
+        return everyone
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum every token's rows of all ranks on the rank that brought it, without weights.
+
+            combined_x[token] = sum of x[row of token] over its ranks + bias
+            combined_topk_weights[token, k] = sum of topk_weights[row of token, k] over its ranks
+
+        x             [num_recv_tokens, hidden] of bfloat16, float16 or float32
+        topk_weights  float32 [num_recv_tokens, num_topk]. Of experts on other ranks they have to be 0, as dispatch gave
+                      them; with EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
+        bias          one or two of [num_tokens, hidden], of the dtype of x; added in float32 after the sum
+        config        accepted; the engine has nothing to tune with it
+        """
+        self._live_pool()
+        plans = _plans(handle)
+        self._say_of_config(config)
+        biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
+        device = x.device.type
+        checks.tensor("x", x, checks.DTYPES, (plans.num_rows, "hidden"), device)
+        if len(biases) > 2:
+            checks.fail("bias", f"{len(biases)} tensors", "at most two")
+        for one in biases:
+            checks.tensor("bias", one, (x.dtype,), (plans.num_tokens, x.shape[1]), device)
+        if topk_weights is not None:
+            checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
+        with self._comm.operation(
+            x, topk_weights, *biases, *plans.tensors(), previous_event=previous_event, async_finish=async_finish
+        ) as operation:
+            combined_x, combined_weights = self._combine(plans, x, topk_weights)
+            if biases:
+                combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
+            operation.hand_over(combined_x, combined_weights)
+        return combined_x, combined_weights, operation.event
+
+    @staticmethod
+    def _combine(plans: Plans, x: Tensor, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if topk_weights is None:
+            return plans.combine(x).x, None
+        num_topk = topk_weights.shape[1]
+        if not envs.deep_ep_exact() and plans.takes_weights(Kind(x.shape[1], x.dtype), num_topk):
+            plans.check_weights(topk_weights)
+            out = plans.combine(x, topk_weights)
+            return out.x, out.topk_weights
+        wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
+        return plans.combine(x).x, plans.combine(wide).x[:, :num_topk].contiguous()
+
+    def internode_dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        handle: tuple | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ):
+        """As ``dispatch``: the engine knows by itself which ranks are on other nodes."""
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
+        )
+
+    def internode_combine(
+        self,
+        x: Tensor,
+        handle: tuple | list,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ):
+        """As ``combine``."""
+        return self.combine(
+            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
+        )
+
+    def _live_pool(self) -> Pool:
+        if self._pool is None:
+            checks.fail("buffer", "one that was destroyed", "a living buffer")
+        return self._pool
+
+    @staticmethod
+    def _say_of_config(config: Config | None) -> None:
+        if config is not None:
+            say_once("config: accepted, and without effect; Buffer.set_num_sms and EP_DISPATCHER_NUM_SMS have one")
+
+
+def _plans(handle: tuple) -> Plans:
+    if not isinstance(handle, DispatchHandle):
+        checks.fail("handle", type(handle).__name__, "the handle that a dispatch has returned, as it is")
+    return handle.plans
+
+
+def _flat(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)

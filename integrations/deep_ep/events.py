@@ -1,0 +1,106 @@
+"""Events, and the stream in which operations run that a program wants to overlap. On a CPU all is complete at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class EventHandle:
+    """What the current stream has to do until now; nothing where there is no GPU."""
+
+    def __init__(self):
+        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """An event that a ``with`` block waits for at its end.
+
+        with buffer.dispatch(..., async_finish=True)[-1]:
+            work that needs nothing of the dispatch
+
+    event          an EventHandle, or None: of an operation that was not asynchronous
+    extra_tensors  kept alive as long as this object
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for the event; ValueError where there is none."""
+        if self.event is None:
+            raise ValueError("event: given None, allowed: the event of an operation with async_finish=True")
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+class Operation:
+    """One operation: the tensors that it gives to the caller's stream, and at the end its event."""
+
+    def __init__(self):
+        self.event = EventOverlap()
+        self._outputs: list[Tensor] = []
+
+    def hand_over(self, *outputs: Tensor | None) -> None:
+        self._outputs += [t for t in outputs if t is not None]
+
+
+class CommStream:
+    """Runs operations in the current stream, or in one of its own where a caller asks for overlap."""
+
+    def __init__(self):
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self) -> torch.cuda.Stream:
+        if not torch.cuda.is_available():
+            raise NotImplementedError("get_comm_stream: there is no GPU, and a CPU has no streams")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(priority=-1)
+        return self._stream
+
+    @contextmanager
+    def operation(
+        self, *inputs: Tensor | None, previous_event: EventOverlap | None, async_finish: bool
+    ) -> Iterator[Operation]:
+        """Run what is inside after ``previous_event``, or after the current stream's work where there is none.
+
+        Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked.
+        """
+        operation, before = Operation(), getattr(previous_event, "event", None)
+        on_gpu = any(t is not None and t.is_cuda for t in inputs)
+        if not on_gpu or not (async_finish or before is not None):
+            yield operation
+            if async_finish:
+                operation.event = EventOverlap(EventHandle())
+            return
+        caller, stream = torch.cuda.current_stream(), self.stream()
+        with torch.cuda.stream(stream):
+            if before is None:
+                stream.wait_stream(caller)
+            else:
+                before.current_stream_wait()
+            for t in inputs:
+                if t is not None:
+                    t.record_stream(stream)
+            yield operation
+            for t in operation._outputs:  # allocated in this stream, used in the caller's
+                t.record_stream(caller)
+            if async_finish:
+                operation.event = EventOverlap(EventHandle())
+        if not async_finish:
+            caller.wait_stream(stream)

@@ -1,0 +1,149 @@
+"""What a dispatch leaves for later operations: a tuple as DeepEP's, which carries plans of our engine."""
+
+from __future__ import annotations
+
+import torch
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
+from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
+from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
+from torch import Tensor
+
+import ep_dispatcher as ep
+
+_QUEUES = "it is a position in DeepEP's queues, and this engine has none"
+_EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more in every dispatch"
+
+
+class Unavailable:
+    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError."""
+
+    def __init__(self, name: str, reason: str):
+        self.__dict__["_what"] = f"handle: {name} is not available: {reason}"
+
+    def __repr__(self) -> str:
+        return f"<{self._what}>"
+
+    def _refuse(self, *args, **kwargs):
+        raise NotImplementedError(self._what)
+
+    __getitem__ = __setitem__ = __len__ = __iter__ = __int__ = __index__ = __array__ = _refuse
+    __add__ = __sub__ = __eq__ = __lt__ = __gt__ = _refuse
+    __hash__ = None
+
+    def __getattr__(self, name: str):
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(next(a._what for a in args if isinstance(a, cls)))
+
+
+class Plans:
+    """The routing of one dispatch, and its plans in the buffers of the pool, by kind of rows.
+
+    DeepEP's handle serves rows of any size. Ours gets a plan for another kind by a dispatch of ``is_token_in_rank``.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        is_token_in_rank: Tensor,
+        sized: Sized,
+        key: Key,
+        out: ep.DispatchOutput,
+        *,
+        num_worst_tokens: int,
+    ):
+        handle = out.handle
+        self.pool = pool
+        self.is_token_in_rank = is_token_in_rank
+        self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
+        self._recv_topk_idx = out.topk_idx.clone() if out.topk_idx.device.type == "cpu" else None  # to check with
+        self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
+        self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
+        # A combine brings weights back beside rows of this kind, so many a row; none by a routing of ranks.
+        self._weights_of = None if out.topk_weights is None else (key.kind, key.num_topk)
+
+    def tensors(self) -> list[Tensor]:
+        """What operations read of it."""
+        return [self.is_token_in_rank, *(handle.plan for _, handle in self._known.values())]
+
+    def dispatch(self, rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
+        """The rows that this rank receives by the same routing."""
+        if rows.kind in self._known:
+            buffer, handle = self._known[rows.kind]
+            return buffer.dispatch(rows.data, handle=handle).x
+        return self._new_plan(rows.kind, rows.data)
+
+    def combine(self, y: Tensor, topk_weights: Tensor | None = None) -> ep.CombineOutput:
+        kind = Kind(y.shape[1], y.dtype)
+        if kind not in self._known:
+            self._new_plan(kind, y.new_zeros(self.num_tokens, kind.hidden))
+        buffer, handle = self._known[kind]
+        return buffer.combine(y, handle, topk_weights=topk_weights)
+
+    def check_weights(self, topk_weights: Tensor) -> None:
+        """Refuse weights that the engine would leave out of the sum: of experts on other ranks. On a CPU alone."""
+        if self._recv_topk_idx is not None and bool(topk_weights[self._recv_topk_idx < 0].any()):
+            raise NotImplementedError(
+                "topk_weights: other than 0 where recv_topk_idx is -1, which the engine would leave out of the sum; "
+                "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small operation more in every such combine"
+            )
+
+    def takes_weights(self, kind: Kind, num_topk: int) -> bool:
+        """Whether a combine of rows of this kind can bring so many weights a row back beside them."""
+        return self._weights_of == (kind, num_topk)
+
+    def _new_plan(self, kind: Kind, data) -> Tensor | tuple[Tensor, Tensor]:
+        num_ranks = self.pool.group.size()
+        key = Key(kind, num_ranks, num_ranks)
+        sized = self.pool.sized(key, self._max_tokens)
+        idx = routing_of_ranks(self.is_token_in_rank)
+        out = sized.buffer.dispatch(data, idx, layout="rank", max_recv_rows=self._max_rows)
+        self._known[kind] = (sized.buffer, out.handle)
+        return out.x
+
+
+class DispatchHandle(tuple):
+    """As DeepEP's: 6 items with up to 8 ranks, 10 with more; ``plans`` is what our operations use.
+
+    is_token_in_rank is there always. rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank
+    r) and recv_src_idx int32 [num_recv_tokens] (a row's token on its source rank) are there where they were gathered;
+    everything else raises NotImplementedError when it is used.
+    """
+
+    plans: Plans
+
+    @classmethod
+    def make(cls, plans: Plans, prefix: Tensor | None, src_idx: Tensor | None) -> DispatchHandle:
+        if plans.pool.group.size() <= NVL_PEERS:
+            items = (
+                Unavailable("rank_prefix_matrix", _EXACT) if prefix is None else prefix,
+                Unavailable("channel_prefix_matrix", _QUEUES),
+                Unavailable("recv_channel_prefix_matrix", _QUEUES),
+                Unavailable("recv_src_idx", _EXACT) if src_idx is None else src_idx,
+                plans.is_token_in_rank,
+                Unavailable("send_head", _QUEUES),
+            )
+        else:
+            queues = "rdma_channel_prefix_matrix gbl_channel_prefix_matrix recv_rdma_channel_prefix_matrix "
+            queues += "recv_rdma_rank_prefix_sum recv_gbl_channel_prefix_matrix recv_gbl_rank_prefix_sum recv_src_meta "
+            queues += "send_rdma_head send_nvl_head"
+            items = (plans.is_token_in_rank, *(Unavailable(name, _QUEUES) for name in queues.split()))
+        handle = cls(items)
+        handle.plans = plans
+        return handle
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.plans.tensors(), *(item for item in self if isinstance(item, Tensor))]
+
+    def __reduce__(self):
+        raise TypeError("a handle belongs to the buffers of this process and cannot be pickled")
+
+
+def sources(plans: Plans) -> Tensor:
+    """Token on its source rank of every received row, int32 [num_recv_tokens]; by one exchange of 16 bytes a row."""
+    token = torch.arange(plans.num_tokens, dtype=torch.float32, device=plans.is_token_in_rank.device)
+    received = plans.dispatch(Rows(token[:, None].repeat(1, 4)))
+    return received[:, 0].int()

@@ -1,0 +1,59 @@
+"""Which ranks and experts a routing goes to, as DeepEP counts it, and routings that our engine takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
+
+
+def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Count what every rank and expert is sent; no host waits.
+
+        num_tokens_per_expert[e] = entries of topk_idx that are e;  is_token_in_rank[t, r] = token t has an expert of r
+
+    topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Return num_tokens_per_rank int32 [num_ranks],
+    num_tokens_per_rdma_rank int32 [num_ranks / 8] or None with up to 8 ranks, num_tokens_per_expert int32
+    [num_experts], is_token_in_rank bool [num_tokens, num_ranks].
+    """
+    checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
+    num_experts = checks.integer("num_experts", num_experts, 1)
+    if num_experts % num_ranks:
+        checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
+    expert = topk_idx.long()
+    expert = expert.where(expert >= 0, num_experts)  # what is not chosen counts in a place of its own
+    per_expert = expert.new_zeros(num_experts + 1, dtype=torch.int32)
+    per_expert.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten(), dtype=torch.int32))
+    in_rank = expert.new_zeros(len(expert), num_ranks + 1, dtype=torch.bool)
+    in_rank.scatter_(1, expert // (num_experts // num_ranks), True)
+    in_rank = in_rank[:, :num_ranks].contiguous()
+    per_node = None
+    if num_ranks > NVL_PEERS:
+        nodes = in_rank.view(-1, num_rdma_ranks(num_ranks), NVL_PEERS)
+        per_node = nodes.any(2).sum(0, dtype=torch.int32)
+    return in_rank.sum(0, dtype=torch.int32), per_node, per_expert[:num_experts], in_rank
+
+
+def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
+    """The routing int64 [num_tokens, num_ranks] of one expert per rank that brings tokens to the same ranks.
+
+    In rank layout it gives the same rows in the same order as the routing that ``is_token_in_rank`` comes from.
+    """
+    num_ranks = is_token_in_rank.shape[1]
+    if num_ranks > checks.MAX_TOPK:
+        raise NotImplementedError(
+            f"dispatch by is_token_in_rank alone, or of another row size than the handle's: {num_ranks} ranks, and the "
+            f"engine takes {checks.MAX_TOPK} choices of a token; give topk_idx"
+        )
+    ranks = torch.arange(num_ranks, device=is_token_in_rank.device)
+    return ranks.where(is_token_in_rank, -1)
+
+
+def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
+    """ValueError where ``is_token_in_rank`` is not the one of ``topk_idx``. Only on a CPU, where nothing waits."""
+    if is_token_in_rank.device.type == "cpu":
+        *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
+        if not torch.equal(expected, is_token_in_rank):
+            checks.fail("is_token_in_rank", "another routing than topk_idx", "what get_dispatch_layout gives for it")

@@ -1,0 +1,294 @@
+"""The low-latency half of ``deep_ep.Buffer``: rows packed by expert in tensors of a fixed shape, and no host waits.
+
+    dispatch   the engine's expert layout with max_recv_rows, then every row to its place in the packed tensor
+    combine    the packed rows back to their sources by another dispatch, where they are weighted and summed in float32
+
+Two kernels each way more than a layout of the engine's own would need, and no split of sending and receiving: a hook
+finds everything done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from ep_dispatcher.integrations.deep_ep import float8
+from ep_dispatcher.integrations.deep_ep.config import say_once
+from ep_dispatcher.integrations.deep_ep.events import EventOverlap
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
+from ep_dispatcher.integrations.deep_ep.rows import Kind
+from torch import Tensor
+
+from ep_dispatcher import checks
+
+MAX_SOURCES = 2**24  # tokens of all ranks together: their numbers travel as float32
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Where the received rows lie; made by dispatch, read by combine. ``rows`` counts them, unused ones included."""
+
+    num_local_experts: int
+    slots_per_expert: int  # num_ranks * num_max_dispatch_tokens_per_rank
+    num_tokens: int  # that this rank brought
+    num_topk: int
+    slot: Tensor  # int64 [rows] place in the packed tensor; the one behind its end for unused rows
+    source_rank: Tensor  # int64 [rows, 1] -1 for unused rows
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_local_experts * self.slots_per_expert
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """[rows, n] -> [num_local_experts, slots, n]; slots behind an expert's rows are not written."""
+        packed = rows.new_empty(self.num_slots + 1, rows.shape[1])
+        packed.view(torch.int32).index_copy_(0, self.slot, rows.view(torch.int32))  # float8 has no index_copy_
+        return packed[:-1].view(self.num_local_experts, self.slots_per_expert, rows.shape[1])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """[num_local_experts, slots, n] -> [rows, n]; unused rows are any."""
+        return packed.flatten(0, 1).index_select(0, self.slot.clamp(max=self.num_slots - 1))
+
+
+class LowLatencyHandle(tuple):
+    """(recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts), as DeepEP's."""
+
+    packed: Packed
+    combine_buffer: Tensor | None = None  # of get_next_low_latency_combine_buffer
+
+
+class LowLatency:
+    """Methods of Buffer; the class has what they need."""
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing to do: the memory is not shared with other operations, and starts clean."""
+        self._check_low_latency()
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Bring every token to its experts: (recv_x, recv_count, handle, event, hook).
+
+            recv_x[expert, i] = the row of the expert's token i, by (source rank, source token), i < recv_count[expert]
+
+        x          bfloat16 [num_tokens, hidden], at most num_max_dispatch_tokens_per_rank tokens
+        recv_x     [num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden] of bfloat16; with use_fp8 a
+                   pair of it in float8_e4m3fn and scales [..., hidden / 128] of float32, or with use_ue8m0
+                   [..., hidden / 512] of int32 (four exponents each), whose last two dimensions are column-major
+        recv_count int32 [num_local_experts]
+        handle     (recv_src_info int32 [num_local_experts, slots], the row's token on its source rank;
+                   recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...)
+        cumulative_local_expert_recv_stats  int32 [num_local_experts], to which recv_count is added
+        hook       with return_recv_hook: to be called before recv_x is read
+
+        An expert may stand only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
+        """
+        pool, num_ranks = self._check_low_latency(), self.group_size
+        self._check_asking(async_finish, return_recv_hook)
+        _refuse_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
+        most = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        if num_ranks * most > MAX_SOURCES:
+            checks.fail("num_max_dispatch_tokens_per_rank", most, f"at most {MAX_SOURCES // num_ranks}")
+        checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
+        (num_tokens, hidden), stats = x.shape, cumulative_local_expert_recv_stats
+        if num_tokens > most:
+            checks.fail("x", f"{num_tokens} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
+        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), x.device.type)
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            checks.fail("use_ue8m0", True, "it with use_fp8 and round_scale alone")
+        granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
+        if use_fp8 and hidden % granularity:
+            checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
+        num_topk = topk_idx.shape[1]
+        sized = pool.sized(Key(Kind(hidden, torch.bfloat16), num_experts, num_topk), most)
+        num_local = num_experts // num_ranks
+        if stats is not None:
+            checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
+        with self._comm.operation(x, topk_idx, stats, previous_event=None, async_finish=async_finish) as operation:
+            data = float8.quantize(x, round_scale=round_scale) if use_fp8 else x
+            source = self.rank * most + torch.arange(num_tokens, dtype=torch.float32, device=x.device)
+            out = sized.buffer.dispatch(
+                data,
+                topk_idx,
+                source[:, None].repeat(1, num_topk),  # in the place of weights, so that every row says where it is from
+                layout="expert",
+                max_recv_rows=num_ranks * most * min(num_topk, num_local),
+            )
+            counts = out.tokens_per_expert
+            packed, src_info, ranges = _place(out.topk_weights.long(), counts, num_ranks, most, num_tokens, num_topk)
+            if use_fp8:
+                scales = packed.pack(out.x[1])
+                scales = float8.column_major(float8.packed_exponents(scales) if use_ue8m0 else scales)
+                recv_x = (packed.pack(out.x[0]), scales)
+            else:
+                recv_x = packed.pack(out.x)
+            recv_count = counts.int()
+            if stats is not None:
+                stats += recv_count
+            handle = LowLatencyHandle((src_info, ranges, most, hidden, num_experts))
+            handle.packed = packed
+            kept = (packed.slot, packed.source_rank)
+            operation.hand_over(*(recv_x if use_fp8 else (recv_x,)), recv_count, src_info, ranges, *kept)
+        return recv_x, recv_count, handle, operation.event, _received if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+        """Sum every token's rows with its weights: (combined_x, event, hook).
+
+            combined_x[token] = bfloat16(sum over k in order of topk_weights[token, k] * x[row of (token, k)])
+
+        x             bfloat16, shaped as recv_x of the dispatch; with zero_copy the rows are in
+                      get_next_low_latency_combine_buffer(handle) instead, and x is not read
+        topk_idx      of the dispatch; topk_weights float32 of the same shape, not read where topk_idx is -1
+        use_logfmt    accepted: rows travel as bfloat16 all the same, so the result is nearer to the exact one
+        out           bfloat16 [num_tokens, hidden], which becomes combined_x
+
+        All sums and products are in float32.
+        """
+        pool = self._check_low_latency()
+        self._check_asking(async_finish, return_recv_hook)
+        _refuse_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
+        if not isinstance(handle, LowLatencyHandle):
+            checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
+        if use_logfmt:
+            say_once("use_logfmt: accepted; rows travel as bfloat16")
+        packed, (_, _, most, hidden, num_experts) = handle.packed, handle
+        if zero_copy:
+            if handle.combine_buffer is None:
+                checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
+            x = handle.combine_buffer
+        device = x.device.type
+        shape = (packed.num_local_experts, packed.slots_per_expert, hidden)
+        checks.tensor("x", x, (torch.bfloat16,), shape, device)
+        choices = (packed.num_tokens, packed.num_topk)
+        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), choices, device)
+        checks.tensor("topk_weights", topk_weights, (torch.float32,), choices, device)
+        if out is not None:
+            checks.tensor("out", out, (torch.bfloat16,), (packed.num_tokens, hidden), device)
+        rows_per_rank = packed.slot.numel()
+        sized = pool.sized(Key(Kind(hidden, torch.bfloat16), self.group_size, 1), rows_per_rank)
+        inputs = (x, topk_idx, topk_weights, out, packed.slot, packed.source_rank)
+        with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
+            returned = sized.buffer.dispatch(
+                packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=max(1, most * packed.num_topk)
+            )
+            combined = _weighted_sum(returned.x, topk_idx.long(), topk_weights, num_experts)
+            out = combined if out is None else out.copy_(combined)
+            operation.hand_over(out)
+        return out, operation.event, _received if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """The tensor that a low_latency_combine of this handle with zero_copy reads; bfloat16, shaped as its x."""
+        self._check_low_latency()
+        if not isinstance(handle, LowLatencyHandle):
+            checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
+        if handle.combine_buffer is None:
+            packed = handle.packed
+            shape = (packed.num_local_experts, packed.slots_per_expert, handle[3])
+            handle.combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=packed.slot.device)
+        return handle.combine_buffer
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Unmask a rank, which changes nothing. To mask one is not supported: every operation needs all ranks."""
+        self._check_low_latency()
+        checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        if mask:
+            raise NotImplementedError(
+                "low_latency_update_mask_buffer: every operation of the engine needs all ranks of the group; make a "
+                "new group without the rank, and a buffer on it"
+            )
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Fill int32 [num_ranks] with 0: no rank is ever masked."""
+        self._check_low_latency()
+        checks.tensor("mask_status", mask_status, (torch.int32,), (self.group_size,), mask_status.device.type)
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing to do: no rank is ever masked."""
+        self._check_low_latency()
+
+    def _check_low_latency(self) -> Pool:
+        pool = self._live_pool()
+        if not self.low_latency_mode:
+            checks.fail("low_latency_mode", False, "low_latency_ methods of a buffer made with low_latency_mode=True")
+        return pool
+
+    @staticmethod
+    def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
+        if async_finish and return_recv_hook:
+            checks.fail("async_finish", True, "one of async_finish and return_recv_hook")
+
+
+def _received() -> None:
+    """The hook of an operation that is complete, in the order of the current stream, before its call returns."""
+
+
+def _refuse_wait_stats(name: str, value: Tensor | None) -> None:
+    if value is not None:
+        raise NotImplementedError(f"{name}: the engine does not measure how long it waits for each rank")
+
+
+def _place(
+    source: Tensor, counts: Tensor, num_ranks: int, most: int, num_tokens: int, num_topk: int
+) -> tuple[Packed, Tensor, Tensor]:
+    """The places of received rows, and what a handle says of them: (packed, src_info, layout_range).
+
+    source: int64 [rows] rank * most + token, of rows in expert layout; counts: int64 [num_local_experts]
+    """
+    num_local, slots, ends = counts.numel(), num_ranks * most, counts.cumsum(0)
+    row = torch.arange(source.numel(), device=source.device)
+    used = row < ends[-1]
+    expert = torch.searchsorted(ends, row, right=True).clamp_(max=num_local - 1)
+    slot = torch.where(used, expert * slots + row - (ends - counts)[expert], num_local * slots)
+    source_rank = torch.where(used, source // most, -1)
+    src_info = source.new_zeros(num_local * slots + 1, dtype=torch.int32)
+    src_info.index_copy_(0, slot, (source % most).int())
+    pair = torch.where(used, expert * num_ranks + source_rank, num_local * num_ranks)
+    per_source = source.new_zeros(num_local * num_ranks + 1).scatter_add_(0, pair, torch.ones_like(pair))
+    per_source = per_source[:-1].view(num_local, num_ranks)
+    ranges = (per_source.cumsum(1) - per_source) << 32 | per_source
+    packed = Packed(num_local, slots, num_tokens, num_topk, slot, source_rank[:, None])
+    return packed, src_info[:-1].view(num_local, slots), ranges
+
+
+def _weighted_sum(rows: Tensor, topk_idx: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """bfloat16 [num_tokens, hidden]: sum over k of weights[:, k] * row of (token, k), in float32.
+
+    rows: those of this rank's choices by (expert, token), as ranks and their experts send them back.
+    """
+    num_tokens, num_topk = topk_idx.shape
+    chosen = topk_idx >= 0
+    token = torch.arange(num_tokens, device=rows.device)[:, None]
+    by_expert = topk_idx.where(chosen, num_experts) * num_tokens + token
+    order = by_expert.flatten().argsort()
+    row_of = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=rows.device))
+    row_of = row_of.view(num_tokens, num_topk)
+    total = rows.new_zeros(num_tokens, rows.shape[1], dtype=torch.float32)
+    for k in range(num_topk):
+        product = rows.index_select(0, row_of[:, k]).float() * weights[:, k, None]
+        total += product.where(chosen[:, k, None], 0.0)
+    return total.to(torch.bfloat16)

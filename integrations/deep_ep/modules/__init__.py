@@ -1,0 +1,1 @@
+"""The folder that ``install`` puts on the path: the modules that programs import by DeepEP's names."""

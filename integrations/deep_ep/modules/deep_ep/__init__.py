@@ -1,0 +1,8 @@
+"""``deep_ep`` as programs know it, on ep_dispatcher."""
+
+from ep_dispatcher.integrations.deep_ep.buffer import Buffer
+from ep_dispatcher.integrations.deep_ep.config import Config, topk_idx_t
+from ep_dispatcher.integrations.deep_ep.events import EventOverlap
+
+__version__ = "1.2.1"
+__all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t"]

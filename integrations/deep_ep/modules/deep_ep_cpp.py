@@ -1,0 +1,6 @@
+"""``deep_ep_cpp`` as programs know it: the names of DeepEP's compiled module that they import."""
+
+from ep_dispatcher.integrations.deep_ep.config import Config, get_low_latency_rdma_size_hint, topk_idx_t
+from ep_dispatcher.integrations.deep_ep.events import EventHandle
+
+__all__ = ["Config", "EventHandle", "get_low_latency_rdma_size_hint", "topk_idx_t"]

@@ -1,0 +1,108 @@
+"""The buffers of our engine behind ``deep_ep.Buffer``: one for every kind of rows and routing, made when needed."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import ExitStack
+from typing import NamedTuple
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks, envs
+from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.integrations.megatron.agree import all_reduce
+
+
+class Key(NamedTuple):
+    kind: Kind
+    num_experts: int
+    num_topk: int
+
+
+class Sized(NamedTuple):
+    """A buffer of our engine, and its tokens per rank."""
+
+    buffer: ep.Buffer
+    max_tokens: int
+
+
+class Pool:
+    """The buffers of one group. Every ``deep_ep.Buffer`` of the group and every handle keeps it alive.
+
+    A handle of DeepEP belongs to no buffer, so those of a group share theirs. Their number of tokens per rank is not
+    known when DeepEP's are made: it is EP_DISPATCHER_MAX_TOKENS_PER_RANK, or what the arguments of an operation say, or
+    else what the ranks agree on before every dispatch. A buffer that has become too small stays for the handles.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+        self.users: WeakSet = WeakSet()  # of the deep_ep.Buffers that are not destroyed
+        self.num_sms: int | None = None
+        self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
+
+    def sized(self, key: Key, max_tokens: int) -> Sized:
+        """The buffer for ``max_tokens``, which all ranks give alike. Collective when it has to be made."""
+        sized = self._buffers.setdefault(key, [])
+        if not sized or sized[-1].max_tokens < max_tokens:
+            if sized:
+                max_tokens = max(max_tokens, 2 * sized[-1].max_tokens)  # bounds what the old ones take together
+            buffer = ep.Buffer(
+                self.group,
+                hidden=key.kind.hidden,
+                dtype=key.kind.dtype,
+                num_experts=key.num_experts,
+                num_topk=key.num_topk,
+                max_tokens_per_rank=max_tokens,
+                num_sms=self.num_sms,
+            )
+            sized.append(Sized(buffer, max_tokens))
+        return sized[-1]
+
+    def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
+        """The buffer for a dispatch of ``num_tokens`` by this rank, and of other numbers by others."""
+        given = envs.max_tokens_per_rank()
+        if given is not None:
+            most, source = given, f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={given}"
+        elif num_worst_tokens:  # no host may wait; a worst case is that all tokens of all ranks come to one
+            most = -(-num_worst_tokens // self.group.size())
+            source = f"num_worst_tokens / ranks = {most}; or set EP_DISPATCHER_MAX_TOKENS_PER_RANK"
+        else:
+            agreed = torch.tensor(num_tokens)
+            self.agree(agreed, dist.ReduceOp.MAX, "agree on the number of tokens")
+            return self.sized(key, max(1, int(agreed)))
+        if num_tokens > most:
+            checks.fail("x", f"{num_tokens} tokens", f"up to {source}")
+        return self.sized(key, most)
+
+    def agree(self, tensor: Tensor, op: dist.ReduceOp, about: str) -> None:
+        """Reduce a tensor on the CPU in place, over all ranks; PeerTimeoutError when one does not come."""
+        all_reduce(tensor, op, self.group, about=about, note="")
+
+    def destroy(self) -> None:
+        """Destroy all buffers; collective. Raise what their last operations have found late, once all are."""
+        with ExitStack() as stack:
+            for sized in self._buffers.values():
+                for buffer, _ in sized:
+                    stack.callback(buffer.destroy)
+            self._buffers.clear()
+
+
+_pools: WeakValueDictionary[ProcessGroup, Pool] = WeakValueDictionary()
+
+
+def pool_of(group: ProcessGroup) -> Pool:
+    pool = _pools.get(group)
+    if pool is None:
+        pool = _pools[group] = Pool(group)
+    return pool
+
+
+@atexit.register
+def _destroy_all() -> None:
+    for pool in list(_pools.values()):
+        pool.destroy()

@@ -1,0 +1,70 @@
+"""Rows as a program gives them, and as our engine takes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import checks
+from ep_dispatcher.float8 import BLOCK
+
+
+class Kind(NamedTuple):
+    """What a buffer of ours is made for."""
+
+    hidden: int
+    dtype: torch.dtype
+
+
+class Rows:
+    """Rows on their way through the engine, which moves bytes: ``restore(engine's output of data)`` is like ``x``.
+
+    x  [num_tokens, hidden] of any dtype, rows of a multiple of 16 bytes; or a pair of such rows with elements of one
+       byte (hidden a multiple of 128) and scales with elements of four bytes [num_tokens, up to hidden / 128], of any
+       strides
+    """
+
+    def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
+        pair = isinstance(x, (tuple, list))
+        self._x, self._scales = x if pair else (x, None)
+        rows = self._x
+        if not isinstance(rows, Tensor) or rows.dim() != 2:
+            checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
+        self.num_tokens, self.device = rows.shape[0], rows.device
+        if pair:
+            self.kind = Kind(rows.shape[1], torch.bfloat16)
+            self.data = (rows.view(torch.float8_e4m3fn), self._wide_scales())
+        elif rows.dtype in checks.DTYPES:
+            self.kind, self.data = Kind(rows.shape[1], rows.dtype), rows
+        else:
+            num_bytes = rows.shape[1] * rows.element_size()
+            if num_bytes % checks.ROW_GRANULARITY:
+                checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
+            self.kind, self.data = Kind(num_bytes // 2, torch.bfloat16), rows.contiguous().view(torch.bfloat16)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._x,) if self._scales is None else (self._x, self._scales)
+
+    def restore(self, received: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        if self._scales is None:
+            return received.view(self._x.dtype)
+        rows, scales = received
+        scales = scales[:, : self._scales.shape[1]].contiguous().view(self._scales.dtype)
+        return rows.view(self._x.dtype), scales
+
+    def _wide_scales(self) -> Tensor:
+        """The scales' bits as float32, with columns of zeros up to those of 1 x 128 blocks."""
+        x, scales = self._x, self._scales
+        if x.element_size() != 1 or x.shape[1] % BLOCK or scales.dim() != 2 or scales.element_size() != 4:
+            raise NotImplementedError(
+                f"x: a pair of {list(x.shape)} {x.dtype} and {list(scales.shape)} {scales.dtype}; the engine moves "
+                f"rows of one-byte elements, a multiple of {BLOCK}, with scales [num_tokens, n] of four bytes"
+            )
+        if scales.shape[0] != x.shape[0]:
+            checks.fail("x[1]", f"scales of {scales.shape[0]} tokens", f"of the {x.shape[0]} tokens of x[0]")
+        missing = x.shape[1] // BLOCK - scales.shape[1]
+        if missing < 0:
+            raise NotImplementedError(f"x[1]: {scales.shape[1]} scales a row; the engine moves {x.shape[1] // BLOCK}")
+        return torch.nn.functional.pad(scales.contiguous().view(torch.float32), (0, missing))

@@ -1,0 +1,87 @@
+"""What the tests of deep_ep share: routings of all ranks, and what DeepEP's interface promises of them, densely."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from ep_dispatcher.testing import device_of
+
+RANKS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 3
+LOCAL = EXPERTS // RANKS
+# Tokens of the ranks, uneven and none at all. The tests of memory and sums want more than one of a rank.
+LENGTHS = (13, 0, 7, 20)
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    ranks_per_node: int | None = None
+    exact: bool = False
+    lengths: tuple[int, ...] = LENGTHS
+    experts: int = EXPERTS
+
+    @property
+    def local(self) -> int:
+        return self.experts // RANKS
+
+
+@contextlib.contextmanager
+def environment(case: Case, **variables: str) -> Iterator[None]:
+    """The switches that the case wants, in this rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_ENGINE", case.engine)
+        patch.setenv("EP_DISPATCHER_DEEP_EP_EXACT", "1" if case.exact else "0")
+        patch.setenv("EP_DISPATCHER_RANKS_PER_NODE", str(case.ranks_per_node or ""))
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@dataclass
+class Data:
+    """Everything that all ranks bring, on this rank's device; lists by rank."""
+
+    x: list[Tensor]
+    topk_idx: list[Tensor]
+    weights: list[Tensor]
+
+    def in_rank(self, case: Case, source: int, rank: int) -> Tensor:
+        """bool [tokens of source]: has an expert of rank."""
+        return (self.topk_idx[source] // case.local == rank).any(1)
+
+
+def make_data(case: Case, rank: int, *, seed: int = 0, dtype=torch.bfloat16, hidden: int = HIDDEN) -> Data:
+    """Random rows, distinct experts of every token, some -1, and one token without any expert."""
+    generator = torch.Generator().manual_seed(seed)
+    device, x, topk_idx, weights = device_of(case.engine, rank), [], [], []
+    for length in case.lengths:
+        x.append(torch.randn(length, hidden, generator=generator).to(device, dtype))
+        chosen = torch.rand(length, case.experts, generator=generator).topk(TOPK).indices
+        chosen[torch.rand(length, TOPK, generator=generator) < 0.2] = -1
+        chosen[length // 2 : length // 2 + 1] = -1
+        topk_idx.append(chosen.to(device))
+        weights.append(torch.rand(length, TOPK, generator=generator).to(device))
+    return Data(x, topk_idx, weights)
+
+
+def expected_rows(data: Data, case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """What rank receives: rows, local experts or -1, weights or 0, tokens of each local expert."""
+    taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
+    rows = torch.cat([x[mask] for x, mask in zip(data.x, taken)])
+    idx = torch.cat([idx[mask] for idx, mask in zip(data.topk_idx, taken)])
+    weights = torch.cat([w[mask] for w, mask in zip(data.weights, taken)])
+    here = idx // case.local == rank
+    local_idx = torch.where(here, idx - rank * case.local, -1)
+    counts = [int((local_idx == expert).sum()) for expert in range(case.local)]
+    return rows, local_idx, torch.where(here, weights, 0.0), counts
+
+
+def num_ranks_of(data: Data, case: Case, source: int) -> Tensor:
+    """float32 [tokens, 1]: to how many ranks each token goes."""
+    return sum(data.in_rank(case, source, rank) for rank in range(RANKS))[:, None].float()

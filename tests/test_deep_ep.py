@@ -1,0 +1,425 @@
+"""``deep_ep.Buffer`` on our engine: layout, dispatch and combine against what DeepEP's interface promises, densely."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_case import EXPERTS, HIDDEN, RANKS, TOPK, Case, environment, expected_rows, make_data, num_ranks_of
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import RankError
+
+NODES = [None, 2]
+
+
+def make_buffer(**options):
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    return Buffer(dist.group.WORLD, 1 << 20, explicitly_destroy=True, **options)
+
+
+def routed(buffer, topk_idx, num_experts=EXPERTS, **options) -> dict:
+    """The arguments of a dispatch that describe a routing, as programs hand them on."""
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, num_experts, **options)
+    return dict(
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+
+
+def assert_sum(combined, data, case, rank, times=1.0):
+    """Every token came back from all its ranks; the engine rounds sums of up to RANKS rows to the dtype."""
+    expected = data.x[rank].float() * num_ranks_of(data, case, rank) * times
+    torch.testing.assert_close(combined.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+# ---- layout, dispatch, combine --------------------------------------------------------------------------------------
+
+
+def run_layout(rank: int, case: Case):
+    data = make_data(case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        idx = data.topk_idx[rank]
+        per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, EXPERTS)
+        buffer.destroy()
+    assert per_node is None and event.event is None
+    assert per_rank.dtype == per_expert.dtype == torch.int32 and in_rank.dtype == torch.bool
+    assert in_rank.is_contiguous()
+    for other in range(RANKS):
+        mask = data.in_rank(case, rank, other)
+        assert torch.equal(in_rank[:, other], mask) and int(per_rank[other]) == int(mask.sum())
+    assert per_expert.tolist() == [int((idx == expert).sum()) for expert in range(EXPERTS)]
+
+
+def test_layout(pools, engine):
+    pools(RANKS).run(run_layout, Case(engine))
+
+
+def run_round_trip(rank: int, case: Case):
+    data = make_data(case, rank)
+    rows, local_idx, weights, counts = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        for previous, async_finish in ((False, False), (True, True), (True, False)):
+            options = dict(async_finish=async_finish, previous_event=buffer.capture() if previous else None)
+            layout = routed(buffer, data.topk_idx[rank])
+            recv_x, recv_idx, recv_weights, recv_list, handle, event = buffer.dispatch(
+                data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout, **options
+            )
+            assert (event.event is not None) == async_finish
+            with event:
+                pass
+            assert torch.equal(recv_x, rows) and torch.equal(recv_idx, local_idx)
+            assert torch.equal(recv_weights, weights) and recv_list == counts
+            assert isinstance(handle, tuple) and len(handle) == 6
+            combined_x, combined_weights, event = buffer.combine(recv_x, handle, topk_weights=recv_weights, **options)
+            with event:
+                pass
+            assert_sum(combined_x, data, case, rank)
+            expected = torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0)
+            assert torch.equal(combined_weights, expected)
+            assert buffer.combine(recv_x, handle)[1] is None
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_round_trip(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_round_trip, Case(engine, ranks_per_node))
+
+
+def run_internode_names(rank: int, case: Case):
+    data = make_data(case, rank)
+    rows, *_ = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        options = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
+        config = buffer.get_dispatch_config(RANKS)
+        layout = routed(buffer, data.topk_idx[rank])
+        recv_x, *_, handle, _ = buffer.internode_dispatch(data.x[rank], config=config, **layout, **options)
+        assert torch.equal(recv_x, rows)
+        combined_x, _, _ = buffer.internode_combine(recv_x, handle, config=buffer.get_combine_config(RANKS))
+        assert_sum(combined_x, data, case, rank)
+        buffer.destroy()
+
+
+def test_internode_names(pools, engine):
+    pools(RANKS).run(run_internode_names, Case(engine, 2))
+
+
+def run_alignment_and_bias(rank: int, case: Case):
+    data = make_data(case, rank)
+    rows, _, _, counts = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        options = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], expert_alignment=16)
+        layout = routed(buffer, data.topk_idx[rank])
+        recv_x, _, _, recv_list, handle, _ = buffer.dispatch(data.x[rank], **layout, **options)
+        assert torch.equal(recv_x, rows)  # padding is of the counts alone
+        assert recv_list == [-(-count // 16) * 16 for count in counts]
+        plain = buffer.combine(recv_x, handle)[0].float()
+        one, two = torch.randn_like(data.x[rank]), torch.randn_like(data.x[rank])
+        assert torch.equal(buffer.combine(recv_x, handle, bias=one)[0], (plain + one.float()).bfloat16())
+        both = buffer.combine(recv_x, handle, bias=(one, two))[0]
+        torch.testing.assert_close(both, (plain + one.float() + two.float()).bfloat16())
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_alignment_and_bias(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_alignment_and_bias, Case(engine, ranks_per_node))
+
+
+# ---- rows of other kinds, handles -----------------------------------------------------------------------------------
+
+
+def run_float8(rank: int, case: Case):
+    data = make_data(case, rank)
+    pairs = [ep.quantize(x) for x in data.x]
+    columns = torch.arange(HIDDEN // 256, device=data.x[0].device, dtype=torch.int32)
+    with environment(case):
+        buffer = make_buffer()
+        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
+        choices["topk_weights"] = data.weights[rank]
+
+        def scales_of(source: int, kind: str):
+            plain = pairs[source][1]
+            if kind == "column-major":
+                return plain.t().contiguous().t()
+            return (
+                plain if kind == "float32" else torch.arange(len(plain), device=plain.device).int()[:, None] - columns
+            )
+
+        for kind in ("float32", "column-major", "int32"):
+            taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
+            rows = torch.cat([pair[0].view(torch.uint8)[mask] for pair, mask in zip(pairs, taken)])
+            scales = torch.cat([scales_of(source, kind)[mask] for source, mask in enumerate(taken)])
+            x = (pairs[rank][0], scales_of(rank, kind))
+            recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout, **choices)
+            again, *rest, _ = buffer.dispatch(x, handle=handle)
+            assert rest == [None] * 4
+            for got in (recv_x, again):
+                assert got[0].dtype == torch.float8_e4m3fn and got[1].dtype == scales.dtype
+                assert torch.equal(got[0].view(torch.uint8), rows) and torch.equal(got[1], scales)
+                assert got[1].is_contiguous()
+        combined_x, _, _ = buffer.combine(
+            ep.dequantize((recv_x[0], torch.ones_like(recv_x[0][:, ::128]).float())), handle
+        )
+        assert combined_x.shape == data.x[rank].shape
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_float8_pairs(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_float8, Case(engine, ranks_per_node))
+
+
+def run_other_rows_by_one_handle(rank: int, case: Case):
+    """DeepEP's handle serves rows of any size and dtype, also through another Buffer of the group."""
+    data = make_data(case, rank)
+    with environment(case):
+        first, second = make_buffer(), make_buffer()
+        layout, choices = routed(first, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
+        _, _, _, _, handle, _ = first.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)
+        first.destroy()  # the other is still there
+        for hidden, dtype in ((HIDDEN, torch.float32), (HIDDEN // 2, torch.bfloat16), (HIDDEN // 2, torch.uint8)):
+            other = make_data(case, rank, seed=1, hidden=hidden)
+            other.x = [(x * 50).to(dtype) for x in other.x]
+            other.topk_idx = data.topk_idx
+            rows, *_ = expected_rows(other, case, rank)
+            for _ in range(2):
+                recv_x, *_ = second.dispatch(other.x[rank], handle=handle)
+                assert recv_x.dtype == dtype and torch.equal(recv_x, rows)
+        halves = make_data(case, rank, seed=2, dtype=torch.float16, hidden=64)
+        halves.topk_idx = data.topk_idx
+        rows, *_ = expected_rows(halves, case, rank)
+        assert_sum(second.combine(rows, handle)[0], halves, case, rank)  # rows that no dispatch has brought
+        second.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_other_rows_by_one_handle(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_other_rows_by_one_handle, Case(engine, ranks_per_node))
+
+
+def run_without_topk(rank: int, case: Case):
+    data = make_data(case, rank)
+    rows, _, _, counts = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        layout = routed(buffer, data.topk_idx[rank])
+        recv_x, recv_idx, recv_weights, recv_list, handle, _ = buffer.dispatch(
+            data.x[rank], expert_alignment=4, **layout
+        )
+        assert recv_idx is None and recv_weights is None and torch.equal(recv_x, rows)
+        assert recv_list == [-(-count // 4) * 4 for count in counts]
+        ends = torch.tensor([int(data.in_rank(case, source, rank).sum()) for source in range(RANKS)]).cumsum(0)
+        assert torch.equal(handle[0][:, rank].cpu(), ends.int())
+        assert torch.equal(buffer.dispatch(data.x[rank], handle=handle)[0], rows)
+        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_without_topk(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_without_topk, Case(engine, ranks_per_node))
+
+
+def run_worst(rank: int, case: Case):
+    data = make_data(case, rank)
+    rows, local_idx, weights, _ = expected_rows(data, case, rank)
+    worst = RANKS * max(case.lengths)
+    with environment(case):
+        buffer = make_buffer()
+        layout = routed(buffer, data.topk_idx[rank])
+        recv_x, recv_idx, recv_weights, recv_list, handle, _ = buffer.dispatch(
+            data.x[rank],
+            topk_idx=data.topk_idx[rank],
+            topk_weights=data.weights[rank],
+            num_worst_tokens=worst,
+            **layout,
+        )
+        assert recv_list == [] and recv_x.shape == (worst, HIDDEN) and recv_idx.shape == (worst, TOPK)
+        num = len(rows)
+        assert torch.equal(recv_x[:num], rows) and torch.equal(recv_idx[:num], local_idx)
+        assert torch.equal(recv_weights[:num], weights) and bool((recv_idx[num:] == -1).all())
+        again, *_ = buffer.dispatch(data.x[rank], handle=handle, num_worst_tokens=worst)
+        assert torch.equal(again, recv_x)
+        wider = data.x[rank].repeat(1, 2)
+        assert torch.equal(buffer.dispatch(wider, handle=handle)[0][:num], rows.repeat(1, 2))
+        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_num_worst_tokens(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_worst, Case(engine, ranks_per_node))
+
+
+def run_exact(rank: int, case: Case):
+    """What DeepEP's own tests look at."""
+    data = make_data(case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        layout = routed(buffer, data.topk_idx[rank])
+        choices = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
+        recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(data.x[rank], **layout, **choices)
+        taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
+        expected = torch.stack(
+            [torch.stack([data.in_rank(case, s, r).sum() for r in range(RANKS)]) for s in range(RANKS)]
+        )
+        assert torch.equal(handle[0], expected.cumsum(0).int())
+        assert torch.equal(handle[3], torch.cat([mask.nonzero().flatten() for mask in taken]).int())
+        everywhere = torch.where(recv_idx < 0, 2.0, recv_weights)  # as if other ranks' experts had weights here too
+        combined = buffer.combine(recv_x, handle, topk_weights=everywhere)[1]
+        idx, num_ranks = data.topk_idx[rank], num_ranks_of(data, case, rank)
+        here = torch.where(idx >= 0, data.weights[rank], 0.0)
+        torch.testing.assert_close(combined, here + 2.0 * (num_ranks - (idx >= 0).float()))
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+def test_what_only_deep_eps_tests_look_at(pools, engine, ranks_per_node):
+    pools(RANKS).run(run_exact, Case(engine, ranks_per_node, exact=True))
+
+
+# ---- buffers that are made when they are needed ---------------------------------------------------------------------
+
+
+def run_growth(rank: int, case: Case):
+    """A rank brings more than ever, at any time and alone; older handles stay good."""
+    from ep_dispatcher.integrations.deep_ep.pool import pool_of
+
+    with environment(case):
+        buffer, kept = make_buffer(), []
+        for step, length in enumerate((4, 9, 3, 40)):
+            lengths = tuple(length if r == step else 2 for r in range(RANKS))
+            data = make_data(Case(case.engine, lengths=lengths), rank, seed=step)
+            layout = routed(buffer, data.topk_idx[rank])
+            recv_x, _, _, _, handle, _ = buffer.dispatch(
+                data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout
+            )
+            kept.append((data, lengths, recv_x, handle))
+        for data, lengths, recv_x, handle in kept:
+            assert_sum(buffer.combine(recv_x, handle)[0], data, Case(case.engine, lengths=lengths), rank)
+        (sizes,) = ([one.max_tokens for one in made] for made in pool_of(dist.group.WORLD)._buffers.values())
+        buffer.destroy()
+    return sizes
+
+
+def test_buffers_grow_when_one_rank_brings_more(pools, engine):
+    assert pools(RANKS).run(run_growth, Case(engine)) == [[4, 9, 40]] * RANKS
+
+
+def run_given_size(rank: int, case: Case):
+    data = make_data(case, rank)
+    with environment(case, EP_DISPATCHER_MAX_TOKENS_PER_RANK="20"):
+        buffer = make_buffer()
+        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_weights=data.weights[rank])
+        buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], **choices, **layout)
+        many = torch.zeros(21, TOPK, dtype=torch.int64, device=data.x[0].device)
+        many[:, 1:] = -1
+        layout = routed(buffer, many)
+        with pytest.raises(ValueError, match="x: given 21 tokens, allowed: up to EP_DISPATCHER_MAX_TOKENS_PER_RANK=20"):
+            x = data.x[0].new_zeros(21, HIDDEN)
+            buffer.dispatch(x, topk_idx=many, topk_weights=many.float(), **layout)
+        buffer.destroy()
+
+
+def test_a_given_size_is_kept(pools, engine):
+    pools(RANKS).run(run_given_size, Case(engine))
+
+
+def run_lifetime(rank: int, case: Case):
+    import gc
+
+    from ep_dispatcher.integrations.deep_ep import Buffer
+    from ep_dispatcher.integrations.deep_ep.pool import _pools
+
+    data = make_data(case, rank)
+    with environment(case):
+        buffer = Buffer(dist.group.WORLD)
+        with pytest.raises(ValueError, match="explicitly_destroy"):
+            buffer.destroy()
+        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_weights=data.weights[rank])
+        recv_x, _, _, _, handle, _ = buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], **choices, **layout)
+        del buffer
+        gc.collect()
+        assert dist.group.WORLD in _pools  # the handle keeps it, for a buffer that comes later
+        buffer = make_buffer()
+        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        buffer.destroy()
+        with pytest.raises(ValueError, match="destroyed"):
+            buffer.combine(recv_x, handle)
+        del buffer, handle
+        gc.collect()
+        assert dist.group.WORLD not in _pools
+
+
+def test_memory_goes_with_the_last_buffer_and_handle(pools, engine):
+    pools(RANKS).run(run_lifetime, Case(engine))
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def run_errors(rank: int, case: Case):
+    data = make_data(case, rank)
+    idx, weights, x = data.topk_idx[rank], data.weights[rank], data.x[rank]
+    with environment(case):
+        buffer = make_buffer(num_rdma_bytes=128)
+        layout = routed(buffer, idx)
+        recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
+
+        def refused(kind, match, call):
+            with pytest.raises(kind, match=match):
+                call()
+
+        refused(ValueError, "num_experts: given 7", lambda: buffer.get_dispatch_layout(idx, 7))
+        refused(ValueError, "num_tokens_per_rank: given NoneType", lambda: buffer.dispatch(x, topk_idx=idx))
+        refused(ValueError, "topk_weights: given None", lambda: buffer.dispatch(x, topk_idx=idx, **layout))
+        refused(ValueError, "num_worst_tokens", lambda: buffer.dispatch(x, num_worst_tokens=9, **layout))
+        refused(ValueError, "topk_idx: .* beside handle", lambda: buffer.dispatch(x, handle=handle, topk_idx=idx))
+        refused(ValueError, "handle: given tuple", lambda: buffer.combine(recv_x, tuple(handle)))
+        refused(ValueError, "^x: given", lambda: buffer.combine(recv_x.new_zeros(len(recv_x) + 1, HIDDEN), handle))
+        refused(ValueError, "bias", lambda: buffer.combine(recv_x, handle, bias=x.float()))
+        refused(ValueError, "low_latency_mode", lambda: buffer.low_latency_dispatch(x, idx, 32, EXPERTS))
+        refused(ValueError, "even", lambda: buffer.set_num_sms(3))
+        refused(NotImplementedError, "get_local_buffer_tensor", lambda: buffer.get_local_buffer_tensor(torch.int8))
+        refused(NotImplementedError, r"x\[1\]: 3 scales", lambda: buffer.dispatch((x.byte(), x[:, :3].float()), handle))
+        refused(NotImplementedError, "x: a pair", lambda: buffer.dispatch((x, x[:, :1].float()), handle))
+        refused(NotImplementedError, "rank_prefix_matrix .*DEEP_EP_EXACT", lambda: handle[0][0])
+        refused(NotImplementedError, "send_head .* queues", lambda: handle[5] + 1)
+        refused(NotImplementedError, "send_head", lambda: torch.equal(handle[5], recv_x))
+        assert torch.equal(handle[4], layout["is_token_in_rank"])
+        if case.engine == "cpu" and rank != 1:  # on a GPU the host would have to wait
+            other = layout | dict(is_token_in_rank=~layout["is_token_in_rank"])
+            refused(ValueError, "another", lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **other))
+            ones = torch.ones_like(recv_weights)
+            refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
+        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)  # none of them has cost the buffer anything
+        buffer.destroy()
+
+
+def test_errors(pools, engine):
+    pools(RANKS).run(run_errors, Case(engine))
+
+
+def run_missing_rank(rank: int, case: Case):
+    data = make_data(case, rank)
+    with environment(case, EP_DISPATCHER_TIMEOUT_S="1"):
+        buffer = make_buffer()
+        layout = routed(buffer, data.topk_idx[rank])
+        if rank != 2:
+            buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    from ep_dispatcher.testing import run_ranks
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(RANKS, run_missing_rank, Case("cpu"))
+    kinds = {kind for kind, _, _ in caught.value.failures.values()}
+    assert kinds == {"PeerTimeoutError"} and sorted(caught.value.failures) == [0, 1, 3]
+    assert all("agree on the number of tokens" in message for _, message, _ in caught.value.failures.values())

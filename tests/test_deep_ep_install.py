@@ -1,0 +1,173 @@
+"""How programs come to our ``deep_ep``: the launcher, install and uninstall, and the names that they import."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REAL = "raise ImportError('the installed deep_ep was loaded')\n"
+PROGRAM = """
+import importlib.util, json, multiprocessing, sys
+import deep_ep
+from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from deep_ep.buffer import Buffer as Same
+from deep_ep.utils import EventHandle, check_nvlink_connections
+import deep_ep_cpp
+import beside
+
+def name_of_buffer(queue):
+    import deep_ep
+    queue.put(deep_ep.Buffer.__module__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=name_of_buffer, args=(queue,))
+    child.start()
+    in_child = queue.get(timeout=60)
+    child.join()
+    print(json.dumps(dict(
+        argv=sys.argv[1:],
+        version=deep_ep.__version__,
+        home=Buffer.__module__,
+        in_child=in_child,
+        found=importlib.util.find_spec("deep_ep") is not None,
+        same=Same is Buffer and deep_ep_cpp.Config is Config and deep_ep_cpp.EventHandle is EventHandle,
+        dtype=str(topk_idx_t),
+    )))
+"""
+# Of DeepEP 1.2.1: the parameters in their order, with their defaults.
+SIGNATURES = {
+    "__init__": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
+    "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, enable_shrink=False, "
+    "comm=None",
+    "get_dispatch_layout": "topk_idx, num_experts, previous_event=None, async_finish=False, "
+    "allocate_on_comm_stream=False",
+    "dispatch": "x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None, "
+    "num_tokens_per_expert=None, topk_idx=None, topk_weights=None, expert_alignment=1, num_worst_tokens=0, "
+    "config=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False",
+    "combine": "x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False, "
+    "allocate_on_comm_stream=False",
+    "low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+    "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, "
+    "use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, async_finish=False, "
+    "return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank, hidden, num_experts",
+    "get_next_low_latency_combine_buffer": "handle",
+    "low_latency_update_mask_buffer": "rank_to_mask, mask=False",
+    "low_latency_query_mask_buffer": "mask_status",
+    "low_latency_clean_mask_buffer": "",
+    "get_local_buffer_tensor": "dtype, size=None, offset=0, use_rdma_buffer=False",
+    "get_comm_stream": "",
+    "destroy": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A program, a module beside it, and an installed deep_ep that must not be loaded."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "deep_ep.py").write_text(REAL)
+    return tmp_path
+
+
+def run(*arguments, folder: Path) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([str(ROOT), str(folder / "installed")])
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | dict(PYTHONPATH=paths), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder):
+    ran = run("-m", "ep_dispatcher.integrations.deep_ep", folder / "program.py", "--flag", "1", folder=folder)
+    assert ran.returncode == 0, ran.stderr
+    home = "ep_dispatcher.integrations.deep_ep.buffer"
+    assert json.loads(ran.stdout) == dict(
+        argv=["--flag", "1"],
+        version="1.2.1",
+        home=home,
+        in_child=home,
+        found=True,
+        same=True,
+        dtype="torch.int64",
+    )
+
+
+def test_without_the_launcher_the_installed_one_is_loaded(folder):
+    ran = run(folder / "program.py", folder=folder)
+    assert ran.returncode != 0 and "the installed deep_ep was loaded" in ran.stderr
+
+
+def test_the_launcher_says_how_to_use_it(folder):
+    shown = run("-m", "ep_dispatcher.integrations.deep_ep", folder=folder)
+    assert shown.returncode == 2 and "program.py" in shown.stdout
+    missing = run("-m", "ep_dispatcher.integrations.deep_ep", "nothing.py", folder=folder)
+    assert missing.returncode == 1 and "given 'nothing.py'" in missing.stderr
+
+
+def test_install_and_uninstall(monkeypatch, folder):
+    import ep_dispatcher.integrations.deep_ep as d
+    from ep_dispatcher.integrations.deep_ep.path import FOLDER
+
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    monkeypatch.syspath_prepend(str(folder / "installed"))
+    path = list(sys.path)
+    d.install()
+    d.install()
+    assert sys.path == [FOLDER, *path] and os.environ["PYTHONPATH"] == os.pathsep.join([FOLDER, "somewhere"])
+    assert importlib.import_module("deep_ep").Buffer is d.Buffer
+    d.uninstall()
+    d.uninstall()
+    assert sys.path == path and os.environ["PYTHONPATH"] == "somewhere"
+    with pytest.raises(ImportError, match="the installed deep_ep was loaded"):
+        importlib.import_module("deep_ep")
+    (folder / "installed" / "deep_ep.py").write_text("")
+    importlib.import_module("deep_ep")
+    with pytest.raises(RuntimeError, match="imported deep_ep, allowed: before"):
+        d.install()
+    del sys.modules["deep_ep"]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    parameters = list(inspect.signature(getattr(Buffer, name)).parameters.values())[1:]
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    shown = (p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional)
+    assert ", ".join(shown) == SIGNATURES[name]
+
+
+def test_sizes_and_configs():
+    from ep_dispatcher.integrations.deep_ep import Buffer, Config
+
+    small, large = Config(20, 6, 256, 6, 128), Config(num_sms=24)
+    for config in (small, large, Buffer.get_dispatch_config(4), Buffer.get_combine_config(5)):
+        for num_ranks in (2, 8, 16):
+            hints = [config.get_nvl_buffer_size_hint(size, num_ranks) for size in (1024, 14336)]
+            assert 0 < hints[0] < hints[1] and all(hint % 128 == 0 for hint in hints)
+            rdma = [config.get_rdma_buffer_size_hint(size, num_ranks) for size in (1024, 14336)]
+            assert rdma == [0, 0] if num_ranks <= 8 else 0 < rdma[0] < rdma[1] and rdma[1] % 128 == 0
+    hint = Buffer.get_low_latency_rdma_size_hint
+    assert 0 < hint(64, 7168, 8, 256) < hint(128, 7168, 8, 256) and hint(128, 7168, 8, 256) % 128 == 0
+
+
+def test_set_num_sms():
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    before, chosen = Buffer.num_sms, Buffer._chosen_sms
+    try:
+        Buffer.set_num_sms(12)
+        assert Buffer.num_sms == 12 and Buffer.get_dispatch_config(4).num_sms == 12
+    finally:
+        Buffer.num_sms, Buffer._chosen_sms = before, chosen

@@ -1,0 +1,241 @@
+"""The low-latency methods of ``deep_ep.Buffer`` against what DeepEP's interface promises, densely."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, environment, make_data
+
+HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
+LOW_32_BITS = (1 << 32) - 1
+NODES = [None, 2]
+
+
+def make_buffer():
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    return Buffer(dist.group.WORLD, low_latency_mode=True, num_qps_per_rank=LOCAL, explicitly_destroy=True)
+
+
+def sent_to(data: Data, expert: int) -> list[torch.Tensor]:
+    """The tokens of every rank that choose the expert, in order."""
+    return [(idx == expert).any(1).nonzero().flatten() for idx in data.topk_idx]
+
+
+def check_handle(data: Data, rank: int, handle, recv_count) -> None:
+    src_info, ranges, most, hidden, num_experts = handle
+    assert (most, hidden, num_experts) == (MOST, HIDDEN, EXPERTS)
+    assert src_info.shape == (LOCAL, RANKS * MOST) and src_info.dtype == torch.int32
+    assert ranges.shape == (LOCAL, RANKS) and ranges.dtype == torch.int64 and recv_count.dtype == torch.int32
+    for local in range(LOCAL):
+        tokens = sent_to(data, rank * LOCAL + local)
+        assert int(recv_count[local]) == sum(map(len, tokens))
+        for source, expected in enumerate(tokens):
+            begin, count = int(ranges[local, source]) >> 32, int(ranges[local, source]) & LOW_32_BITS
+            assert count == len(expected) and begin == sum(map(len, tokens[:source]))
+            assert src_info[local, begin : begin + count].tolist() == expected.tolist()
+
+
+def unquantized(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 rows of a pair as low_latency_dispatch gives it."""
+    if scales.dtype == torch.int32:
+        exponents = scales.contiguous().view(torch.uint8).int()
+        scales = (exponents << 23).view(torch.float32)
+    return (packed.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
+
+
+def expected_scales(x: torch.Tensor, rounded: bool) -> torch.Tensor:
+    """By DeepEP's rule: the largest of a block, at least 1e-4, becomes 448; or the next power of two."""
+    scales = x.double().unflatten(-1, (-1, 128)).abs().amax(-1).clamp_min(1e-4) / 448
+    return torch.exp2(torch.log2(scales).ceil()) if rounded else scales
+
+
+def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue8m0: bool, hook: bool):
+    data = make_data(case, rank, hidden=HIDDEN)
+    for x in data.x:  # blocks of zeros, of one large number, and of numbers that a power of two fits
+        x[::3, :128] = 0
+        x[1::3, 128:256] = 0
+        x[1::3, 130] = 1000
+        x[2::3, 256:384] = 448 * 0.25
+    with environment(case):
+        buffer = make_buffer()
+        stats = torch.arange(LOCAL, dtype=torch.int32, device=data.x[0].device)
+        recv_x, recv_count, handle, event, receive = buffer.low_latency_dispatch(
+            data.x[rank],
+            data.topk_idx[rank],
+            MOST,
+            EXPERTS,
+            cumulative_local_expert_recv_stats=stats,
+            use_fp8=use_fp8,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+            async_finish=not hook,
+            return_recv_hook=hook,
+        )
+        receive() if hook else event.current_stream_wait()
+        assert (receive is None) != hook and (event.event is None) == hook
+        check_handle(data, rank, handle, recv_count)
+        assert stats.tolist() == [local + int(recv_count[local]) for local in range(LOCAL)]
+        if not use_fp8:
+            assert recv_x.shape == (LOCAL, RANKS * MOST, HIDDEN) and recv_x.dtype == torch.bfloat16
+            assert recv_x.is_contiguous()
+        else:
+            rows, scales = recv_x
+            assert rows.shape == (LOCAL, RANKS * MOST, HIDDEN) and rows.dtype == torch.float8_e4m3fn
+            assert rows.is_contiguous()
+            assert scales.dtype == (torch.int32 if use_ue8m0 else torch.float32)
+            assert scales.shape == (LOCAL, RANKS * MOST, HIDDEN // (512 if use_ue8m0 else 128))
+            assert scales.transpose(1, 2).is_contiguous()
+        for local in range(LOCAL):
+            tokens = sent_to(data, rank * LOCAL + local)
+            expected, num = torch.cat([x[t] for x, t in zip(data.x, tokens)]), int(recv_count[local])
+            if not use_fp8:
+                assert torch.equal(recv_x[local, :num], expected)
+                continue
+            rows, scales = (t[local, :num] for t in recv_x)
+            got, wanted = unquantized(rows, scales), expected.float()
+            per_block = expected_scales(expected, round_scale)
+            if not use_ue8m0:
+                assert torch.allclose(scales.double(), per_block, rtol=1e-6)
+            # e4m3 keeps 4 bits of a number; below its smallest normal number its grid is 2^-9 scales wide.
+            step = per_block.repeat_interleave(128, 1).float() * 2**-9
+            assert bool(((got - wanted).abs() <= torch.maximum(wanted.abs() / 16, step) * 1.001).all())
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("hook", [False, True])
+def test_dispatch_of_bfloat16(pools, engine, ranks_per_node, hook):
+    pools(RANKS).run(run_dispatch, Case(engine, ranks_per_node), False, False, False, hook)
+
+
+@pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
+def test_dispatch_of_float8(pools, engine, round_scale, use_ue8m0):
+    pools(RANKS).run(run_dispatch, Case(engine), True, round_scale, use_ue8m0, True)
+
+
+def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: bool):
+    """Experts multiply by their number + 1. Rows that nobody owns are NaN, and so are weights that nobody uses."""
+    data = make_data(case, rank, hidden=HIDDEN)
+    idx, weights = data.topk_idx[rank], data.weights[rank].clone()
+    weights[idx < 0] = float("nan")
+    with environment(case):
+        buffer = make_buffer()
+        for _ in range(2):
+            recv_x, recv_count, handle, _, _ = buffer.low_latency_dispatch(
+                data.x[rank], idx, MOST, EXPERTS, use_fp8=False
+            )
+            y = torch.full_like(recv_x, float("nan"))
+            for local in range(LOCAL):
+                num = int(recv_count[local])
+                y[local, :num] = recv_x[local, :num] * (rank * LOCAL + local + 1)
+            if zero_copy:
+                buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
+                y = torch.full_like(y, float("nan"))
+            out = torch.empty_like(data.x[rank]) if use_out else None
+            combined, event, receive = buffer.low_latency_combine(
+                y, idx, weights, handle, zero_copy=zero_copy, out=out, async_finish=not hook, return_recv_hook=hook
+            )
+            receive() if hook else event.current_stream_wait()
+            assert out is None or combined.data_ptr() == out.data_ptr()
+            total = torch.zeros_like(data.x[rank], dtype=torch.float32)
+            for k in range(idx.shape[1]):
+                there = idx[:, k] >= 0
+                y_k = (data.x[rank][there] * (idx[there, k, None] + 1).bfloat16()).float()
+                total[there] += weights[there, k, None] * y_k
+            assert torch.equal(combined, total.bfloat16())  # the order and the rounding are promised
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("zero_copy, use_out, hook", [(False, False, True), (True, True, False)])
+def test_combine(pools, engine, ranks_per_node, zero_copy, use_out, hook):
+    pools(RANKS).run(run_combine, Case(engine, ranks_per_node), zero_copy, use_out, hook)
+
+
+def run_with_other_operations(rank: int, case: Case):
+    """Two low-latency round trips under way at once, beside a dispatch of the other kind."""
+    data, other = make_data(case, rank, hidden=HIDDEN), make_data(case, rank, seed=5, hidden=HIDDEN)
+    with environment(case):
+        buffer = make_buffer()
+        buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
+        trips = []
+        for one in (data, other):
+            idx = one.topk_idx[rank]
+            recv_x, _, handle, _, receive = buffer.low_latency_dispatch(
+                one.x[rank], idx, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
+            )
+            trips.append((one, idx, recv_x, handle, receive))
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.topk_idx[rank], EXPERTS)
+        options = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **options)
+        for one, idx, recv_x, handle, receive in trips:
+            receive()
+            ones = torch.ones_like(one.weights[rank])
+            combined, _, _ = buffer.low_latency_combine(recv_x, idx, ones, handle, use_logfmt=True)
+            expected = one.x[rank].float() * (idx >= 0).sum(1, keepdim=True)
+            assert torch.equal(combined, expected.bfloat16())
+        buffer.destroy()
+
+
+def test_two_at_once(pools, engine):
+    pools(RANKS).run(run_with_other_operations, Case(engine))
+
+
+def run_masks_and_errors(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    with environment(case):
+        buffer = make_buffer()
+        status = torch.full((RANKS,), 7, dtype=torch.int32, device=x.device)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * RANKS
+        buffer.low_latency_clean_mask_buffer()
+        buffer.low_latency_update_mask_buffer(1, False)
+
+        def refused(kind, match, call, *args, **options):
+            with pytest.raises(kind, match=match):
+                call(*args, **options)
+
+        dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+        refused(NotImplementedError, "needs all ranks", buffer.low_latency_update_mask_buffer, 1, True)
+        waits = torch.zeros(RANKS, dtype=torch.int64)
+        refused(NotImplementedError, "does not measure", dispatch, x, idx, MOST, EXPERTS, None, waits)
+        many = x.new_zeros(MOST + 1, HIDDEN)
+        refused(ValueError, "25 tokens, allowed: up to", dispatch, many, idx, MOST, EXPERTS)
+        refused(ValueError, "x: given", dispatch, x.float(), idx, MOST, EXPERTS)
+        refused(ValueError, "use_ue8m0", dispatch, x, idx, MOST, EXPERTS, use_ue8m0=True)
+        refused(ValueError, "hidden 520", dispatch, x.new_zeros(len(x), 520), idx, MOST, EXPERTS)
+        both = dict(async_finish=True, return_recv_hook=True)
+        refused(ValueError, "async_finish", dispatch, x, idx, MOST, EXPERTS, **both)
+        recv_x, _, handle, _, _ = dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+        refused(ValueError, "get_next_low_latency", combine, recv_x, idx, weights, handle, zero_copy=True)
+        refused(ValueError, "topk_weights", combine, recv_x, idx, weights.double(), handle)
+        refused(ValueError, "handle: given tuple", combine, recv_x, idx, weights, tuple(handle))
+        cost = dict(combine_wait_recv_cost_stats=waits)
+        refused(NotImplementedError, "does not measure", combine, recv_x, idx, weights, handle, **cost)
+        combine(recv_x, idx, weights, handle)
+        buffer.destroy()
+
+
+def test_masks_and_errors(pools, engine):
+    pools(RANKS).run(run_masks_and_errors, Case(engine))
+
+
+def run_no_tokens(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer = make_buffer()
+        for use_fp8 in (False, True):
+            x, idx = data.x[rank], data.topk_idx[rank]
+            recv_x, count, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=use_fp8)
+            y = unquantized(*recv_x).bfloat16() if use_fp8 else recv_x
+            combined, _, _ = buffer.low_latency_combine(y, idx, data.weights[rank], handle)
+            assert int(count.sum()) == 0 and combined.shape == x.shape and not bool(combined.any())
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 0)])
+def test_no_tokens_at_all(pools, engine, lengths):
+    """Of one token the middle one is the token without experts."""
+    assert len(LENGTHS) == len(lengths)
+    pools(RANKS).run(run_no_tokens, Case(engine, lengths=lengths))
