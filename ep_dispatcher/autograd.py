@@ -18,10 +18,9 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from ep_dispatcher import checks
 from ep_dispatcher.buffer import Buffer, find_buffer
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
-
-_Received = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
@@ -30,7 +29,7 @@ def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
 
 
 @torch.library.custom_op("ep_dispatcher::dispatch", mutates_args=())
-def _dispatch(
+def dispatch_op(
     rows: Tensor,
     scales: Optional[Tensor],
     topk_idx: Optional[Tensor],
@@ -42,13 +41,14 @@ def _dispatch(
     quantize: bool,
     buffer_id: str,
     after: Optional[Tensor] = None,
-) -> _Received:
-    run = find_buffer(buffer_id)._run_dispatch
-    received = run(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
-    return *received[:-1], _anchor(rows, received[0].shape[0], quantize)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a DispatchRequest, one by one, to those of Received: torch.library takes nothing else."""
+    request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
+    received = find_buffer(buffer_id)._launch_dispatch(request)
+    return *received[:-1], _anchor(rows, received.rows.shape[0], quantize)
 
 
-@_dispatch.register_fake
+@dispatch_op.register_fake
 def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize, buffer_id, after=None):
     buffer = find_buffer(buffer_id)
     engine, num_topk = buffer._live_engine(), buffer._config.num_topk
@@ -64,20 +64,21 @@ def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
     pair = quantize or scales is not None
     weights_shape = (num_rows, num_topk) if by_rank else (num_rows,)
-    return (
-        rows.new_empty(num_rows, hidden, dtype=dtype),
-        rows.new_empty((num_rows, hidden // BLOCK) if pair else 0, dtype=torch.float32),
-        rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
-        rows.new_empty((num_rows, num_topk) if by_rank else 0, dtype=torch.int64),
-        rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
-        rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
-        rows.new_empty(plan_size, dtype=torch.int32),
-        _anchor(rows, num_rows, quantize),
+    received = Received(
+        rows=rows.new_empty(num_rows, hidden, dtype=dtype),
+        scales=rows.new_empty((num_rows, hidden // BLOCK) if pair else 0, dtype=torch.float32),
+        topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
+        topk_idx=rows.new_empty((num_rows, num_topk) if by_rank else 0, dtype=torch.int64),
+        tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
+        rows_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
+        plan=rows.new_empty(plan_size, dtype=torch.int32),
+        anchor=_anchor(rows, num_rows, quantize),
     )
+    return tuple(received)
 
 
 @torch.library.custom_op("ep_dispatcher::combine", mutates_args=())
-def _combine(
+def combine_op(
     y: Tensor,
     plan: Tensor,
     topk_weights: Optional[Tensor],
@@ -86,14 +87,23 @@ def _combine(
     buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    return find_buffer(buffer_id)._run_combine(y, plan, topk_weights, num_tokens)
+    """The fields of a CombineRequest, one by one, to those of Combined."""
+    return tuple(find_buffer(buffer_id)._launch_combine(CombineRequest(y, plan, topk_weights, num_tokens, layout)))
 
 
-@_combine.register_fake
+@combine_op.register_fake
 def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
     num_topk = find_buffer(buffer_id)._config.num_topk
     weights = y.new_empty((num_tokens, num_topk) if topk_weights is not None else 0, dtype=torch.float32)
     return y.new_empty(num_tokens, y.shape[1]), weights
+
+
+def _call_dispatch_op(buffer_id: str, request: DispatchRequest) -> Received:
+    return Received(*dispatch_op(*request, buffer_id))
+
+
+def _call_combine_op(buffer_id: str, request: CombineRequest) -> Combined:
+    return Combined(*combine_op(*request, buffer_id))
 
 
 def _saved_plan(ctx) -> Tensor:
@@ -107,35 +117,56 @@ def _saved_plan(ctx) -> Tensor:
 
 
 def _dispatch_setup(ctx, inputs, output):
-    rows, _, _, topk_weights, plan, ctx.layout, _, _, ctx.quantize, ctx.buffer_id, _ = inputs
-    ctx.save_for_backward(output[6] if plan is None else plan)
-    ctx.num_tokens, ctx.has_weights = rows.shape[0], topk_weights is not None
+    *fields, ctx.buffer_id, _ = inputs
+    request = DispatchRequest(*fields)
+    ctx.save_for_backward(Received(*output).plan if request.plan is None else request.plan)
+    ctx.num_tokens, ctx.layout, ctx.quantize = request.rows.shape[0], request.layout, request.quantize
+    ctx.has_weights = request.topk_weights is not None
 
 
-def _dispatch_backward(ctx, grad_rows, _scales, grad_weights, _idx, _tokens, _rows, _plan, grad_anchor):
+def _dispatch_backward(ctx, *gradients):
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
-    grad = grad_anchor if ctx.quantize else grad_rows
-    grad = grad.to(find_buffer(ctx.buffer_id)._config.dtype)  # float8 rows have no gradient; only their weights do
-    weights = grad_weights if ctx.has_weights else None
-    grad_x, grad_topk_weights = _combine(grad, _saved_plan(ctx), weights, ctx.num_tokens, ctx.layout, ctx.buffer_id)
-    return grad_x, None, None, grad_topk_weights if ctx.has_weights else None, *[None] * 7
+    received = Received(*gradients)
+    grad = received.anchor if ctx.quantize else received.rows
+    request = CombineRequest(
+        y=grad.to(find_buffer(ctx.buffer_id)._config.dtype),  # float8 rows have no gradient; only their weights do
+        plan=_saved_plan(ctx),
+        topk_weights=received.topk_weights if ctx.has_weights else None,
+        num_tokens=ctx.num_tokens,
+        layout=ctx.layout,
+    )
+    combined = _call_combine_op(ctx.buffer_id, request)
+    of_weights = combined.topk_weights if ctx.has_weights else None
+    return combined.x, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
 
 
 def _combine_setup(ctx, inputs, output):
-    y, plan, topk_weights, _, ctx.layout, ctx.buffer_id, _ = inputs
-    ctx.save_for_backward(plan)
-    ctx.num_rows, ctx.has_weights = y.shape[0], topk_weights is not None
+    *fields, ctx.buffer_id, _ = inputs
+    request = CombineRequest(*fields)
+    ctx.save_for_backward(request.plan)
+    ctx.num_rows, ctx.layout, ctx.has_weights = request.y.shape[0], request.layout, request.topk_weights is not None
 
 
-def _combine_backward(ctx, grad_x, grad_weights):
-    weights = grad_weights if ctx.has_weights else None
-    plan, static = _saved_plan(ctx), (ctx.layout, 1, ctx.num_rows, False, ctx.buffer_id)
-    received = _dispatch(grad_x, None, None, weights, plan, *static)
-    return received[0], None, received[2] if ctx.has_weights else None, *[None] * 4
+def _combine_backward(ctx, *gradients):
+    combined = Combined(*gradients)
+    request = DispatchRequest(
+        rows=combined.x,
+        scales=None,
+        topk_idx=None,
+        topk_weights=combined.topk_weights if ctx.has_weights else None,
+        plan=_saved_plan(ctx),
+        layout=ctx.layout,
+        expert_alignment=1,
+        num_rows=ctx.num_rows,
+        quantize=False,
+    )
+    received = _call_dispatch_op(ctx.buffer_id, request)
+    of_weights = received.topk_weights if ctx.has_weights else None
+    return received.rows, None, of_weights, *[None] * 4  # in the order of the operator's arguments
 
 
-_dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
-_combine.register_autograd(_combine_backward, setup_context=_combine_setup)
+dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)
 
 
 def _keep_order(operator, small_output: int) -> None:
@@ -155,8 +186,8 @@ def _keep_order(operator, small_output: int) -> None:
     operator.register_torch_dispatch(ProxyTorchDispatchMode, trace)
 
 
-_keep_order(_dispatch, 4)
-_keep_order(_combine, 1)
+_keep_order(dispatch_op, Received._fields.index("tokens_per_expert"))
+_keep_order(combine_op, Combined._fields.index("topk_weights"))
 
 
 class _Float8Rows(torch.autograd.Function):
@@ -230,8 +261,8 @@ def dispatch(
     """
     _check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
-    out = buffer._dispatch(
-        partial(_dispatch, buffer_id=buffer.id),
+    out = buffer._checked_dispatch(
+        partial(_call_dispatch_op, buffer.id),
         x,
         topk_idx,
         topk_weights,
@@ -261,6 +292,5 @@ def combine(
     """
     _check_buffer(buffer)
     _refuse_transforms(y=y, topk_weights=topk_weights)
-    run = partial(_combine, layout=getattr(handle, "layout", ""), buffer_id=buffer.id)
-    res = buffer._combine(run, y, handle, topk_weights)
+    res = buffer._checked_combine(partial(_call_combine_op, buffer.id), y, handle, topk_weights)
     return res.x if topk_weights is None else (res.x, res.topk_weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, engines, envs, float8
 from ep_dispatcher._version import __version__
-from ep_dispatcher.engines import EngineConfig
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
@@ -213,8 +214,8 @@ class Buffer:
         options = dict(layout=layout, expert_alignment=expert_alignment, quantize=quantize)
         inputs = (x, topk_idx, topk_weights, getattr(handle, "plan", None))
         with self._when_asked(async_finish, *inputs):
-            return self._dispatch(
-                self._run_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
+            return self._checked_dispatch(
+                self._launch_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
             )
 
     def combine(
@@ -233,7 +234,7 @@ class Buffer:
         The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
         """
         with self._when_asked(async_finish, y, topk_weights, getattr(handle, "plan", None)):
-            return self._combine(self._run_combine, y, handle, topk_weights)
+            return self._checked_combine(self._launch_combine, y, handle, topk_weights)
 
     def check(self) -> None:
         """Let the host wait for the current stream, and raise what this buffer's operations in it have found late.
@@ -295,10 +296,20 @@ class Buffer:
             raise ValueError("buffer: given one that was destroyed, allowed: a living buffer")
         return self._engine
 
-    def _dispatch(
-        self, run, x, topk_idx, topk_weights, *, layout, expert_alignment, quantize, handle, max_recv_rows
+    def _checked_dispatch(
+        self,
+        launch: Callable[[DispatchRequest], Received],
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        *,
+        layout: str,
+        expert_alignment: int,
+        quantize: str | None,
+        handle: Handle | None,
+        max_recv_rows: int | None,
     ) -> DispatchOutput:
-        """Check, run (with or without gradients: autograd.py) and name the outputs."""
+        """Check the arguments, launch (through autograd.dispatch_op where gradients are wanted), name the outputs."""
         config, device = self._config, self._live_engine().device
         checks.rows(
             x,
@@ -325,10 +336,11 @@ class Buffer:
             self._check_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
-        received = run(
-            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
+        received = launch(
+            DispatchRequest(
+                rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
+            )
         )
-        out_rows, out_scales, out_weights, out_idx, tokens_per_expert, rows_per_expert, new_plan, anchor = received
         pair = quantize is not None or scales is not None
         if handle is None:
             handle = Handle(
@@ -336,28 +348,34 @@ class Buffer:
                 layout=layout,
                 expert_alignment=expert_alignment,
                 num_tokens=num_tokens,
-                num_rows=out_rows.shape[0],
-                plan=new_plan,
+                num_rows=received.rows.shape[0],
+                plan=received.plan,
             )
         return DispatchOutput(
-            x=float8.QuantizedRows(out_rows, out_scales, anchor if quantize else None) if pair else out_rows,
-            topk_weights=None if topk_weights is None else out_weights,
-            topk_idx=out_idx if layout == "rank" else None,
-            tokens_per_expert=tokens_per_expert,
-            rows_per_expert=rows_per_expert,
+            x=float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
+            if pair
+            else received.rows,
+            topk_weights=None if topk_weights is None else received.topk_weights,
+            topk_idx=received.topk_idx if layout == "rank" else None,
+            tokens_per_expert=received.tokens_per_expert,
+            rows_per_expert=received.rows_per_expert,
             handle=handle,
             event=self._live_engine().event(),
         )
 
-    def _combine(self, run, y, handle, topk_weights) -> CombineOutput:
+    def _checked_combine(
+        self, launch: Callable[[CombineRequest], Combined], y: Tensor, handle: Handle, topk_weights: Tensor | None
+    ) -> CombineOutput:
+        """Check the arguments, launch (through autograd.combine_op where gradients are wanted), name the outputs."""
         config, device = self._config, self._live_engine().device
         self._check_handle(handle)
         checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
         if topk_weights is not None:
             shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
             checks.tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
-        x, weights = run(y, handle.plan, topk_weights, handle.num_tokens)
-        return CombineOutput(x, None if topk_weights is None else weights, self._live_engine().event())
+        combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
+        weights = None if topk_weights is None else combined.topk_weights
+        return CombineOutput(combined.x, weights, self._live_engine().event())
 
     def _check_handle(self, handle: Handle) -> None:
         if not isinstance(handle, Handle):
@@ -378,20 +396,13 @@ class Buffer:
         if max_recv_rows not in (None, handle.num_rows):
             checks.fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
-    def _run_dispatch(self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize):
-        """The engine's tensors, and None in the place of the anchor that a dispatch with gradients returns."""
-        rows, scales, topk_idx, topk_weights, plan = map(_plain, (rows, scales, topk_idx, topk_weights, plan))
-        topk_idx = None if topk_idx is None else topk_idx.long()
-        engine = self._live_engine()
+    def _launch_dispatch(self, request: DispatchRequest) -> Received:
         with self._noted():
-            received = engine.dispatch(
-                rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
-            )
-        return *received, None
+            return self._live_engine().dispatch(request.plain())
 
-    def _run_combine(self, y, plan, topk_weights, num_tokens):
+    def _launch_combine(self, request: CombineRequest) -> Combined:
         with self._noted():
-            return self._live_engine().combine(_plain(y), plan, _plain(topk_weights), num_tokens)
+            return self._live_engine().combine(request.plain())
 
     @contextmanager
     def _noted(self):
@@ -401,11 +412,6 @@ class Buffer:
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
             raise
-
-
-def _plain(t: Tensor | None) -> Tensor | None:
-    """The values as they lie in contiguous memory, without a lazy change of sign."""
-    return None if t is None else t.detach().contiguous().resolve_neg()
 
 
 def _limit_s(timeout_s: float | None) -> float:

@@ -250,15 +250,15 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
     """The operations as they run; layers of different sizes tempt a compiler that saves memory to reorder."""
     sizes = [60, 3, 25]
     with make_buffer() as buffer:
-        seen, run_dispatch, run_combine = [], buffer._run_dispatch, buffer._run_combine
+        seen, launch_dispatch, launch_combine = [], buffer._launch_dispatch, buffer._launch_combine
 
-        def dispatch(rows, *args):
-            seen.append(("dispatch", args[6] - 4 * NUM_ROWS))
-            return run_dispatch(rows, *args)
+        def dispatch(request):
+            seen.append(("dispatch", request.num_rows - 4 * NUM_ROWS))
+            return launch_dispatch(request)
 
-        def combine(y, *args):
-            seen.append(("combine", y.shape[0] - 4 * NUM_ROWS))
-            return run_combine(y, *args)
+        def combine(request):
+            seen.append(("combine", request.y.shape[0] - 4 * NUM_ROWS))
+            return launch_combine(request)
 
         def layers(xs, idxs):
             ys = []
@@ -267,7 +267,7 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
                 ys.append(ep.combine(buffer, torch.tanh(out.x * 2), out.handle))
             return ys
 
-        buffer._run_dispatch, buffer._run_combine = dispatch, combine
+        buffer._launch_dispatch, buffer._launch_combine = dispatch, combine
         idxs = [make_routing("uniform", n, NUM_EXPERTS, NUM_TOPK, seed=n)[0] for n in sizes]
         xs = [torch.randn(n, HIDDEN).requires_grad_() for n in sizes]
         ys = torch.compile(layers, fullgraph=True, backend="inductor")(xs, idxs)

@@ -192,7 +192,7 @@ def notes_of_one_step(rank: int, settings: dict) -> None:
     layers = [make_layer(make_config(**settings), number) for number in (3, 7)]
     notes = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_run_dispatch", "_run_combine"):
+        for name in ("_launch_dispatch", "_launch_combine"):
             operation = getattr(ep.Buffer, name)
 
             def noting(buffer, *args, operation=operation, **kwargs):

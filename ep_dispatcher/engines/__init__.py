@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from ep_dispatcher.engines.base import Engine, EngineConfig
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received
 
 # Those of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
@@ -46,4 +46,14 @@ def make(engine: str, config: EngineConfig) -> Engine:
     return CpuEngine(config)
 
 
-__all__ = ["ENGINES", "Engine", "EngineConfig", "choose", "make"]
+__all__ = [
+    "ENGINES",
+    "CombineRequest",
+    "Combined",
+    "DispatchRequest",
+    "Engine",
+    "EngineConfig",
+    "Received",
+    "choose",
+    "make",
+]

@@ -37,6 +37,56 @@ class EngineConfig:
         return self.num_experts // self.topology.num_ranks
 
 
+# Requests are NamedTuples because they are made in every operation: a frozen dataclass takes four times as long.
+
+
+class DispatchRequest(NamedTuple):
+    """One dispatch, as Buffer has checked it. The custom operator takes these fields, in this order."""
+
+    rows: Tensor  # [num_tokens, hidden]
+    scales: Tensor | None  # [num_tokens, hidden / 128]
+    topk_idx: Tensor | None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
+    topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
+    plan: Tensor | None  # of an earlier dispatch; None: a new one is made
+    layout: str
+    expert_alignment: int
+    num_rows: int  # of the output; -1: as many as are received
+    quantize: bool  # bfloat16 rows travel as ep_dispatcher.quantize makes them
+
+    def plain(self) -> DispatchRequest:
+        """Return it with tensors as engines read them: by address, topk_idx as int64."""
+        return DispatchRequest(
+            _plain(self.rows),
+            None if self.scales is None else _plain(self.scales),
+            None if self.topk_idx is None else _plain(self.topk_idx).long(),
+            None if self.topk_weights is None else _plain(self.topk_weights),
+            None if self.plan is None else _plain(self.plan),
+            *self[5:],
+        )
+
+
+class CombineRequest(NamedTuple):
+    """One combine, as Buffer has checked it. The custom operator takes these fields, in this order."""
+
+    y: Tensor  # [rows, hidden]
+    plan: Tensor
+    topk_weights: Tensor | None  # float32 [rows], or [rows, num_topk] in rank layout
+    num_tokens: int  # of the output
+    layout: str  # of the plan
+
+    def plain(self) -> CombineRequest:
+        """Return it with tensors as engines read them, by address."""
+        weights = None if self.topk_weights is None else _plain(self.topk_weights)
+        return CombineRequest(_plain(self.y), _plain(self.plan), weights, self.num_tokens, self.layout)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return the values as they lie in contiguous memory, without a lazy change of sign and outside of autograd."""
+    if t.is_contiguous() and not t.is_neg() and not t.requires_grad:
+        return t  # three calls into PyTorch less, in every operation
+    return t.detach().contiguous().resolve_neg()
+
+
 class Received(NamedTuple):
     """The tensors of one dispatch; what was not asked for has no elements."""
 
@@ -47,6 +97,14 @@ class Received(NamedTuple):
     tokens_per_expert: Tensor
     rows_per_expert: Tensor
     plan: Tensor  # a new plan; no elements when the plan was given
+    anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
+
+
+class Combined(NamedTuple):
+    """The tensors of one combine."""
+
+    x: Tensor  # [num_tokens, hidden]
+    topk_weights: Tensor  # [num_tokens, num_topk]; no elements when none were given
 
 
 class Event(Protocol):
@@ -62,22 +120,9 @@ class Event(Protocol):
 class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
 
-    def dispatch(
-        self,
-        rows: Tensor,  # [num_tokens, hidden]
-        scales: Tensor | None,  # [num_tokens, hidden / 128]
-        topk_idx: Tensor | None,  # int64 [num_tokens, num_topk]; None: the plan is given
-        topk_weights: Tensor | None,  # float32 [num_tokens, num_topk]
-        plan: Tensor | None,
-        layout: str,
-        expert_alignment: int,
-        num_rows: int,  # of the output; -1: as many as are received
-        quantize: bool,  # bfloat16 rows travel as ep_dispatcher.quantize makes them
-    ) -> Received: ...
+    def dispatch(self, request: DispatchRequest) -> Received: ...
 
-    def combine(
-        self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int
-    ) -> tuple[Tensor, Tensor]: ...  # x [num_tokens, hidden], weights [num_tokens, num_topk] or no elements
+    def combine(self, request: CombineRequest) -> Combined: ...
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
-from ep_dispatcher.engines.base import EngineConfig, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
@@ -35,9 +35,9 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
 
 
-def _arrays(rows: Tensor, scales: Tensor | None) -> list[tuple[int, int]]:
+def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
     """(address, bytes per row) of the arrays of rows that travel together."""
-    return [(_address(t), t.shape[1] * t.itemsize) for t in (rows, scales) if t is not None]
+    return [(_address(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
 
 
 class _Peers:
@@ -111,24 +111,20 @@ class CpuEngine:
                 self._c.close()
             raise
 
-    def dispatch(
-        self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
-    ) -> Received:
-        if quantize:
-            rows, scales = float8.quantize(rows)
-        if topk_idx is not None:
-            self._check_routing(topk_idx)
-        c, rail = self._c, self._rail
-        arrays, weights, num_tokens = _arrays(rows, scales), _address(topk_weights), rows.shape[0]
-        with self._operation("dispatch", plan):
-            if plan is None:
-                new_plan, num_rows, pending_lists = self._start_plan(
-                    topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens
-                )
-                plan = new_plan
+    def dispatch(self, request: DispatchRequest) -> Received:
+        if request.quantize:
+            rows, scales = float8.quantize(request.rows)
+            request = request._replace(rows=rows, scales=scales)
+        if request.topk_idx is not None:
+            self._check_routing(request.topk_idx)
+        c, rail, num_rows = self._c, self._rail, request.num_rows
+        arrays, weights, num_tokens = _arrays(request), _address(request.topk_weights), request.rows.shape[0]
+        with self._operation("dispatch", request.plan):
+            if request.plan is None:
+                plan, num_rows, pending_lists = self._start_plan(request, arrays, weights)
             else:
-                new_plan, pending_lists = plan.new_empty(0), None
-                c.reuse(_C_cpu.DISPATCH, plan.data_ptr(), [size for _, size in arrays], weights != 0)
+                plan, pending_lists = request.plan.new_empty(0), None
+                c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             tag = self._tag(_ROWS)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
@@ -139,10 +135,10 @@ class CpuEngine:
                     rail.wait(pending_lists[m])
                     c.lists_arrived(m)
                 c.finish_plan()
-            received = self._allocate(rows, scales, topk_weights, layout, num_rows, new_plan)
+            received = self._allocate(request, num_rows, plan)
             out = [_address(t) for t in (received.rows, received.scales) if t.dim() == 2]
-            out_weights = _address(None if topk_weights is None else received.topk_weights)
-            to = (out, out_weights, _address(received.topk_idx if layout == "rank" else None))
+            out_weights = _address(None if request.topk_weights is None else received.topk_weights)
+            to = (out, out_weights, _address(received.topk_idx if request.layout == "rank" else None))
             c.prepare_output(*to)
             c.pull(self._topology.node, *to)
             for m in rail.others:
@@ -152,11 +148,11 @@ class CpuEngine:
             c.agree()
         return received
 
-    def _start_plan(self, topk_idx, layout, expert_alignment, num_rows, arrays, weights, num_tokens):
+    def _start_plan(self, request: DispatchRequest, arrays: list[tuple[int, int]], weights: int):
         """Counts and stages: (plan, rows of the output, the lists from other nodes, which are still on their way)."""
-        c, rail = self._c, self._rail
-        routed = (_address(topk_idx), _LAYOUTS[layout], expert_alignment, num_rows, arrays, weights, num_tokens)
-        c.route(*routed)
+        c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
+        topk_idx, layout = _address(request.topk_idx), _LAYOUTS[request.layout]
+        c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
         tag = self._tag(_COUNTS)
         pending = {m: rail.receive("counts between nodes", m, c.incoming_counts(m), tag) for m in rail.others}
         for m in rail.others:
@@ -167,7 +163,7 @@ class CpuEngine:
             c.counts_arrived(m)
         counted_rows, elements = c.count()
         if num_rows >= 0:
-            elements = self.plan_capacity(num_rows, layout)
+            elements = self.plan_capacity(num_rows, request.layout)
         plan = torch.empty(elements, dtype=torch.int32)
         c.start_plan(plan.data_ptr())
         tag = self._tag(_LISTS)
@@ -176,28 +172,28 @@ class CpuEngine:
             rail.send("lists between nodes", m, c.outgoing_lists(m), tag, is_list=True)
         return plan, counted_rows, pending
 
-    def _allocate(self, rows, scales, topk_weights, layout, num_rows, plan) -> Received:
-        config = self._config
+    def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor) -> Received:
+        config, rows, scales = self._config, request.rows, request.scales
         tokens, padded = (torch.tensor(counts) for counts in self._c.counts_per_expert())
-        by_rank = layout == "rank"
+        by_rank = request.layout == "rank"
         weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
             scales=torch.empty((0,) if scales is None else (num_rows, scales.shape[1])),
-            topk_weights=torch.empty(0 if topk_weights is None else weights_shape),
+            topk_weights=torch.empty(0 if request.topk_weights is None else weights_shape),
             topk_idx=torch.empty((num_rows, config.num_topk) if by_rank else 0, dtype=torch.int64),
             tokens_per_expert=tokens,
             rows_per_expert=padded,
             plan=plan,
         )
 
-    def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
-        c, rail, has_weights = self._c, self._rail, topk_weights is not None
-        x = y.new_empty(num_tokens, self._config.hidden)
-        weights_out = torch.empty((num_tokens, self._config.num_topk) if has_weights else 0)
-        weights = _address(topk_weights)
-        with self._operation("combine", plan):
-            c.reuse(_C_cpu.COMBINE, plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+    def combine(self, request: CombineRequest) -> Combined:
+        c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
+        x = y.new_empty(request.num_tokens, self._config.hidden)
+        weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
+        weights = _address(request.topk_weights)
+        with self._operation("combine", request.plan):
+            c.reuse(_C_cpu.COMBINE, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             phase, tag = "sums between nodes", self._tag(_SUMS)
             pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
@@ -208,7 +204,7 @@ class CpuEngine:
             for receive in pending:
                 rail.wait(receive)
             c.sum(weights, _address(x), _address(weights_out))
-        return x, weights_out
+        return Combined(x, weights_out)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])

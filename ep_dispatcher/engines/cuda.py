@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, envs
-from ep_dispatcher.engines.base import EngineConfig, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.regions import regions_of
@@ -135,9 +135,8 @@ class CudaEngine:
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
 
-    def dispatch(
-        self, rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize
-    ) -> Received:
+    def dispatch(self, request: DispatchRequest) -> Received:
+        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         new, counted = plan is None, plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
@@ -178,7 +177,7 @@ class CudaEngine:
             args.out_weights = _address(None if topk_weights is None else received.topk_weights)
             args.out_topk_idx = _address(received.topk_idx if by_rank else None)
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
-            self._hand_over(*received)
+            self._hand_over(received)
         if counted:
             try:
                 self._reports.raise_found(ends=False)
@@ -200,7 +199,8 @@ class CudaEngine:
             raise RuntimeError("the kernels were aborted")
         return num_rows
 
-    def combine(self, y: Tensor, plan: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def combine(self, request: CombineRequest) -> Combined:
+        y, plan, topk_weights, num_tokens, _ = request
         with self._operation("combine", y, plan, topk_weights) as stream:
             y, args = _aligned(y), self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
@@ -209,8 +209,9 @@ class CudaEngine:
             args.y, args.topk_weights, args.out = _address(y), _address(topk_weights), _address(x)
             args.out_weights, args.num_tokens = _address(None if topk_weights is None else weights_out), num_tokens
             self._c.combine(args, plan.data_ptr(), stream)
-            self._hand_over(x, weights_out)
-        return x, weights_out
+            combined = Combined(x, weights_out)
+            self._hand_over(combined)
+        return combined
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)
@@ -324,11 +325,12 @@ class CudaEngine:
             if waited > 1e-3:  # then a sleep of a tenth of it delays little
                 time.sleep(min(waited / 10, SLICE_S))
 
-    def _hand_over(self, *outputs: Tensor) -> None:
+    def _hand_over(self, outputs: Received | Combined) -> None:
         """Memory that another stream than its own uses must not be given away before that stream is through."""
         if self._caller is not None:
             for t in outputs:
-                t.record_stream(self._caller)
+                if t is not None:
+                    t.record_stream(self._caller)
 
     @contextmanager
     def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[int]:
