@@ -19,6 +19,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,69 +68,83 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Namespace:
-    """``world_size``: the number of ranks that torchrun started, None without torchrun."""
+    """The arguments, and ``cases``. ``world_size``: the number of ranks that torchrun started, None without torchrun."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    try:
+        if args.compare:
+            check_compare(args)
+            return args
+        check_choice(args, parser, world_size)
+        fill_in(args, world_size)
+        check_sizes(args, world_size)
+        args.cases = make_cases(args)
+        args.cases[0].routing_on_host(0)  # raises where a routing cannot be made
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
-    def refuse(argument: str, given: object, allowed: str) -> None:
-        parser.error(f"{argument}: given {given}, allowed {allowed}")
 
+def refuse(argument: str, given: object, allowed: str) -> NoReturn:
+    raise ValueError(f"--{argument.replace('_', '-')}: given {given}, allowed {allowed}")
+
+
+def check_compare(args: argparse.Namespace) -> None:
     if args.tolerance < 0:
-        refuse("--tolerance", args.tolerance, "0 or more")
-    for path in args.compare or ():
+        refuse("tolerance", args.tolerance, "0 or more")
+    for path in args.compare:
         if not path.exists():
-            refuse("--compare", path, "JSON files of this benchmark, or folders of them")
-    if args.compare:
-        return args
-    on_cpu, standard = args.engine == "cpu", STANDARD[args.engine]
-    if on_cpu:
+            refuse("compare", path, "JSON files of this benchmark, or folders of them")
+
+
+def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser, world_size: int | None) -> None:
+    """Refuse arguments that do not go together."""
+    if args.engine == "cpu":
         for name in ("sms", "graph", "suite"):
             if getattr(args, name):
-                refuse(f"--{name}", "with --engine cpu", "with --engine cuda")
+                refuse(name, "with --engine cpu", "with --engine cuda")
+    elif world_size is not None:
+        refuse("engine", "cuda under torchrun", "without torchrun: it starts the ranks itself")
+    elif not torch.cuda.device_count():
+        refuse("engine", "cuda", "cpu: there is no GPU that PyTorch can use")
     if args.suite is not None:
         for name in (*ONE_VALUE, *SEVERAL, "baseline"):
             if getattr(args, name) != parser.get_default(name):
-                refuse(f"--{name.replace('_', '-')}", "beside --suite", "without it: the suite has its own")
-        args.out = args.suite
+                refuse(name, "beside --suite", "without it: the suite has its own")
+
+
+def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
+    standard = STANDARD[args.engine]
     if args.ranks is None:
-        args.ranks = world_size or (standard.ranks if on_cpu else torch.cuda.device_count() or 1)
+        args.ranks = world_size or (standard.ranks if args.engine == "cpu" else torch.cuda.device_count())
     for name in ("hidden", "experts", "topk"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(standard, name))
     args.tokens, args.sms = args.tokens or [standard.tokens], args.sms or [standard.sms]
-    for name in ("ranks", "tokens", "hidden", "experts", "topk", "iters", "threads", "sms"):
-        given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given]:
-            if value < 1:
-                refuse(f"--{name}", value, "1 or more")
-    if args.warmup < 0:
-        refuse("--warmup", args.warmup, "0 or more")
-    if not on_cpu:
-        num_gpus = torch.cuda.device_count()
-        if world_size is not None:
-            refuse("--engine", "cuda under torchrun", "without torchrun: it starts the ranks itself")
-        if not num_gpus:
-            refuse("--engine", "cuda", "cpu: there is no GPU that PyTorch can use")
-        if args.ranks > num_gpus:
-            refuse("--ranks", args.ranks, f"at most the {num_gpus} GPUs")
-    if world_size is not None and args.ranks != world_size:
-        refuse("--ranks", args.ranks, f"the {world_size} ranks that torchrun started")
-    if args.experts % args.ranks:
-        refuse("--experts", args.experts, f"multiples of the {args.ranks} ranks")
-    if args.topk > args.experts:
-        refuse("--topk", args.topk, f"at most the {args.experts} experts")
-    if args.out.exists() and not args.out.is_dir():
-        refuse("--out", args.out, "a folder")
     args.ranks_per_node = args.ranks_per_node or default_topologies(args)
+    args.out = args.suite or args.out
+
+
+def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
+    for name in ("ranks", "hidden", "experts", "topk", "iters", "threads", "tokens", "sms"):
+        for value in getattr(args, name) if name in SEVERAL else [getattr(args, name)]:
+            if value < 1:
+                refuse(name, value, "1 or more")
+    if args.warmup < 0:
+        refuse("warmup", args.warmup, "0 or more")
+    if world_size is not None and args.ranks != world_size:
+        refuse("ranks", args.ranks, f"the {world_size} ranks that torchrun started")
+    if args.engine == "cuda" and args.ranks > torch.cuda.device_count():
+        refuse("ranks", args.ranks, f"at most the {torch.cuda.device_count()} GPUs")
+    if args.experts % args.ranks:
+        refuse("experts", args.experts, f"multiples of the {args.ranks} ranks")
+    if args.topk > args.experts:
+        refuse("topk", args.topk, f"at most the {args.experts} experts")
     for n in args.ranks_per_node:
         if n < 1 or args.ranks % n:
-            refuse("--ranks-per-node", n, f"divisors of the {args.ranks} ranks")
-    args.cases = make_cases(args)
-    try:
-        args.cases[0].routing_on_host(0)
-    except ValueError as error:
-        refuse("--routing", args.routing, str(error))
-    return args
+            refuse("ranks_per_node", n, f"divisors of the {args.ranks} ranks")
+    if args.out.exists() and not args.out.is_dir():
+        refuse("out", args.out, "a folder")
 
 
 def default_topologies(args: argparse.Namespace) -> list[int]:
