@@ -245,7 +245,6 @@ def dispatch(
     quantize: str | None = None,
     handle: Handle | None = None,
     max_recv_rows: int | None = None,
-    async_finish: bool = False,
 ) -> DispatchOutput:
     """``Buffer.dispatch`` with gradients: out.x and out.topk_weights carry them back to x and topk_weights.
 
@@ -255,9 +254,13 @@ def dispatch(
     without tokens, or whose loss does not use the layer: there add ``0 * y.sum()`` of the layer's result y to the loss.
     x must require a gradient on all ranks or on none, and so must topk_weights where x does not.
 
-    Arguments, results and errors are those of ``Buffer.dispatch``. With ``quantize`` the gradient passes straight
-    through the rounding: take it with ``ep.dequantize(out.x)``, or give ``out.x.anchor`` to an operator of your own
-    (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static and torch.compile keeps the graph whole.
+    Arguments, results and errors are those of ``Buffer.dispatch``, but for ``async_finish``. To overlap an operation
+    with other work on a GPU, call it in a stream of your own (``torch.cuda.stream``), by PyTorch's rules for streams;
+    its backward then runs in that stream too.
+
+    With ``quantize`` the gradient passes straight through the rounding: take it with ``ep.dequantize(out.x)``, or give
+    ``out.x.anchor`` to an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static,
+    and torch.compile keeps the graph whole.
     """
     _check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
@@ -279,7 +282,7 @@ def dispatch(
 
 
 def combine(
-    buffer: Buffer, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
+    buffer: Buffer, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``Buffer.combine`` with gradients: the sum over each token's rows, [num_tokens, hidden].
 

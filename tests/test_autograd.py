@@ -1,6 +1,7 @@
 """Gradients: against a dense layer of experts, and bit by bit against the definition's own combine and dispatch."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -462,3 +463,12 @@ def test_the_outputs_are_the_callers_own(pools, engine, layout):
     for first, second, tensors in pools(2).run(outputs_after_a_change, engine, case, make_inputs(case)):
         assert first[0].any() and tensors == ["plan"]
         assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+def test_the_arguments_are_those_without_gradients_but_for_async_finish(name):
+    """A backward would have to know the streams; whoever wants to overlap calls the function in a stream."""
+    given = dict(inspect.signature(getattr(ep, name)).parameters)
+    plain = dict(inspect.signature(getattr(ep.Buffer, name)).parameters)
+    del given["buffer"], plain["self"], plain["async_finish"]
+    assert list(given.values()) == list(plain.values())

@@ -385,11 +385,7 @@ def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         combined = buffer.combine(out.x, out.handle, async_finish=True)
         combined.event.synchronize()
         assert out.event.query() and combined.event.query()
-        out_grad = ep.dispatch(buffer, *given, async_finish=True)
-        out_grad.event.wait()
-        sum_grad = ep.combine(buffer, out_grad.x, out_grad.handle, async_finish=True)
-        assert same_bits(out.x, right.x) and same_bits(out_grad.x, right.x)
-        assert same_bits(combined.x, right_sum) and same_bits(sum_grad, right_sum)
+        assert same_bits(out.x, right.x) and same_bits(combined.x, right_sum)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
