@@ -3,27 +3,27 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/types.h"
 #include "common/cursor.h"
+#include "common/types.h"
 
 namespace ep::cuda {
 
 constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
-constexpr int kMaxNodes = 8;  // nodes of one buffer; each has a warp in a rail block (rail.cuh)
+constexpr int kMaxNodes = 8;  // nodes of one buffer; a rail block has a relay for each other node (rail.cuh)
 constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
 constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
 // Entries per chunk flag: tokens with staged rows, items with pushed partial sums. Tuned on 2 H200: smaller token
-// chunks cost more in flags than they save, larger item chunks keep the owner waiting. To measure again: `python -m
-// ep_dispatcher.bench --engine cuda`.
+// chunks cost more in flags than they save, larger item chunks keep the owner waiting. To measure again:
+// python -m ep_dispatcher.bench --engine cuda
 constexpr int kTokenChunk = 1024;
 constexpr int kItemChunk = 512;
-constexpr int kSumChunk = 512;  // tokens per chunk flag, for sums sent between nodes
-constexpr int kVector = 16;     // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
-constexpr int kLine = 1024;     // [bytes] rows begin at multiples, also in shared memory; otherwise the hardware splits
-                                // each request
+constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes
+constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
+constexpr int kLine = 1024;       // [bytes] rows begin at multiples, also in shared memory: no request is split
 constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale
 
+// [host] [thread] Return `n`, rounded up to a multiple.
 EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // [host] [thread] Return the bytes from one row to the next in staging, or from one slot to the next.
@@ -64,8 +64,9 @@ struct Config {
   EP_HOST_DEVICE int first_own_chunk() const { return num_nodes == 1 ? 0 : (max_tokens + kItemChunk - 1) / kItemChunk; }
   EP_HOST_DEVICE int max_item_chunks() const { return first_own_chunk() + (max_tokens + kItemChunk - 1) / kItemChunk; }
 
+  // Sizes for the host. Kernels find them in Context.
   size_t row_bytes() const { return hidden * size_of(dtype); }
-  size_t slot_stride() const { return row_stride(row_bytes()); }  // [bytes]
+  size_t slot_stride() const { return row_stride(row_bytes()); }
   size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Return the int32 of an item (item.cuh): token, number of copies, a value per copy, a byte per copy.

@@ -42,7 +42,7 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
 // [warp] Wait until the tails of up to 32 items are staged. Lane i has token and source of the i-th item, or token -1.
 // Return false after an abort of this rank.
 __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
-  // Items are in the order of sources: only sources in this range have items here.
+  // Items are in the order of sources: only sources from `first` to `last` have items here.
   const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
   const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
 #pragma unroll 1
@@ -170,7 +170,7 @@ __device__ inline void clear_padding(const Op& op, const DispatchParams& params)
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
   if (plan.head->has_expert_layout())
-    // Lane by lane find the padding of an expert group; then the warps of all blocks share its rows.
+    // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {
       const int e = min(first + lane, num_local - 1);
       const int begin = plan.expert_begin[e] + plan.expert_rows[e];

@@ -11,8 +11,8 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxPiece = 8192;    // [bytes] most bytes of a row in one bulk copy
-constexpr uint32_t kMaxScales = kLine;  // [bytes] most scales of a row for a bulk copy with the last piece
+constexpr uint32_t kMaxPiece = 8192;    // [bytes] most of a row in one bulk copy
+constexpr uint32_t kMaxScales = kLine;  // [bytes] rows with more scales have them delivered by the helpers
 
 // [team] Copy the counts of an old plan to the caller. Called by the movers of block 0.
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
@@ -31,7 +31,8 @@ __device__ bool wait_for_free_staging(const Op& op) {
 }
 
 // [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
-// inboxes. Then all items may be read. Called by the movers and by the helpers of each block.
+// inboxes. Then all items may be read. Return kAborted after an abort of this rank. Called by the movers and by the
+// helpers of each block.
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
@@ -42,10 +43,10 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
   });
 }
 
-// [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. After kAgree,
-// the loads of this block have landed and its rows are stored.
+// [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
+// after an abort of this rank. Otherwise no load of this block is under way, and its rows are stored.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
-  // Plan, or announce.
+  // Plan, or announce. Both raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   if (plans) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
@@ -64,7 +65,7 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
 }
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
-// helpers of each block.
+// helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written.
 __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
   // Stage.
   if (params.stages) {

@@ -80,6 +80,7 @@ struct ItemOrder {
     // Find the section, and n in it.
     const int section = n >= num_in_first, begin = begin_of(section), end = end_of(section);
     n -= section * num_in_first;
+    // Find the item's number, and then its source.
     int low = 0, before = 0;  // `before` items have a number below `low`
     while (true) {
       int with_more = 0, high = INT32_MAX;  // sources with more than `low` items, and the fewest items of such a source

@@ -212,9 +212,9 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 }
 
 // [team] Make the plan. Called by the movers of the planning blocks. Return kDiffer for differing Calls: the plan is
-// then unusable, as it is if the rows do not fit. An unusable plan has no items and its counts are 0. Except after
-// kAborted, `listed` is raised once all planning blocks are done: then all lists, tables and the plan's head are
-// written.
+// then unusable, as it is if the rows do not fit. An unusable plan has no items and its counts are 0. Return kAborted
+// after an abort of this rank. Otherwise the last planning block raises `listed`: by then all lists, tables and the
+// plan's head are written.
 __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
   __shared__ bool usable;
   const Context& context = op.context;

@@ -42,7 +42,7 @@ struct Records {
   // [thread] Return the memory of record n. Valid after wait(n), until the second fetch after that of its batch.
   __device__ char* at(int n) const { return data + (n % (2 * kBatch)) * bytes; }
 
-  // [warp] Start to load the next batch. It overwrites the batch before the last fetched one: the warp has used it.
+  // [warp] Start to load the next batch. It overwrites the batch before the last fetched one, used by now.
   template <class Where>
   __device__ void fetch(const Where& where) {
     fetch(where, min(kBatch, num - fetched * kBatch));

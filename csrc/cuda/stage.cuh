@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// Chunks staged by one warp. The last warp of all to finish a chunk raises `staged`. The last chunk also raises the
-// flags of all chunks without tokens: no rank can wait for ever, whatever chunk it expects.
+// Chunks staged by one warp. The last warp of all blocks to finish a chunk raises `staged` at the node. The last chunk
+// also raises the flags of all chunks without tokens: no wait for a chunk lasts for ever.
 struct StagedChunks {
   const Op op;
   const ChunkArrivals arrivals;
@@ -38,6 +38,7 @@ struct StagedChunks {
 struct Share {
   int first, step, num;
 
+  // [warp] Find this warp's tokens among the `num_tokens` of the rank.
   __device__ Share(const Op& op, int num_tokens)
       : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps) {
     num = first < num_tokens ? (num_tokens - 1 - first) / step + 1 : 0;
@@ -100,14 +101,17 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
 // when the helpers of all blocks have finished it.
 __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
   const DispatchArgs& args = params.args;
+  // Clear the counters of this block.
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
   Helpers::sync();
+  // Stage the tails first: the flag of a chunk covers them too.
   const Share share(op, args.num_tokens);
   const StagedChunks chunks(op, counters, args.num_tokens);
   char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
   const int num_scales = args.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
   if (args.scales) copy_to_tails(params, share, tails, args.scales, num_scales, 0);
   if (args.topk_weights) copy_to_tails(params, share, tails, args.topk_weights, op.context.config.num_topk, weights_at);
+  // Stage the rows, chunk by chunk.
   if (args.quantizes)
     stage_quantized(op, params, share, chunks);
   else
