@@ -20,7 +20,7 @@ MIN_WORDS = 3  # of a comment that counts
 SUFFIXES = (".h", ".cuh", ".cu", ".cpp")
 
 PRONOUN = re.compile(r"\b(which|that|who|whose|whom|what|whoever|whatever)\b", re.I)
-CLAUSE = re.compile(r"(\[\w+\] )?(what|where|whether|of|until|how|as)\b", re.I)  # after [thread], [warp], ...
+CLAUSE = re.compile(r"(\[\w+\] )*(what|where|whether|of|until|how|as)\b", re.I)  # after [thread], [warp], ...
 WORD = re.compile(r"[A-Za-z]\w*(?:['-]\w+)*")
 
 TOKEN = re.compile(

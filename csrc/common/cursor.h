@@ -19,7 +19,7 @@ class Cursor {
 
   EP_HOST_DEVICE explicit Cursor(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
-  // [host, thread] Return the next `count` elements, aligned to a multiple of kAlignment. Pointer arithmetic, not a
+  // [host] [thread] Return the next `count` elements, aligned to a multiple of kAlignment. Pointer arithmetic, not a
   // cast from integers: the compiler then still knows the address space.
   template <class T>
   EP_HOST_DEVICE T* take(size_t count, size_t alignment = kAlignment) {

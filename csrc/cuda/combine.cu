@@ -1,6 +1,6 @@
-// Combine: most blocks sum the rows of every item and push the sums to the sources of the tokens, chunk by chunk. The
-// others reduce: they wait for the chunks that the next tokens need and sum the partial sums, first those of tokens
-// from other nodes, which rail blocks send home. All blocks reduce once they have pushed.
+// Combine. Most blocks push: they sum the rows of every item and store the sum at the token's owner, chunk by chunk.
+// The others reduce: they wait for chunks and sum the partial sums of each token. Tokens of other nodes come first, and
+// rail blocks send their sums home. A pushing block reduces too, after its last push.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 #include "cuda/push.cuh"
@@ -12,14 +12,15 @@ namespace {
 
 using Block = Team<0, 0, Pipeline::kThreads>;
 
-// How many blocks, from the first, push before they reduce. Both jobs are weighed by the rows to read and to write, so
-// that a rank that has received much pushes with nearly all blocks; but not with more than saturate the links.
+// [thread] Return the number of pushing blocks, from block 0 on. Pushing and reducing are weighed by their rows to read
+// and to write: a rank with many received items pushes with nearly all blocks. More blocks than saturate the links are
+// never used. All threads of a launch compute the same.
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (op.num_blocks < 4) return op.num_blocks;
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
-  // A sum from another node is written and read once more than one from the own node.
+  // A sum from another node is written and read once more than a sum of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
   const float reduce = params.reduce_weight * (static_cast<float>(head.num_addends) + tokens);
   const float most = params.saturating * push / head.num_items;
@@ -27,7 +28,7 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   return min(max(share, 1), op.num_blocks - 1);
 }
 
-// [warp 0 of block 0] Announce this combine to every rank.
+// [warp] Announce this combine to every rank of the node. Called in warp 0 of block 0.
 __device__ void announce_combine(const Op& op, const CombineParams& params) {
   const PlanHead& head = *params.plan.head;
   Call call{};
@@ -40,7 +41,8 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   announce<Block>(op, call);
 }
 
-// [preparing warp] Push, then reduce.
+// [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree.
+// Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the verdict.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
@@ -52,7 +54,8 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   return verdict;
 }
 
-// [thread] A warp has stored all sums of a chunk. The last one makes it known.
+// [thread] Count this warp in for a milestone, after its last store for that chunk. The last warp of all blocks raises
+// the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. Called in summing warps.
 __device__ void finish_milestone(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
                                  int milestone) {
   const Context& context = op.context;
@@ -70,7 +73,7 @@ __device__ void finish_milestone(const Op& op, const CombineMemory& memory, cons
   }
 }
 
-// [last block] Count the bytes that this rank has stored, by the rank whose inboxes they went to.
+// [block] Count the bytes pushed by this rank, by the local rank of the inbox. Called in the last block.
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
   const int local = threadIdx.x;
   if (local >= op.ranks_per_node()) return;
@@ -83,6 +86,8 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
+// [host] One launch is one combine of this rank. Its blocks wait for each other, so all must be resident at once. The
+// last block to arrive completes the operation. After an abort there is none, and the operation never completes.
 template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
@@ -93,13 +98,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   if (__syncthreads_or(has_aborted(context))) return;  // all threads or none
   const Part pushers{op.block, num_push_blocks(op, params)};
   const bool pushes = pushers.block < pushers.num_blocks, is_rail = op.block >= op.num_blocks;
-  // Blocks that do not push sum what travels; where all push, all of them do.
+  // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
   const Part for_others{op.block - first, op.num_blocks - first};
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Wait until the slots are free, and announce.
+  // Make the barriers. Wait for free slots before the first push. Announce.
   bool ok = true;
   if (threadIdx.x < 32) {
     memory.pipeline.init(kNumTeams);
@@ -116,7 +121,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     __syncthreads();
   }
 
-  // Push and reduce the rows.
+  // Push and reduce the rows, each warp in its role.
   Verdict verdict = Verdict::kAgree;
   if (is_rail) {
     verdict = run_rail(op, params);
@@ -132,6 +137,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         consume<Summing>(memory.pipeline, pushes ? 0 : context.max_item_chunks,
                          [&](int milestone) { finish_milestone(op, memory, pushers, for_others, milestone); });
     }
+
+  // Count this block in. The last one hands the slots back and completes the operation.
   if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
@@ -153,7 +160,7 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
     CombineMemory::carve(c, params, context_);
     return c.size();
   };
-  // Give a bay a whole row, or a piece of it: as few pieces as leave room for some works at once.
+  // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.
   const size_t room = kUsableShared - memory();
   const uint32_t row = context_.row_bytes;
   for (uint32_t pieces = 1;; ++pieces) {
@@ -161,7 +168,8 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
     if (room / params.bay_bytes >= params.max_addends + size_t{4}) break;
   }
   params.num_bays = static_cast<int>(std::min<size_t>(room / params.bay_bytes, Pipeline::kMaxBays));
-  // Measured on 4 H200 with 24 blocks, as the shares of time in num_push_blocks; benchmark: 4096 tokens, top-8.
+  // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
+  // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
   const bool is_long = row > 8192;
   params.reduce_weight = is_long ? 1.2f : 0.45f;
   params.saturating = is_long ? 5.2f : 1000.0f;

@@ -1,4 +1,4 @@
-// One launch of the combine kernel: its parameters, and the shared memory of a block.
+// Parameters of one launch of the combine kernel, and the shared memory of a block.
 #pragma once
 #include "cuda/call.cuh"
 #include "cuda/engine.h"
@@ -11,26 +11,26 @@ namespace ep::cuda {
 struct CombineParams {
   CombineArgs args;
   Plan plan;
-  uint32_t bay_bytes;  // of the pipeline, as the next two
-  int num_bays, max_addends;
-  int rail_blocks;      // the last ones
-  float reduce_weight;  // time to reduce a row, that to push one being 1
-  float saturating;     // pushing blocks that saturate the links if they sum nothing
+  uint32_t bay_bytes;         // of a Pipeline
+  int num_bays, max_addends;  // of a Pipeline
+  int rail_blocks;            // the last blocks of the launch; 0 with one node
+  float reduce_weight;        // time to reduce a row; the time to push a row is 1
+  float saturating;           // pushing blocks that saturate the links if they only store
 };
 
-// Chunks of items, each announced by a flag of its own.
+// [thread] Return the chunks of a list: each has a flag of its own.
 constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
 
 struct CombineMemory {
   Pipeline pipeline;
-  ItemOrder::Position* positions;  // [2, Records::kBatch] of the items at work
-  SourceOrder sources;             // of the items, while this block pushes
-  Records items;
-  Records tokens;    // while it reduces: rows of Plan::tables
-  uint32_t* pushed;  // [max_item_chunks] of ChunkArrivals, as the next one
-  uint32_t* summed;  // [num_others * max_sum_chunks]
+  ItemOrder::Position* positions;  // [2, Records::kBatch] of the items in `items`
+  SourceOrder sources;             // order of pushes
+  Records items;                   // items to push
+  Records tokens;                  // rows of Plan::tables, of the tokens to reduce
+  uint32_t* pushed;                // [max_item_chunks] ChunkArrivals::in_block of `pushed` flags
+  uint32_t* summed;                // [num_others * max_sum_chunks] ChunkArrivals::in_block of `summed` flags
 
-  // Lay the memory out. Without a base the cursor measures.
+  // [host] [thread] Lay the memory out. Without a base the cursor measures.
   EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, const Context& context) {
     CombineMemory memory;
     memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
@@ -44,7 +44,7 @@ struct CombineMemory {
   }
 };
 
-// Some blocks, and this block's number among them.
+// Some blocks of a launch, and this block's number among them. A number out of range means: not among them.
 struct Part {
   int block, num_blocks;
 };

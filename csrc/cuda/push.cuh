@@ -1,11 +1,12 @@
-// Pushing: the partial sum of every received token goes to the inbox of its source, or to that of the source's rail
-// peer on this node.
+// Pushing: the partial sum of every item is stored in the inbox of its source on this node. The inbox of a source on
+// another node is kept here by the source's rail peer.
 #pragma once
 #include "cuda/combine.cuh"
 
 namespace ep::cuda {
 
-// Chunks whose flags this rank raises in a combine: those of items from other nodes, then those from its own.
+// [thread] Return the end of this rank's chunks of a combine: first those of items from other nodes, then, from
+// Config::first_own_chunk on, those of items from this node. This rank raises all of their flags.
 __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   int most = 0;
   for (int rank = op.first_local_rank(), end = rank + op.ranks_per_node(); rank < end; ++rank)
@@ -13,7 +14,8 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.config.first_own_chunk() + num_item_chunks(most);
 }
 
-// [warp] Queue the sums of this part's items, chunk by chunk. Items go in the order that keeps all links busy.
+// [warp] Queue the sums of this part's items, chunk by chunk, in an order that keeps all links busy. Called in the
+// preparing warp. Slots are free. Waits only for its own loads, and for room in the queue.
 __device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
                                   Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
@@ -23,7 +25,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
   const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.max_copies;
   const bool expert_layout = head.has_expert_layout();
   memory.sources.fill(context, head.item_begin);
-  const ItemOrder order(memory.sources, context, false);  // what has to cross goes first
+  const ItemOrder order(memory.sources, context, false);  // items from other nodes first: their sums travel on
   const int num = part.block < head.num_items ? (head.num_items - 1 - part.block) / part.num_blocks + 1 : 0;
   Records& items = memory.items;
   const auto index_of = [&](const ItemOrder::Position& position) {
@@ -34,13 +36,15 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
     memory.positions[n % (2 * kBatch)] = position;
     return plan.items + index_of(position) * item_ints;
   };
+
+  // Load the items, two batches ahead.
   items.begin(num);
   items.fetch(where);
   items.fetch(where);
   for (int first = 0; first < num; first += kBatch) {
     if (first > 0) items.fetch(where);
     items.wait(first);
-    // Lane i takes the i-th item of the batch.
+    // Lane i fills a work with the i-th item of the batch.
     Work work{};
     const Item item{reinterpret_cast<int32_t*>(items.at(first + lane % kBatch)), max_copies};
     const ItemOrder::Position position = memory.positions[(first + lane) % (2 * kBatch)];
@@ -52,6 +56,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
       const bool is_own = local >= 0 && local < op.ranks_per_node();
       work.milestone = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
     }
+    // Queue the works with their addends: the rows of y.
     preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends) {
       for (int j = 0; j < work.num_rows; ++j)
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
@@ -60,7 +65,8 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
   preparer.reach(end_of_pushed(op, head), false);
 }
 
-// [block] Write the weights of this part's items to the inboxes of their sources.
+// [block] Write the weights of this part's items to the inboxes of their sources. Slots are free. A barrier of the
+// block must follow: the flags of chunks cover weights too.
 __device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;

@@ -1,19 +1,20 @@
-// The rail: blocks that bring to other nodes what this rank has for them, and that make known on this node what its
-// rail peers have sent. Of their warps, the first ones relay, each for one other node; the others send.
+// The rail blocks of a rank. Their first warps are relays, one for each other node: a relay waits for data of the rail
+// peer there, and raises ordinary flags for it on this node. All other warps are senders: they put this rank's data to
+// its rail peers.
 //
-//   sender                                           relay for node m, on the rank that receives
+//   sender                                           relay for node m, on the receiving rank
 //   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
 //   items and tables  -> rail peers                  `listed`
 //   rows and tails, chunk by chunk -> rail peers     `staged`
 //   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
 //
-// Nothing but Calls and counts travels before all ranks agree.
+// Before all ranks agree, only Calls and counts are sent.
 #pragma once
 #include "cuda/call.cuh"
 
 namespace ep::cuda {
 
-// This warp among those of all rail blocks.
+// This warp, among all warps of all rail blocks.
 struct RailWarp {
   const Op& op;
   const Context& context;
@@ -29,21 +30,25 @@ struct RailWarp {
         num_others(op.context.config.num_others()),
         num_senders(num_warps - num_others) {}
 
+  // [warp] Return true in a relay, false in a sender.
   __device__ bool relays() const { return warp < num_others; }
+  // [warp] Return the number of this sender, from 0.
   __device__ int sender() const { return warp - num_others; }
-  // The i-th other node; every node begins with another one.
+  // [thread] Return the i-th other node. Every node begins with a different one.
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   __device__ Wire wire() const { return Wire{context}; }
   __device__ Phase phase_of_calls() const {
     return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
   }
 
-  // A wire flag that this rank raises at its rail peer, [num_others, max_chunks] there.
+  // [thread] Return a wire flag to be raised by this rank at its rail peer on `node`: of [num_others, max_chunks]
+  // there.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
   }
 
-  // [warp] Wait for a wire flag that the rail peer on `node` raises here. What it stands for can then be read.
+  // [warp] Wait for a wire flag of the rail peer on `node`. Return false after an abort of this rank. Otherwise the
+  // data covered by the flag may be read, by this warp. Called in relays.
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
@@ -52,8 +57,9 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Wait for a flag that other blocks of this rank raise. There is no limit: those blocks wait for peers with
-  // one, and abort this rank. A limit here could be over first, and would blame this rank.
+  // [warp] Wait for a flag raised by other blocks of this rank. Return false after an abort of this rank. The wait has
+  // no limit of its own: those blocks wait for peers with a limit, and abort this rank when it is over. A limit here
+  // could end first, and would then report this rank as late.
   __device__ bool wait_for_self(const uint64_t* flag) const {
     bool here;
     do here = ptx::load_acquire(flag) >= op.epoch;
@@ -61,7 +67,8 @@ struct RailWarp {
     return __all_sync(~0u, here);
   }
 
-  // [warp] Raise flags [0, num) at every rank of the node, after what this warp has seen or copied.
+  // [warp] Raise flags [0, num) at every rank of the node. They cover all data seen or copied by this warp before.
+  // Called in relays.
   __device__ void raise(uint64_t* flags_here, int num = 1) const {
     __syncwarp();
     if (lane < op.ranks_per_node()) {
@@ -71,7 +78,8 @@ struct RailWarp {
     __syncwarp();
   }
 
-  // [warp] Count this sender in: it has sent its share. The last sender of all signals.
+  // [warp] Count this sender in, after its puts. The last of all senders resets the counter and raises the wire flag at
+  // the rail peer: it covers the puts of all senders.
   __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there) const {
     __syncwarp();
     if (lane == 0) {
@@ -85,12 +93,13 @@ struct RailWarp {
     __syncwarp();
   }
 
-  // [warp] Count bytes that were sent to a node.
+  // [warp] Add to the byte counter of a node.
   __device__ void add_bytes(uint64_t* counters, int node, uint64_t bytes) const {
     if (lane == 0 && bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), bytes);
   }
 
-  // [sender] Send this rank's Call, and the counts of a new plan. Return false when this rank has aborted.
+  // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; one sender serves one peer. Wait
+  // until this rank has announced them. Return false after an abort of this rank. Called in senders.
   __device__ bool send_call(bool has_counts) const {
     if (sender() >= num_others) return true;
     if (!wait_for_self(context.own.called + op.rank())) return false;
@@ -107,7 +116,8 @@ struct RailWarp {
     return true;
   }
 
-  // [relay] Pass the rail peer's Call on to the ranks of this node.
+  // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the other
+  // ranks of this node, and raise `called`. Return false after an abort of this rank. Called in a relay.
   __device__ bool relay_call(int node, bool has_counts) const {
     if (!wait_for_peer(phase_of_calls(), node, context.own.call_arrived)) return false;
     const int source = context.rail_peer(node);
@@ -125,7 +135,8 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Send or relay this rank's Call. Return false when this rank has aborted.
+  // [warp] Exchange Calls with the rail peers: send this rank's, or relay one. Return false after an abort of this
+  // rank.
   __device__ bool exchange_calls(bool has_counts) const {
     return relays() ? relay_call(node(warp), has_counts) : send_call(has_counts);
   }

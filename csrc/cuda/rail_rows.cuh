@@ -1,4 +1,4 @@
-// The rail's part of a dispatch: items, then rows and tails, chunk by chunk.
+// The rail blocks of a dispatch: they send and relay items, then rows and tails, chunk by chunk.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/rail.cuh"
@@ -8,7 +8,8 @@ namespace ep::cuda {
 struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
-  // [sender] Send this sender's share of `bytes`, piece by piece. `piece` counts the pieces of all arrays.
+  // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
+  // `piece` counts them over all arrays. Return the bytes put. No waiting.
   __device__ uint64_t send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece) const {
     constexpr uint32_t kPiece = 8192;
     uint64_t sent = 0;
@@ -21,7 +22,8 @@ struct DispatchRailWarp : RailWarp {
     return sent;
   }
 
-  // [sender] Send the items and the table of a new plan.
+  // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
+  // there even without a usable plan. Called in senders, after `listed` of this rank.
   __device__ void send_items(const DispatchParams& params, bool usable) const {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
@@ -43,13 +45,14 @@ struct DispatchRailWarp : RailWarp {
     }
   }
 
-  // [sender] Send this sender's rows and tails of tokens [begin, end) to a node. They have the same place there as
-  // here.
+  // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
+  // They keep their place: row and tail of a token have the same offset in the rail peer's inbox. Called in senders.
   __device__ void send_tokens(const DispatchParams& params, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
     uint64_t num = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
+      // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
       const bool goes = lane_token < end && (__ldcg(params.plan.sent_nodes + lane_token) >> to & 1);
       for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
@@ -63,7 +66,8 @@ struct DispatchRailWarp : RailWarp {
     add_bytes(context.state->bytes_sent, to, num * (params.args.row_bytes + params.tail_bytes));
   }
 
-  // [sender] Send all that other nodes need of a dispatch. Return false when this rank has aborted.
+  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for each chunk until this rank has staged it.
+  // Return false after an abort of this rank. Called in senders, once all ranks agree.
   __device__ bool send_rows(const DispatchParams& params) const {
     if (params.new_plan && !wait_for_self(context.own.listed + op.rank())) return false;
     const bool usable = params.plan.head->usable;
@@ -82,18 +86,21 @@ struct DispatchRailWarp : RailWarp {
     return true;
   }
 
-  // [relay] Pass on what arrives from a node: items, then chunks of rows. Return false when this rank has aborted.
+  // [warp] Wait for the items of the rail peer on `node`, then for each chunk of its rows. Raise `listed`, then
+  // `staged`, at every rank of this node. Return false after an abort of this rank. Called in a relay, once all ranks
+  // agree.
   __device__ bool relay_rows(const DispatchParams& params, int node) const {
     const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
     if (params.new_plan) {
       if (!wait_for_peer(Phase::kLists, node, context.own.items_arrived)) return false;
       raise(context.own.listed + source);
-      if (!wait_for_self(context.own.listed + op.rank())) return false;  // `usable` is written
+      if (!wait_for_self(context.own.listed + op.rank())) return false;  // then PlanHead::usable is written
     }
     if (!params.plan.head->usable) return true;
     const int num_chunks = num_token_chunks(__ldcg(&call_at(op, source)->num_tokens));
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return false;
+      // The last chunk stands for all chunks without tokens too.
       const int past = chunk == num_chunks - 1 ? max_chunks : chunk + 1;
       raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
     }
@@ -101,7 +108,8 @@ struct DispatchRailWarp : RailWarp {
   }
 };
 
-// [rail blocks] Their part of a dispatch.
+// [warp] Do one rail warp's part of a dispatch: exchange Calls, agree, then send or relay. Called in all warps of rail
+// blocks. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params) {
   const DispatchRailWarp warp(op);
   if (params.stages && !warp.exchange_calls(params.new_plan)) return Verdict::kAborted;

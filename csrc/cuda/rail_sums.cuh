@@ -1,4 +1,5 @@
-// The rail's part of a combine: the sums of its rail peers' tokens and their weights, chunk by chunk.
+// The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
+// relay those sent to this rank.
 #pragma once
 #include "cuda/combine.cuh"
 #include "cuda/rail.cuh"
@@ -8,7 +9,8 @@ namespace ep::cuda {
 struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
-  // [sender] Send this sender's sums of tokens [begin, end) of the rail peer on a node, and their weights.
+  // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
+  // experts on this node. Called in senders.
   __device__ void send_sums_of(const CombineParams& params, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
@@ -31,7 +33,8 @@ struct CombineRailWarp : RailWarp {
     add_bytes(context.state->bytes_sent, to, num * (context.row_bytes + weight_bytes));
   }
 
-  // [sender] Send the sums of all rail peers' tokens, chunk by chunk. Return false when this rank has aborted.
+  // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
+  // Return false after an abort of this rank. Called in senders, once all ranks agree.
   __device__ bool send_sums(const CombineParams& params) const {
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk < max_chunks; ++chunk)
@@ -47,8 +50,8 @@ struct CombineRailWarp : RailWarp {
     return true;
   }
 
-  // [relay] Make known what sums arrive from a node, to this rank alone: no other rank reads them. Return false when
-  // this rank has aborted.
+  // [warp] Wait for each chunk of sums from the rail peer on `node`, and raise `sums_here`: at this rank alone, because
+  // no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks agree.
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk * kSumChunk < params.args.num_tokens; ++chunk) {
@@ -62,7 +65,8 @@ struct CombineRailWarp : RailWarp {
   }
 };
 
-// [rail blocks] Their part of a combine.
+// [warp] Do one rail warp's part of a combine: exchange Calls, agree, then send or relay. Called in all warps of rail
+// blocks. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params) {
   const CombineRailWarp warp(op);
   if (!warp.exchange_calls(false)) return Verdict::kAborted;

@@ -1,11 +1,12 @@
-// Reducing: the partial sums in the inboxes of a rank are added. Those of its own tokens become the result, together
-// with one sum from every other node; those of its rail peers' tokens become such sums, which the rail sends home.
+// Reducing: the partial sums in the inboxes of a rank are added. For a rail peer's token the result is this node's sum:
+// rail blocks send it home. For an own token the sums of other nodes are added too, and the result is the output.
 #pragma once
 #include "cuda/combine.cuh"
 
 namespace ep::cuda {
 
-// [warp] Write the weights of some tokens whose partial sums have arrived: 0 where the token chose no expert.
+// [warp] Write the weights of own tokens to the output: 0 where a token chose no expert. The tokens' partial sums have
+// arrived, and the weights with them.
 __device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
   constexpr int kTogether = 4;
   const Context& context = op.context;
@@ -30,30 +31,30 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
   }
 }
 
-// Some tokens of this rank, or of its rail peer on another node, that a block reduces together.
+// Tokens reduced together by a block: own tokens, or tokens of the rail peer on another node.
 struct TokenBatch {
-  int node;  // whose tokens; of no tokens: -1
+  int node;  // of the tokens' owner; -1: there are no tokens
   int begin, num;
-  int milestone;  // of the pipeline, for sums that travel
+  int milestone;  // of the sums of a rail peer's tokens; past the last one for own tokens
 };
 
-// Numbers of the sums that travel, among the pipeline's chunks: behind those that are pushed, chunk by chunk, and in
-// each chunk node by node.
+// Milestones of the sums for other nodes. They follow those of pushes. They go chunk by chunk, and in a chunk node by
+// node.
 struct SumMilestones {
   const Context& context;
 
   __device__ int first() const { return context.max_item_chunks; }
   __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
-  // The flag of a chunk, among Region::summed.
+  // [thread] Return the index in Region::summed of a milestone's flag.
   __device__ int flag(int milestone) const {
     const int others = context.config.num_others(), n = milestone - first();
     return context.other(node(n % others)) * context.max_sum_chunks + n / others;
   }
 };
 
-// The preparing warp's work for tokens. Sums that travel come first: the blocks of `for_others` share their tokens.
-// Then all blocks take batches of this rank's own tokens as they come to them.
+// Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
+// a fixed order. Then all blocks take batches of this rank's own tokens, each as soon as it is free.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
@@ -64,10 +65,11 @@ struct Reducer {
   const Part for_others;
   const SumMilestones milestones;
   const int lane, num_tokens;
-  const int own_batch;           // own tokens; few when there are few
-  ChunkFlags pushed, sums_here;  // by local rank; by other node
-  int milestone, next_begin;     // of the next batch for others
+  const int own_batch;           // own tokens to take at once; fewer for a small dispatch, so that all blocks get some
+  ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
+  int milestone, next_begin;     // of the next batch for others: its milestone, its first token in the chunk
 
+  // [warp] Prepare to reduce. All ranks agree. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
       : op(op),
         context(op.context),
@@ -89,7 +91,7 @@ struct Reducer {
 
   __device__ bool has_part() const { return for_others.block >= 0 && for_others.block < for_others.num_blocks; }
 
-  // [warp] Find the next batch of tokens, of other nodes first, and start to load their rows of the table.
+  // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
   __device__ TokenBatch take_batch() {
     TokenBatch taken = take_for_others();
     if (taken.node < 0) taken = take_own();
@@ -101,6 +103,7 @@ struct Reducer {
     return taken;
   }
 
+  // [warp] Take this block's next batch of the rail peers' tokens, or none. Their number comes from the peer's Call.
   __device__ TokenBatch take_for_others() {
     for (; milestone < milestones.end(); ++milestone, next_begin = for_others.block * kBatch) {
       const int n = milestone - milestones.first(), others = context.config.num_others();
@@ -114,6 +117,7 @@ struct Reducer {
     return {-1, 0, 0, milestones.end()};
   }
 
+  // [warp] Take the next batch of own tokens from the counter shared by all blocks, or none.
   __device__ TokenBatch take_own() {
     int begin = 0;
     if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, own_batch));
@@ -122,12 +126,14 @@ struct Reducer {
     return {context.node, begin, min(own_batch, num_tokens - begin), milestones.end()};
   }
 
-  // [warp] Wait until the partial sums of some tokens are here. `item_numbers` are those of the lane's token; the lane
-  // `has_token`; `nodes` send sums of it. Return false when this rank has aborted.
+  // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
+  // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank.
+  // Afterwards the addends may be read by bulk loads.
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
     const int first_chunk = is_own ? context.config.first_own_chunk() : 0;
+    // Lane l finds the last needed chunk of local rank l.
     int chunk_of_lane = -1;
     for (int local = 0; local < op.ranks_per_node(); ++local) {
       const int number = has_token ? item_numbers[local] : -1;
@@ -136,31 +142,34 @@ struct Reducer {
     }
     if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
     if (context.config.num_nodes == 1) return true;
+    // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
     const bool awaited = lane < context.config.num_others() && (all >> (lane + (lane >= context.node)) & 1);
     return sums_here.wait(op, Phase::kSums, awaited ? (tokens.begin + tokens.num - 1) / kSumChunk : -1);
   }
 
-  // [warp] Queue the sums of a batch, the n-th of the records. Return false when this rank has aborted.
+  // [warp] Queue the sums of a batch; its rows of the table begin at record n. Wait for the addends. Return false after
+  // an abort of this rank.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
     const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
     records.wait(n);
-    // Lane i takes the i-th token of the batch.
+    // Lane i takes the i-th token of the batch. Wait for its addends.
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
     if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
+    // Fill the lane's work.
     Work work{};
     char* const to = is_own ? params.args.out : context.inbox_for(tokens.node, &Inbox::staging);
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
     work.milestone = is_own ? 0 : tokens.milestone;
     work.num_rows = static_cast<int8_t>(__popc(nodes));
     for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && item_numbers[local] >= 0;
-    if (!is_own && work.num_rows == 0) work.to = nullptr;  // nothing travels
+    if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
     const char* slots = context.inbox_for(tokens.node, &Inbox::slots);
     preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends) {
-      // In ascending order of ranks and nodes.
+      // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
           *addends++ = context.rail_to(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
@@ -177,12 +186,14 @@ struct Reducer {
     return true;
   }
 
-  // [warp] Queue the sums of all batches that this block takes. Return false when this rank has aborted.
+  // [warp] Queue the sums of all tokens of this block, batch by batch. Return false after an abort of this rank, with
+  // no loads left on their way.
   __device__ bool run(Preparer& preparer) {
-    // Sums that travel lie where the rows of other nodes lay.
+    // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there.
     const bool sends = milestone < milestones.end();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;
+    // Keep one batch ahead: its rows of the table load meanwhile.
     TokenBatch tokens = take_batch(), next = tokens.node < 0 ? tokens : take_batch();
     if (sends && tokens.milestone > milestones.first()) preparer.reach(tokens.milestone, false);
     for (int n = 0; tokens.node >= 0; n += kBatch) {

@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// Elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each element: it turns -0
-// into +0, as a sum that begins with +0 does.
+// A dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each element of
+// a word: it turns -0 into +0, as a sum from +0 does.
 struct Float32 {
   static constexpr int kElements = 4;
   static __device__ void load(const uint4& v, float* to) {
@@ -73,21 +73,23 @@ struct Float16 {
   }
 };
 
-// How rows are summed: by teams of kWarps warps. Each thread has kVectors vectors at a time in registers.
+// A way to sum rows: teams of kWarps warps, and kVectors vectors at a time in each thread's registers.
 template <class Element, int kNumWarps, int kNumVectors>
 struct Summing {
   using T = Element;
   static constexpr int kWarps = kNumWarps, kThreads = 32 * kWarps, kVectors = kNumVectors;
 };
 
+// [thread] Add +0 to each element of a vector.
 template <class T>
 __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
   return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
 }
 
-// [team] Sum rows of num_vectors vectors from shared memory to global memory.
-//   row(j) -> the j-th row
-//   release(): called by every thread once it has read all
+// [team] Sum rows of num_vectors vectors from shared memory to global memory, in the order of rows.
+//   thread: number of this thread in its team
+//   row(j): address of row j
+//   release(): called by every thread after its last read of the rows, before its last stores
 template <class Summing, class Row, class Release>
 __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, uint4* to, int thread,
                                          const Release& release) {
@@ -102,7 +104,7 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
         if (at(i) < num_vectors) vectors[i] = from[at(i)];
-      if (num_rows == 1) break;  // needs no float32
+      if (num_rows == 1) break;  // one row needs no float32
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float values[T::kElements];

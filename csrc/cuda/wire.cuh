@@ -1,12 +1,13 @@
-// The wire between nodes: what a rank sends to its rail peers. Addresses "there" are those of this rank's own region:
-// the regions of all ranks are laid out alike. Only rail blocks send (rail.cuh), but an abort is signalled by anyone.
+// The wire between nodes: from a rank to its rail peers. An address "there" is one of this rank's own region, because
+// the regions of all ranks are laid out alike. Only rail blocks put (rail.cuh); any thread may signal an abort.
 //
-//   put      asynchronous, in any order; put_words where addresses and sizes are multiples of 4 bytes only, not of 16
-//   signal   raises a flag there, behind all puts that the calling thread has made or has waited for
-//   arrived  makes what a flag stands for visible, once the flag has been seen here
-//   quiet    waits until these puts have read their source
+//   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
+//   put_words  [warp] the same, with multiples of 4
+//   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
+//   arrived    [thread] make the data covered by a flag visible; the flag has been seen here
+//   quiet      [thread] wait until all puts of this rank have read their source
 //
-// One module is compiled for each kind of wire, with the same kernels.
+// One module is compiled for each wire, with the same kernels.
 #pragma once
 #ifdef EP_WIRE_NVSHMEM
 #include "cuda/wire_nvshmem.cuh"

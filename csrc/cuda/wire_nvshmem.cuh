@@ -1,5 +1,5 @@
-// The NVSHMEM wire: puts that the GPU itself starts, through a network card between hosts. Regions lie in NVSHMEM's
-// symmetric heap.
+// The NVSHMEM wire: the GPU itself starts puts, through a network card between hosts. Regions are in NVSHMEM's
+// symmetric heap. The functions are those of wire.cuh.
 #pragma once
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -13,30 +13,31 @@ namespace ep::cuda {
 struct NvshmemWire {
   const Context& context;
 
-  // [warp]
+  // [warp] Start a put. It completes later.
   template <class T>
   __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
     nvshmemx_putmem_nbi_warp(there, here, bytes, context.wire.pe[node]);
   }
 
-  // [warp]
+  // [warp] Start a put, with no need for multiples of 16 bytes.
   __device__ void put_words(int node, float* there, const float* here, uint32_t bytes) const {
     put(node, there, here, bytes);
   }
 
-  // [thread] The fence orders the puts of all threads that this one has waited for: it covers every queue of this rank.
+  // [thread] Raise a flag there, after the puts of all threads counted in before: the fence covers every queue of this
+  // rank.
   __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
     ptx::fence_system();
     nvshmem_fence();
     nvshmemx_signal_op(flag_there, value, NVSHMEM_SIGNAL_SET, context.wire.pe[node]);
   }
 
-  // [thread]
+  // [thread] Make the data covered by the flag visible, through NVSHMEM's own wait for the flag.
   __device__ void arrived(uint64_t* flag, uint64_t value) const {
-    nvshmem_uint64_wait_until(flag, NVSHMEM_CMP_GE, value);  // does not wait any more
+    nvshmem_uint64_wait_until(flag, NVSHMEM_CMP_GE, value);  // returns at once
   }
 
-  // [thread]
+  // [thread] Wait until all puts of this rank are complete.
   __device__ void quiet() const { nvshmem_quiet(); }
 };
 
