@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Formats Python by ruff and C++ by clang-format; fails on lint and on a PyTorch include in csrc/.
+# Formats Python by ruff and C++ by clang-format; fails on lint, on a PyTorch include in csrc/, and on comments there
+# that are hard to read (.ci/comments.py).
 #   ./format.sh            rewrite files
 #   ./format.sh --check    change nothing, fail when a file would change
 #   ./format.sh --tools    print what to pip install for this
@@ -16,7 +17,7 @@ case $mode in
 --tools) echo "${tools[@]}" && exit ;;
 --check) ruff_format=(format --diff) ruff_check=(check --output-format concise) ;;
 write) ruff_format=(format) ruff_check=(check --fix --output-format concise) ;;
-*) sed -n '2,6s/^# //p' "$0" && exit 2 ;;
+*) sed -n '2,7s/^# //p' "$0" && exit 2 ;;
 esac
 
 bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
@@ -40,5 +41,6 @@ if [ ${#sources[@]} -gt 0 ]; then
     if grep -nE '#\s*include\s*[<"](torch|ATen|c10)/' "${sources[@]}"; then
         echo 'csrc/ must not include PyTorch' && failed=1
     fi
+    "$python" .ci/comments.py csrc || failed=1
 fi
 exit $failed

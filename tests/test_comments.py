@@ -105,3 +105,8 @@ def test_the_limits_hold_for_the_sum_of_all_files(tmp_path):
 
 def test_a_folder_is_needed(tmp_path):
     assert check(tmp_path / "missing").returncode == 2
+
+
+def test_csrc_keeps_the_limits():
+    result = check(ROOT / "csrc")
+    assert result.returncode == 0, result.stdout
