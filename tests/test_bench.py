@@ -7,7 +7,7 @@ import torch
 from commands import torchrun
 
 from ep_dispatcher import bench
-from ep_dispatcher.benchmark.cases import OPERATIONS, STANDARD, Case, suite_cases
+from ep_dispatcher.benchmark.cases import OPERATIONS, PASSES, STANDARD, Case, suite_cases
 from ep_dispatcher.benchmark.parts import BASELINES, ENGINE
 from ep_dispatcher.benchmark.wires import WIRES
 from ep_dispatcher.testing import make_routing
@@ -79,7 +79,8 @@ def test_every_time_is_there(runs):
                 assert len(times) == ITERS and min(times) > 0
                 figures = run["operations"][operation][side]
                 assert [figures["min_s"], figures["median_s"], figures["max_s"]] == sorted(times)
-                assert figures["gb_per_s"] > 0
+                moved = run["received_rows"] * HIDDEN * 2 * PASSES[operation] / RANKS
+                assert figures["gb_per_s"] == round(moved / figures["median_s"] / 1e9, 3)
 
 
 def test_ranks_of_torchrun(tmp_path):

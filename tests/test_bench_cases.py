@@ -86,7 +86,7 @@ def test_cases_are_measured(results):
             assert list(sides) == [ENGINE] if operation in OPERATIONS[1:3] else [ENGINE, ALL_TO_ALL]
             for side, figures in sides.items():
                 assert len(run["seconds"][operation][side]) == CASE.iters
-                assert 0 < figures["min_s"] <= figures["median_s"] <= figures["max_s"] and figures["gb_per_s"] > 0
+                assert 0 < figures["min_s"] <= figures["median_s"] <= figures["max_s"]
         assert run["compared"][ALL_TO_ALL]["same"]
         for moved in run["wire_bytes"].values():
             assert moved["engine"] == moved["least"]
