@@ -173,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     args = parse_args(argv, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     if args.compare:
-        return compare.run(*args.compare, args.tolerance)
+        before, after = args.compare
+        return compare.run(before, after, args.tolerance)
     machine = describe_machine(args.build)  # before the run: its load is not the benchmark's own
     if not under_torchrun:
         return suite.run(args.cases, machine, args.out)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ep_dispatcher.benchmark.sides import go_back
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,7 +115,7 @@ class AllToAllBaseline:
         return out
 
     def _sum_per_token(self, rows: Tensor, plan: Plan) -> Tensor:
-        if self.fast_sum:
+        if plan.bag_idx is not None:
             return torch.nn.functional.embedding_bag(plan.bag_idx, rows, plan.bag_begin, mode="sum")
         total = rows.new_zeros((plan.num_tokens, rows.shape[1]), dtype=torch.float32)
         return total.index_add_(0, plan.token_of, rows.float()).to(rows.dtype)
@@ -125,8 +127,7 @@ class AllToAllBaseline:
         plan = self.plan(topk_idx)
         rows, row_weights = _Dispatch.apply(x, topk_weights, self, plan)
         y = _Combine.apply(rows, self, plan)
-        torch.autograd.backward([y, row_weights], [x.detach(), row_weights.detach()])
-        return y.detach(), x.grad, topk_weights.grad
+        return go_back(y, row_weights, x, topk_weights)
 
 
 def _transpose_chunks(rows: Tensor, sizes: list[int], num_outer: int, num_inner: int) -> Tensor:

@@ -73,7 +73,9 @@ class Case:
         sizes = (self.tokens, self.experts, self.topk)
         if self.routing == HOT:
             return make_hot_routing(*sizes, self.ranks, seed=rank)
-        return make_routing(self.routing, *sizes, seed=rank)
+        topk_idx, topk_weights = make_routing(self.routing, *sizes, seed=rank)
+        assert topk_weights is not None
+        return topk_idx, topk_weights
 
     def inputs(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """x, topk_idx and topk_weights of a rank."""

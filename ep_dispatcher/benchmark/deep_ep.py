@@ -24,7 +24,7 @@ SIDE = "DeepEP"
 
 
 def measure(part: Part) -> None:
-    with make_side(dist.group.WORLD, part.case) as side:
+    with make_side(part.group, part.case) as side:
         part.found["deep_ep"] = side.version
         calls = side.operations(*part.inputs)
         part.time({SIDE: {name: call for name, call in calls.items() if name in part.case.operations}})

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,13 @@ class Part:
         self.found: dict = {"seconds": {}, "passes": {}, "compared": {}, "notes": []}
         self.inputs = case.inputs(dist.get_rank(), self.clock.device)
 
-    def attempt(self, what: str, call: Callable):
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks of the benchmark."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def attempt(self, what: str, call: Callable) -> Any:
         return attempt(what, self.found["notes"], call)
 
     def time(self, sides: dict[str, Calls]) -> None:
@@ -66,7 +73,7 @@ class Part:
         return times
 
     def result(self) -> dict | None:
-        self.inputs = ()
+        del self.inputs
         self.found["usable"] = bool(self.attempt("after it", self.clock.release))
         return self.found if dist.get_rank() == 0 else None
 
@@ -81,7 +88,7 @@ def measure_engine(rank: int, case: Case) -> dict | None:
     """The engine, the all-to-all that a user writes otherwise, whether they agree, and what they move."""
     part = Part(case)
     buffer = ep.Buffer(
-        dist.group.WORLD,
+        part.group,
         hidden=case.hidden,
         num_experts=case.experts,
         num_topk=case.topk,
@@ -101,12 +108,12 @@ def measure_engine(rank: int, case: Case) -> dict | None:
 
 def _measure_engine(part: Part, buffer: ep.Buffer) -> None:
     case, inputs, found = part.case, part.inputs, part.found
-    needed = buffer.dispatch(*inputs, layout=case.layout).x.shape[0]
+    needed = len(EngineSide(buffer, case.layout).dispatch(*inputs).x)
     most = int(largest_over_ranks([needed])[0])
     found["received_rows"], found["max_recv_rows"] = sum_over_ranks([needed])[0], most
     engine = EngineSide(buffer, case.layout, most)
     baselines = {
-        side: AllToAllBaseline(dist.group.WORLD, case.experts, fast_sum=name == "fast_sum")
+        side: AllToAllBaseline(part.group, case.experts, fast_sum=name == "fast_sum")
         for name, side in BASELINES.items()
         if name in case.others
     }

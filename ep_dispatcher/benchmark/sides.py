@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ class EngineSide:
 
     def __init__(self, buffer: ep.Buffer, layout: str, max_recv_rows: int | None = None):
         self.buffer = buffer
-        self.options = dict(layout=layout, max_recv_rows=max_recv_rows)
+        self.options: dict[str, Any] = dict(layout=layout, max_recv_rows=max_recv_rows)
 
-    def dispatch(self, x, topk_idx: Tensor, topk_weights: Tensor, **options):
+    def dispatch(self, x, topk_idx: Tensor, topk_weights: Tensor, **options: Any):
         return self.buffer.dispatch(x, topk_idx, topk_weights, **self.options, **options)
 
     def dispatch_cached(self, x: Tensor, topk_weights: Tensor, handle):
@@ -32,8 +33,14 @@ class EngineSide:
         topk_weights = topk_weights.detach().requires_grad_()
         out = ep.dispatch(self.buffer, x, topk_idx, topk_weights, **self.options)
         y = ep.combine(self.buffer, identity_experts(out), out.handle)
-        torch.autograd.backward([y, out.topk_weights], [x.detach(), out.topk_weights.detach()])
-        return y.detach(), x.grad, topk_weights.grad
+        return go_back(y, out.topk_weights, x, topk_weights)
+
+
+def go_back(y, row_weights, x: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y and the gradients of x and topk_weights, where x and row_weights themselves are the gradients that come in."""
+    torch.autograd.backward([y, row_weights], [x.detach(), row_weights.detach()])
+    assert x.grad is not None and topk_weights.grad is not None
+    return y.detach(), x.grad, topk_weights.grad
 
 
 def identity_experts(received) -> Tensor:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ep_dispatcher.benchmark.cases import PASSES, Case
 from ep_dispatcher.benchmark.machine import to_json
@@ -31,15 +32,17 @@ from ep_dispatcher.benchmark.parts import ENGINE, GRAPH, parts_of
 from ep_dispatcher.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.testing import RankError, RankPool
 
-# By engine: the backends, and the seconds of one part. The first part on GPUs starts NCCL and imports Megatron.
-POOLS = {
-    "cpu": dict(backend="gloo", timeout_s=3600.0),
-    "cuda": dict(backend="cpu:gloo,cuda:nccl", timeout_s=90.0),
-}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+TIMEOUT_S = {"cpu": 3600.0, "cuda": 90.0}  # of one part; the first part on GPUs starts NCCL and imports Megatron
 
 
 def start_ranks(case: Case) -> RankPool:
-    return RankPool(case.ranks, threads_per_rank=case.threads, **POOLS[case.engine])
+    return RankPool(
+        case.ranks,
+        threads_per_rank=case.threads,
+        timeout_s=TIMEOUT_S[case.engine],
+        backend=BACKENDS[case.engine],
+    )
 
 
 def run(
@@ -54,8 +57,8 @@ def run(
     try:
         for case in cases:
             path = folder / f"{case.name}.json"
-            result = {"machine": machine, "case": asdict(case), "operations": {}, "seconds": {}, "compared": {}}
-            result |= {"notes": [], "passes": {}}
+            result: dict[str, Any] = {"machine": machine, "case": asdict(case), "notes": []}
+            result |= {name: {} for name in ("operations", "seconds", "compared", "passes")}
             for part, *arguments in parts_of(case):
                 if pool is None or pool.closed:
                     pool = start(case)

@@ -21,7 +21,7 @@ from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, registe
 from torch import Tensor
 
 from ep_dispatcher.benchmark.parts import ENGINE, Calls, Part
-from ep_dispatcher.benchmark.sides import verdict
+from ep_dispatcher.benchmark.sides import go_back, verdict
 
 SIDE = "Megatron alltoall"
 FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"
@@ -31,7 +31,7 @@ def measure(part: Part) -> None:
     """Time both dispatchers in Megatron, and compare what they give."""
     case = part.case
     settings = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
-    with dispatchers(dist.group.WORLD, dtype=getattr(torch, case.dtype), **settings) as made:
+    with dispatchers(part.group, dtype=getattr(torch, case.dtype), **settings) as made:
         part.found["megatron"] = made.version
         part.found["passes"] |= {FORWARD_STEPS: 2, ALL_STEPS: 4}
         sides = {
@@ -60,8 +60,7 @@ class SixSteps:
         """y and the gradients of x and probs; what comes out is its own gradient, as in every side of the benchmark."""
         x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
         y, row_probs = self.forward(x, routing_map, probs)
-        torch.autograd.backward([y, row_probs], [x.detach(), row_probs.detach()])
-        return y.detach(), x.grad, probs.grad
+        return go_back(y, row_probs, x, probs)
 
     def operations(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Calls:
         given = as_routed(x, topk_idx, topk_weights, self.num_experts)
