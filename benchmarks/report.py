@@ -37,6 +37,7 @@ ABOUT = {
     DEEP_EP: "rows come in the layout that is named above; the engine's are in expert layout",
 }
 IN_MEGATRON = ("six steps, forward", "six steps, forward+backward")
+BYTES = {"engine": "engine", "least": "the least", "baseline": ALL_TO_ALL}  # columns of bytes: name in JSON -> title
 CASES = "hot_rank: one rank receives four times the mean, or all there is if ranks are fewer."
 
 
@@ -189,13 +190,11 @@ def _bytes(run: dict) -> str:
     for operation, moved in run.get("wire_bytes", {}).items():
         for wire in moved["least"]:
             if wire != "local" and moved["engine"][wire]:
-                values = (f"{moved[name][wire] / 1e6:.1f}" if name in moved else "" for name in COLUMNS)
+                values = (f"{moved[name][wire] / 1e6:.1f}" if name in moved else "" for name in BYTES)
                 lines.append(_row(operation, wire, *values))
-    head = [_row("MB of all ranks", "wire", *COLUMNS.values()), _row(*["---"] * (2 + len(COLUMNS)))]
+    head = [_row("MB of all ranks", "wire", *BYTES.values()), _row(*["---"] * (2 + len(BYTES)))]
     return "\n".join(head + lines) if lines else ""
 
-
-COLUMNS = {"engine": "engine", "least": "the least", "baseline": ALL_TO_ALL}  # of a table of bytes: in JSON -> title
 
 # Of the table of cases: title, side, operation.
 CASE_COLUMNS = (

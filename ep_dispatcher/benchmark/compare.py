@@ -39,8 +39,9 @@ def run(a: Path, b: Path, tolerance: float) -> int:
         missing, slower = judge(old, new, tolerance)
         problems += [f"{name}: {text}" for text in missing]
         regressions += [f"{name}: {text}" for text in slower]
-    print(*(f"regression: {text}" for text in regressions), sep="\n", end="\n" if regressions else "")
-    print(*(f"cannot be compared: {text}" for text in problems), sep="\n", end="\n" if problems else "")
+    for kind, found in (("regression", regressions), ("cannot be compared", problems)):
+        for text in found:
+            print(f"{kind}: {text}")
     return 2 if problems else int(bool(regressions))
 
 
