@@ -134,8 +134,10 @@ class Engine {
   void finish();
 
  private:
+  // Wait until every peer of the node has raised its flag `flags`[index].
   void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
   void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
+  // Return this rank's Call of the operation under way.
   Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
   void announce(const Call& call);
   void compare_on_node(const char* phase);

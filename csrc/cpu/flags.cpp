@@ -75,6 +75,7 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitL
       if (limits.stopped->load()) throw Interrupted();
       const int64_t now = now_ns();
       const bool over = now >= limits.deadline_ns;
+      // Look around: now and then, when the time is up, or after the peer's abort.
       if (now >= next_look) {
         next_look = now + kLookNs;
         if (limits.on_look) limits.on_look();
@@ -85,6 +86,7 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitL
         check_peers(awaited, epoch, over, phase);
         continue;
       }
+      // Wait.
       if (now < spin_end)
         sched_yield();  // ranks outnumber cores: leave the core to the awaited rank
       else

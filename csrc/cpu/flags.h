@@ -62,6 +62,7 @@ struct WaitLimits {
 // Return when every flag has reached `epoch`. Throw PeerLate at the deadline, or once an awaited peer cannot arrive.
 void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitLimits& limits, const char* phase);
 
+// Return the time of CLOCK_MONOTONIC.
 int64_t now_ns();
 
 }  // namespace ep::cpu

@@ -9,6 +9,7 @@
 
 namespace ep::cpu {
 
+// The start of a plan: its origin and sizes.
 struct PlanHead {
   static constexpr int32_t kMagic = 0x45504c4e;
 
@@ -39,7 +40,9 @@ struct Plan {
   int32_t* slot_begin;         // [num_reduced + num_nodes] per node its rows + 1: slots of each row
   int32_t* sent_row;           // [num_nodes, num_tokens] row in the payload for a node, or -1
 
+  // Return the number of rows to reduce from a node.
   int32_t num_reduced_from(int node) const { return reduced_begin[node + 1] - reduced_begin[node]; }
+  // Return [num_reduced_from + 1]: first slot of each row to reduce from a node.
   const int32_t* slot_begin_of(int node) const { return slot_begin + reduced_begin[node] + node; }
 };
 
@@ -65,6 +68,7 @@ inline Plan carve_plan(Cursor& c, const Config& config, const PlanHead* sizes) {
   return plan;
 }
 
+// Return a view of a plan made before.
 inline Plan read_plan(const Config& config, const int32_t* block) {
   Cursor c(const_cast<int32_t*>(block));
   return carve_plan(c, config, nullptr);

@@ -1,4 +1,5 @@
-// The shared memory of one rank, and views of it. All offsets come from the carve functions.
+// The shared memory of one rank, and views of it. All offsets come from the carve functions. Without a base their
+// cursor measures.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -67,6 +68,7 @@ inline Lists carve_lists(Cursor& c, const Config& config, const Counts& counts, 
   return lists;
 }
 
+// Return the bytes of the largest Lists.
 inline size_t max_lists_bytes(const Config& config) {
   // At most, every token goes to as many ranks of the node as its top-k can reach. Each array is padded.
   const size_t tokens = config.max_tokens, items = tokens * config.max_partials(), copies = tokens * config.num_topk;
@@ -83,9 +85,9 @@ struct SenderCalls {
 
 inline SenderCalls* carve_calls(Cursor& c) { return c.take<SenderCalls>(1); }
 
-// The rows of one source rank for one node, as one message. Without the Calls it is also the form of staged rows.
+// The rows of one source rank for one node, as one message. Staged rows have the same form.
 struct Payload {
-  SenderCalls* calls;       // only of messages between nodes
+  SenderCalls* calls;       // written only in messages between nodes
   std::vector<char*> rows;  // each [num_rows, bytes_per_row]
   float* weights;           // [num_rows, num_topk], or null
 };
@@ -99,6 +101,7 @@ inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<
   return payload;
 }
 
+// Return the bytes of the largest Payload.
 inline size_t max_payload_bytes(const Config& config) {
   // Rows of a dtype take at least 2 bytes an element. float8 rows take less: 1 + 4/128 with their scales.
   Cursor c;

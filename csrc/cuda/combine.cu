@@ -13,12 +13,12 @@ namespace {
 using Block = Team<0, 0, Pipeline::kThreads>;
 
 // [thread] Return the number of pushing blocks, from block 0 on. Pushing and reducing are weighed by their rows to read
-// and to write: a rank with many received items pushes with nearly all blocks. More blocks than saturate the links are
-// never used. All threads of a launch compute the same.
+// and to write: a rank with many received items pushes with nearly all blocks. Never use more
+// blocks than saturate the links. All threads of a launch compute the same number.
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
-  if (op.num_blocks < 4) return op.num_blocks;
+  if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all push, then all reduce
   const PlanHead& head = *params.plan.head;
-  if (head.num_items == 0) return 1;
+  if (head.num_items == 0) return 1;  // for the flags of chunks
   const float push = static_cast<float>(head.num_rows) + head.num_items;
   // A sum from another node is written and read once more than a sum of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
@@ -28,7 +28,7 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   return min(max(share, 1), op.num_blocks - 1);
 }
 
-// [warp] Announce this combine to every rank of the node. Called in warp 0 of block 0.
+// [warp] Write this rank's Call to every rank of the node, and raise `called` there. Called in warp 0 of block 0.
 __device__ void announce_combine(const Op& op, const CombineParams& params) {
   const PlanHead& head = *params.plan.head;
   Call call{};
@@ -43,6 +43,7 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 
 // [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree.
 // Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the verdict.
+// Return kAborted if this rank aborted at any point.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Make the barriers. Wait for free slots before the first push. Announce.
+  // Initialise shared memory. Wait for free slots before the first push. Announce.
   bool ok = true;
   if (threadIdx.x < 32) {
     memory.pipeline.init(kNumTeams);
@@ -179,8 +180,8 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);
-    if (is_long) return run(Summing<T, 4, 7>{});
-    run(Summing<T, 2, 4>{});
+    if (is_long) return run(Summing<T, 4, 7>{});  // a team takes 14336 bytes at once: 7168 elements of 2 bytes
+    run(Summing<T, 2, 4>{});                      // 4096 bytes: 2048 elements
   };
   if (config.dtype == DType::kFloat32) return run_with(Float32{});
   if (config.dtype == DType::kBFloat16) return run_with(BFloat16{});

@@ -17,6 +17,7 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
                const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s,
                int num_sms, int rail_blocks)
     : context_{}, num_sms_(num_sms), rail_blocks_(rail_blocks) {
+  // Sizes, and this rank's place.
   context_.config = config;
   context_.node = config.node_of(config.rank);
   context_.local = config.local_of(config.rank);
@@ -34,10 +35,12 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.row_bytes = static_cast<uint32_t>(config.row_bytes());
   context_.slot_stride = static_cast<uint32_t>(config.slot_stride());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  // This rank's own memory, for its kernels alone.
   Cursor of_state(state);
   context_.arrays = carve_state(of_state, config, num_sms);
   context_.state = context_.arrays.state;
   context_.report = reinterpret_cast<Report*>(report);
+  // Regions: all are laid out alike, so a peer's array is at a fixed distance from this rank's.
   const char* own = regions[context_.local];
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;
   for (size_t node = 0; node < rail.size(); ++node) context_.wire.distance[node] = rail[node] - own;

@@ -51,7 +51,7 @@ struct CombineArgs {
 
 class Engine {
  public:
-  // Keep addresses and sizes for the kernels.
+  // [host] Keep addresses and sizes for the kernels.
   //   regions     [ranks_per_node] region of every rank of the node, as mapped here
   //   rail        [num_nodes] region of the rail peer on every node, as mapped here; or
   //   rail_pes    [num_nodes] its number in NVSHMEM
@@ -63,17 +63,17 @@ class Engine {
          const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms,
          int rail_blocks);
 
-  // Launch a dispatch, or with only `stages` or only `pulls` one half of it. `plan` is written for new routing, else
-  // read.
+  // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
+  // `plan` is written if there is a topk_idx, else read.
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
-  // Launch a combine with the plan of a dispatch.
+  // [host] Launch a combine with the plan of a dispatch.
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
-  // Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an abort of
-  // this rank, or -2 when the time is up.
+  // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
+  // abort of this rank, or -2 when the time is up.
   int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
-  // Allow kernels to publish the next mistake.
+  // [host] Allow kernels to publish the next mistake.
   void clear_mistake() const { context_.report->mistake = 0; }
   const Config& config() const { return context_.config; }
 
@@ -82,7 +82,7 @@ class Engine {
   int num_sms_, rail_blocks_;
 };
 
-// Return the bytes of device memory for the state of one rank.
+// [host] Return the bytes of device memory for the state of one rank.
 size_t state_bytes(const Config& config, int num_sms);
 
 }  // namespace ep::cuda

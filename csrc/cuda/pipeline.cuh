@@ -174,10 +174,11 @@ struct Issuer {
 
   const Pipeline& pipeline;
   const int warp, lane;
-  const int log_width, together;           // 2^log_width lanes per work; works together
+  const int log_width, together;           // 2^log_width lanes per work; works looked at together
   const int nth, lane_of_work;             // number of the lane's work among those together; of the lane in its work
   int issued = 0, released = 0, used = 0;  // works issued, works released, bays in use
 
+  // [warp] Prepare issuing warp number `warp`.
   __device__ Issuer(const Pipeline& pipeline, int warp)
       : pipeline(pipeline),
         warp(warp),
@@ -198,6 +199,7 @@ struct Issuer {
   };
 
   // [warp] Wait until the oldest work is done. Release its bays, and those of the next works as far as these are done.
+  // `num_issued` works have been issued so far.
   __device__ void release(int num_issued) {
     const int work = released + lane, place = QueueRing::place(work);
     const int num_rows = work < num_issued ? pipeline.queue[place].num_rows : 0;
@@ -272,7 +274,8 @@ struct Issuer {
   }
 };
 
-// [team] Sum the team's works, until the one with `stops`. `milestone` is the first of this block.
+// [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. `milestone` is the first of this
+// block. Called in summing warps.
 //   finish(milestone): called by one thread of every warp, after all of the warp's stores for this and earlier chunks
 template <class Summing, class Finish>
 __device__ void consume(const Pipeline& pipeline, int milestone, const Finish& finish) {

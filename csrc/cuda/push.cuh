@@ -15,7 +15,7 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
 }
 
 // [warp] Queue the sums of this part's items, chunk by chunk, in an order that keeps all links busy. Called in the
-// preparing warp. Slots are free. Waits only for its own loads, and for room in the queue.
+// preparing warp, once slots are free. Wait only for own loads and for room in the queue.
 __device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
                                   Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
@@ -62,11 +62,12 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
     });
   }
+  // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
   preparer.reach(end_of_pushed(op, head), false);
 }
 
-// [block] Write the weights of this part's items to the inboxes of their sources. Slots are free. A barrier of the
-// block must follow: the flags of chunks cover weights too.
+// [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for
+// nothing. A barrier of the block must follow: the flags of chunks cover weights too.
 __device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;

@@ -14,7 +14,7 @@
 
 namespace ep::cuda {
 
-// This warp, among all warps of all rail blocks.
+// This warp, among all warps of all rail blocks. Consecutive numbers are in different blocks: relays spread over them.
 struct RailWarp {
   const Op& op;
   const Context& context;
@@ -37,6 +37,7 @@ struct RailWarp {
   // [thread] Return the i-th other node. Every node begins with a different one.
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   __device__ Wire wire() const { return Wire{context}; }
+  // [thread] Return the phase of a wait for Calls.
   __device__ Phase phase_of_calls() const {
     return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
   }
@@ -99,7 +100,8 @@ struct RailWarp {
   }
 
   // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; one sender serves one peer. Wait
-  // until this rank has announced them. Return false after an abort of this rank. Called in senders.
+  // until this rank has announced them. Afterwards `call_arrived` is raised there. Return false after an abort of this
+  // rank. Called in senders.
   __device__ bool send_call(bool has_counts) const {
     if (sender() >= num_others) return true;
     if (!wait_for_self(context.own.called + op.rank())) return false;

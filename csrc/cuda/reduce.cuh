@@ -8,7 +8,7 @@ namespace ep::cuda {
 // [warp] Write the weights of own tokens to the output: 0 where a token chose no expert. The tokens' partial sums have
 // arrived, and the weights with them.
 __device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
-  constexpr int kTogether = 4;
+  constexpr int kTogether = 4;  // loads of a lane under way
   const Context& context = op.context;
   const Plan& plan = params.plan;
   const float* own_weights = context.inbox_for(context.node, &Inbox::weights);
@@ -43,6 +43,7 @@ struct TokenBatch {
 struct SumMilestones {
   const Context& context;
 
+  // [thread] Return the first milestone; past the last one; the i-th other node, in this rank's order.
   __device__ int first() const { return context.max_item_chunks; }
   __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
@@ -69,7 +70,7 @@ struct Reducer {
   ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
   int milestone, next_begin;     // of the next batch for others: its milestone, its first token in the chunk
 
-  // [warp] Prepare to reduce. All ranks agree. Without a usable plan there are no tokens for others.
+  // [warp] Prepare to reduce, once all ranks agree. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
       : op(op),
         context(op.context),
@@ -89,6 +90,7 @@ struct Reducer {
     records.begin(INT32_MAX);
   }
 
+  // [thread] Return true in a block of `for_others`.
   __device__ bool has_part() const { return for_others.block >= 0 && for_others.block < for_others.num_blocks; }
 
   // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
@@ -186,8 +188,8 @@ struct Reducer {
     return true;
   }
 
-  // [warp] Queue the sums of all tokens of this block, batch by batch. Return false after an abort of this rank, with
-  // no loads left on their way.
+  // [warp] Queue the sums of all tokens of this block, batch by batch. Wait for free staging if any sum travels, and
+  // for each batch's addends. Return false after an abort of this rank, with no loads left on their way.
   __device__ bool run(Preparer& preparer) {
     // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there.
     const bool sends = milestone < milestones.end();
@@ -195,6 +197,7 @@ struct Reducer {
       return false;
     // Keep one batch ahead: its rows of the table load meanwhile.
     TokenBatch tokens = take_batch(), next = tokens.node < 0 ? tokens : take_batch();
+    // Reach the milestones without tokens of this block, too: every block of `for_others` counts itself in for each.
     if (sends && tokens.milestone > milestones.first()) preparer.reach(tokens.milestone, false);
     for (int n = 0; tokens.node >= 0; n += kBatch) {
       if (!queue(preparer, tokens, n)) {
