@@ -1,7 +1,8 @@
 """dispatch and combine with gradients: each is the other's backward, with the same plan.
 
 They are custom operators (torch.library), so that torch.compile keeps them whole. A plan is a tensor and travels
-through a graph as one.
+through a graph as one. Where nothing looks at operators they run without torch.library: it costs the host more time
+than everything else together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.nn import Parameter
 
 from ep_dispatcher import checks
 from ep_dispatcher.buffer import Buffer, find_buffer
@@ -28,8 +30,7 @@ def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
     return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
 
 
-@torch.library.custom_op("ep_dispatcher::dispatch", mutates_args=())
-def dispatch_op(
+def _dispatch_fields(
     rows: Tensor,
     scales: Optional[Tensor],
     topk_idx: Optional[Tensor],
@@ -46,6 +47,9 @@ def dispatch_op(
     request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
     received = find_buffer(buffer_id)._launch_dispatch(request)
     return *received[:-1], _anchor(rows, received.rows.shape[0], quantize)
+
+
+dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_fields, mutates_args=())
 
 
 @dispatch_op.register_fake
@@ -77,8 +81,7 @@ def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_
     return tuple(received)
 
 
-@torch.library.custom_op("ep_dispatcher::combine", mutates_args=())
-def combine_op(
+def _combine_fields(
     y: Tensor,
     plan: Tensor,
     topk_weights: Optional[Tensor],
@@ -91,6 +94,9 @@ def combine_op(
     return tuple(find_buffer(buffer_id)._launch_combine(CombineRequest(y, plan, topk_weights, num_tokens, layout)))
 
 
+combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_fields, mutates_args=())
+
+
 @combine_op.register_fake
 def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
     num_topk = find_buffer(buffer_id)._config.num_topk
@@ -98,12 +104,24 @@ def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
-def _call_dispatch_op(buffer_id: str, request: DispatchRequest) -> Received:
-    return Received(*dispatch_op(*request, buffer_id))
+def _is_observed(request: DispatchRequest | CombineRequest) -> bool:
+    """Return whether something looks at operators: a compiler, a dispatch mode, a transform, a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in request)
+    )
 
 
-def _call_combine_op(buffer_id: str, request: CombineRequest) -> Combined:
-    return Combined(*combine_op(*request, buffer_id))
+def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
+    run = dispatch_op if _is_observed(request) else _EagerDispatch.apply
+    return Received(*run(*request, buffer_id, None))
+
+
+def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
+    run = combine_op if _is_observed(request) else _EagerCombine.apply
+    return Combined(*run(*request, buffer_id, None))
 
 
 def _saved_plan(ctx) -> Tensor:
@@ -135,7 +153,7 @@ def _dispatch_backward(ctx, *gradients):
         num_tokens=ctx.num_tokens,
         layout=ctx.layout,
     )
-    combined = _call_combine_op(ctx.buffer_id, request)
+    combined = _run_combine(ctx.buffer_id, request)
     of_weights = combined.topk_weights if ctx.has_weights else None
     return combined.x, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
 
@@ -160,13 +178,37 @@ def _combine_backward(ctx, *gradients):
         num_rows=ctx.num_rows,
         quantize=False,
     )
-    received = _call_dispatch_op(ctx.buffer_id, request)
+    received = _run_dispatch(ctx.buffer_id, request)
     of_weights = received.topk_weights if ctx.has_weights else None
     return received.rows, None, of_weights, *[None] * 4  # in the order of the operator's arguments
 
 
 dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)
+
+
+class _EagerDispatch(torch.autograd.Function):
+    """dispatch_op with its gradient, without torch.library."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _dispatch_fields(*inputs)
+        _dispatch_setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_dispatch_backward)
+
+
+class _EagerCombine(torch.autograd.Function):
+    """combine_op with its gradient, without torch.library."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _combine_fields(*inputs)
+        _combine_setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_combine_backward)
 
 
 def _keep_order(operator, small_output: int) -> None:
@@ -265,7 +307,7 @@ def dispatch(
     _check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
     out = buffer._checked_dispatch(
-        partial(_call_dispatch_op, buffer.id),
+        partial(_run_dispatch, buffer.id),
         x,
         topk_idx,
         topk_weights,
@@ -295,5 +337,5 @@ def combine(
     """
     _check_buffer(buffer)
     _refuse_transforms(y=y, topk_weights=topk_weights)
-    res = buffer._checked_combine(partial(_call_combine_op, buffer.id), y, handle, topk_weights)
+    res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
     return res.x if topk_weights is None else (res.x, res.topk_weights)

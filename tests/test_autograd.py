@@ -1,5 +1,6 @@
 """Gradients: against a dense layer of experts, and bit by bit against the definition's own combine and dispatch."""
 
+import contextlib
 import dataclasses
 import inspect
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from test_dispatch_combine import Case, Inputs, assert_same, expert_rows, make_buffer, make_inputs, to
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
@@ -218,6 +220,43 @@ def test_partial_gradients(pools, engine, wanted, used, weighted, layout):
 def test_no_graph_without_a_need(pools, engine):
     case = Case(2, 2)
     assert pools(2).run(partial_gradients, engine, case, make_inputs(case), (), ()) == [(False, False)] * 2
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "ep_dispatcher":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def second_derivatives(rank: int, engine: str, case: Case, inputs: Inputs, observed: bool):
+    """The gradient of a sum of squared gradients; and the operators that a dispatch mode saw, if one looked."""
+    device, mode = device_of(engine, rank), Operators()
+    x = inputs.x[rank].to(device).requires_grad_()
+    weights = inputs.topk_weights[rank].to(device).requires_grad_()
+    with make_buffer(case, engine, MAX_TOKENS) as buffer, mode if observed else contextlib.nullcontext():
+        out = ep.dispatch(buffer, x, inputs.topk_idx[rank].to(device), weights)
+        y = ep.combine(buffer, out.x**3 * out.topk_weights[:, None], out.handle)
+        first = torch.autograd.grad(y.sum(), (x, weights), create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, weights))
+    return *first, *second, mode.seen
+
+
+def test_dispatch_modes_see_the_operators_and_change_no_bit(pools, engine):
+    case = Case(2, 2, dtype=torch.float32)
+    inputs = make_inputs(case)
+    alone, observed = (pools(2).run(second_derivatives, engine, case, inputs, mode) for mode in (False, True))
+    for (*values, nothing), (*expected, seen) in zip(alone, observed):
+        assert not nothing and seen == ["dispatch", "combine"] * 3  # forward, backward, and the backward of that
+        for value, right in zip(values, expected):
+            assert value.any()
+            assert_same(value, right, "derivative")
 
 
 def float8_gradients(rank: int, engine: str, case: Case, inputs: Inputs, used: tuple):
