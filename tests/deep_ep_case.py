@@ -31,6 +31,13 @@ class Case:
         return self.experts // RANKS
 
 
+def install(rank: int) -> None:
+    """Let programs in this rank find our deep_ep."""
+    import ep_dispatcher.integrations.deep_ep as d
+
+    d.install()
+
+
 @contextlib.contextmanager
 def environment(case: Case, **variables: str) -> Iterator[None]:
     """The switches that the case wants, in this rank."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
