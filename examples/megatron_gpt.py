@@ -23,7 +23,6 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-import ep_dispatcher.integrations.megatron as ep_megatron
 import torch
 import torch.distributed as dist
 from moe_lm.step import learning_rate, make_optimizer, update
@@ -31,6 +30,7 @@ from moe_lm.text import RandomWindows, held_out_batches, load_text, to_tensor, u
 from torch import Tensor, nn
 
 import ep_dispatcher
+import ep_dispatcher.integrations.megatron as ep_megatron
 
 REPORT_EVERY_S = 5.0
 WARM_UP = 5  # steps, or half of them, that the times leave out

@@ -26,8 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from ep_dispatcher.integrations.megatron import parity
     from megatron_layer import end_groups
+
+    from ep_dispatcher.integrations.megatron import parity
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), BUGS[bug]() if bug else contextlib.nullcontext():

@@ -66,9 +66,10 @@ def differing(before: dict) -> list[str]:
 def register_and_undo(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
-    from ep_dispatcher.integrations.megatron import register, unregister
     from megatron.core.transformer.moe import experts, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from ep_dispatcher.integrations.megatron import register, unregister
 
     flex = token_dispatcher.MoEFlexTokenDispatcher
     unregister()
@@ -115,8 +116,9 @@ def test_register_and_undo():
 def own_backends(rank: int) -> None:
     """Megatron's own backends behave the same before, with and after a registration."""
     use_layout(Layout(ep=2))
-    from ep_dispatcher.integrations.megatron import register, unregister
     from megatron.core.transformer.moe import token_dispatcher
+
+    from ep_dispatcher.integrations.megatron import register, unregister
 
     flex = token_dispatcher.MoEFlexTokenDispatcher
 
@@ -167,10 +169,11 @@ def test_megatrons_own_backends_are_left_alone():
 def unknown_layouts(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
-    from ep_dispatcher.integrations.megatron import plugin, register, unregister
     from megatron.core.models.gpt import fine_grained_callables
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ep_dispatcher.integrations.megatron import plugin, register, unregister
 
     unregister()
     flex = token_dispatcher.MoEFlexTokenDispatcher
@@ -230,6 +233,7 @@ def test_an_unknown_layout_is_refused_and_nothing_replaced():
 def other_versions(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
+
     from ep_dispatcher.integrations.megatron import register, unregister
 
     for version, warns in [("0.99.0", True), ("1.0.0+abc", True), ("0.16.1", False), ("0.19.2+1234567", False)]:
@@ -378,8 +382,9 @@ def parsers(rank: int) -> None:
     except ImportError:
         assert OURS in get_args(type_of_the_field())
         return
-    from ep_dispatcher.integrations.megatron import unregister
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ep_dispatcher.integrations.megatron import unregister
 
     def parse():
         parser = argparse.ArgumentParser(exit_on_error=False)

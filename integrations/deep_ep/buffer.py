@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep import config as configs
 from ep_dispatcher.integrations.deep_ep import layout
 from ep_dispatcher.integrations.deep_ep.config import Config, say_once
@@ -12,10 +16,6 @@ from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sou
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from ep_dispatcher import checks, envs
 
 
 class Buffer(LowLatency):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
-from torch import Tensor
-
-import ep_dispatcher as ep
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
 _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more in every dispatch"

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep import float8
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import EventOverlap
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-from torch import Tensor
-
-from ep_dispatcher import checks
 
 MAX_SOURCES = 2**24  # tokens of all ranks together: their numbers travel as float32
 

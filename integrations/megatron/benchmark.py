@@ -17,11 +17,11 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 from torch import Tensor
 
 from ep_dispatcher.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.benchmark.sides import go_back, verdict
+from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 
 SIDE = "Megatron alltoall"
 FORWARD_STEPS, ALL_STEPS = "six steps, forward", "six steps, forward+backward"
@@ -108,9 +108,10 @@ def dispatchers(
     register()
     alone, _ = dist.new_subgroups(group_size=1, group=group)
     try:
-        from ep_dispatcher.integrations.megatron.limits import SMS_FIELDS
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from ep_dispatcher.integrations.megatron.limits import SMS_FIELDS
 
         settings = dict(
             num_layers=1,

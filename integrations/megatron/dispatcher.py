@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
+from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):

@@ -36,14 +36,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.megatron import parity_arguments as arguments
-from ep_dispatcher.integrations.megatron import parity_report as report
-from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, Refused
-from ep_dispatcher.integrations.megatron.parity_report import Difference
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
+from ep_dispatcher.integrations.megatron import parity_arguments as arguments
+from ep_dispatcher.integrations.megatron import parity_report as report
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, Refused
+from ep_dispatcher.integrations.megatron.parity_report import Difference
 
 OURS, FLOAT32 = "ep_dispatcher", "float32"
 
@@ -181,8 +181,9 @@ def _what_ran(layers: dict[str, Any], plan: Plan) -> str:
 @contextlib.contextmanager
 def _megatron(plan: Plan, seed: int) -> Iterator[None]:
     """Our registration and Megatron's groups, for as long as the comparison runs."""
-    from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
     from megatron.core import parallel_state, tensor_parallel
+
+    from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 
     registered = plugin._active is not None
     size = None if registered or plan.settings.get("variable_seq_lengths") else plan.tokens * plan.batch

@@ -9,8 +9,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, concerns_moe
 from torch import Tensor
+
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, concerns_moe
 
 LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
+from ep_dispatcher.integrations.megatron.agree import all_reduce
 
 
 @dataclass(frozen=True, eq=False)
