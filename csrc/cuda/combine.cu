@@ -87,7 +87,7 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
-// [host] One launch is one combine of this rank. Its blocks wait for each other, so all must be resident at once. The
+// Launched by Engine::combine: num_sms blocks, all resident at the same time, because they wait for each other. The
 // last block to arrive completes the operation. After an abort there is none, and the operation never completes.
 template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)

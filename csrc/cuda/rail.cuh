@@ -21,6 +21,7 @@ struct RailWarp {
   const int lane, warp, num_warps;
   const int num_others, num_senders;
 
+  // [warp] Find this warp's number. Called in all warps of rail blocks.
   __device__ explicit RailWarp(const Op& op)
       : op(op),
         context(op.context),

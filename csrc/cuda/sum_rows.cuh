@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// A dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each element of
-// a word: it turns -0 into +0, as a sum from +0 does.
+// [thread] A dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each
+// element of a word: it turns -0 into +0, as a sum from +0 does.
 struct Float32 {
   static constexpr int kElements = 4;
   static __device__ void load(const uint4& v, float* to) {
