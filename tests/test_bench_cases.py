@@ -297,14 +297,24 @@ def test_deep_ep_has_the_operations(names, monkeypatch):
     monkeypatch.delitem(sys.modules, "ep_dispatcher.benchmark.deep_ep", raising=False)
     deep_ep = importlib.import_module("ep_dispatcher.benchmark.deep_ep")
     monkeypatch.setattr(FakeBuffer, "calls", [])
-    group = types.SimpleNamespace(size=lambda: 2)
-    with deep_ep.make_side(group, CASE) as side:
-        assert (type(side).__name__ == "Elastic") == (len(names) == 2)
-        calls = side.operations(*CASE.inputs(0, torch.device("cpu")))
-        assert set(calls) == {"dispatch", "dispatch FP8", "combine", "cached dispatch", "dispatch+combine"}
-        for call in calls.values():
-            call()
-    assert FakeBuffer.calls.count("combine") == 2 and FakeBuffer.calls[-1] == "destroy"
+    case = replace(CASE, operations=("dispatch", "combine", "cached dispatch", "dispatch+combine", "dispatch FP8"))
+    timed = {}
+
+    class FakePart:
+        group, found, inputs = types.SimpleNamespace(size=lambda: 2), {}, case.inputs(0, torch.device("cpu"))
+
+        def time(self, sides):
+            timed.update(sides["DeepEP"])
+            for call in timed.values():
+                call()
+
+    FakePart.case = case
+    deep_ep.measure(FakePart())
+    assert set(timed) == set(case.operations)
+    assert FakePart.found["deep_ep"].startswith("DeepEP ElasticBuffer" if len(names) == 2 else "DeepEP Buffer")
+    first, *calls, last = FakeBuffer.calls
+    assert (first, last) == ("dispatch", "destroy")
+    assert sorted(calls) == ["cached", "combine", "combine", "dispatch", "dispatch", "dispatch"]
     del sys.modules["ep_dispatcher.benchmark.deep_ep"]
 
 
