@@ -10,6 +10,7 @@ A case's JSON: ``machine`` describes where it ran, ``case`` what, and
     wire_bytes     operation -> "least", "engine" (what its counters say) or "baseline" (all_to_all_single) -> wire ->
                    bytes of all ranks together
     compared       side -> whether its results are those of the engine, the largest relative error of a sum
+    passes         operation of a module in ``others`` -> how often every received row crosses
     notes          what was not measured, and why
 
 GB/s counts every row that a rank receives, those of its own tokens too, once per dispatch and once per combine (the
