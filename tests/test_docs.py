@@ -12,6 +12,7 @@ from ep_dispatcher.engines import faults
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|integrations|tests"
+SUFFIXES = (".py", ".h", ".cpp", ".cuh", ".cu")
 OF_OTHERS = {"tests/test_internode.py"}  # DeepEP's, in docs/estimate.md
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -60,6 +61,14 @@ def test_files_that_pages_name_exist(page):
 def test_tests_that_pages_name_exist(page):
     named = re.findall(r"`(test_\w+\*?)(?:\.py)?`", text(page))
     assert [name for name in named if not exists(f"tests/{name}.py")] == []
+
+
+def test_pages_that_sources_name_exist():
+    folders = ("ep_dispatcher", "integrations", "csrc", "benchmarks", "examples", "tests")
+    sources = [file for folder in folders for file in (ROOT / folder).rglob("*.*") if file.suffix in SUFFIXES]
+    named = {(name, file) for file in sources for name in re.findall(r"docs/\w+\.md", file.read_text())}
+    assert len(named) > 10
+    assert [f"{file}: {name}" for name, file in sorted(named) if not exists(name)] == []
 
 
 def test_the_map_names_files_that_exist():
