@@ -21,8 +21,8 @@ from ep_dispatcher.estimate.traffic import (
     Row,
     combine_traffic,
     count,
+    counts_bytes,
     dispatch_traffic,
-    head_bytes,
     item_bytes,
 )
 from ep_dispatcher.testing import make_routing
@@ -159,14 +159,14 @@ def test_a_limit_of_all_groups_is_no_limit():
     assert all(torch.equal(idx, s.topk(3, 1).indices.sort(1).values) for idx, s in zip(limited, score))
 
 
-def test_bytes_of_rows_items_and_heads():
+def test_bytes_of_rows_items_and_counts():
     assert Row.make(7168, 2, 8).on_wire == 14336
     assert Row.make(7168, 2, 8, float8=True, weights=True).on_wire == 7168 + 224 + 32
     assert Row.make(384, 2, 3, float8=True, weights=True).on_wire == 384 + 16 + 16  # 12 bytes each, padded
     sizes = Sizes(8)  # 4 local experts: token, number, 4 values, 4 bytes
-    assert item_bytes(sizes) == 32 and head_bytes(sizes) == 4 * (64 + 256)
+    assert item_bytes(sizes) == 32 and counts_bytes(sizes) == 4 * (64 + 256)
     assert item_bytes(Sizes(1, 1)) == 4 * 12  # 2 + 8 + 2
-    assert head_bytes(Sizes(1, 3, experts=6, topk=2)) == 4 * 12  # 9, padded to a multiple of 4
+    assert counts_bytes(Sizes(1, 3, experts=6, topk=2)) == 4 * 12  # 9, padded to a multiple of 4
 
 
 def test_traffic_of_one_token():
@@ -182,9 +182,9 @@ def test_traffic_of_one_token():
     assert moved.expert_rows.tolist() == [0, output, 0, 2 * output]
     assert moved.hbm.tolist() == [4 * wire, 2 * wire + output, 4 * wire, 2 * wire + 2 * output]
     planned = dispatch_traffic(sizes, counts, row, new_plan=True)
-    item, table, head = 4 * 8, 4 * 2, 4 * 12  # an item of at most 2 copies; 2 receivers; 4 ranks and 8 experts
-    assert (planned.nic_out - moved.nic_out).tolist() == [head + table + item] + 3 * [head + table]
-    assert (planned.nvlink_in - moved.nvlink_in).tolist() == [2 * head, 2 * head + item] * 2
+    item, table, message = 4 * 8, 4 * 2, 4 * 12  # an item of at most 2 copies; 2 receivers; 4 ranks and 8 experts
+    assert (planned.nic_out - moved.nic_out).tolist() == [message + table + item] + 3 * [message + table]
+    assert (planned.nvlink_in - moved.nvlink_in).tolist() == [2 * message, 2 * message + item] * 2
     back = combine_traffic(sizes, counts, Row.make(64, 2, 3))
     assert back.nic_out.tolist() == [0, 0, 128, 0] and back.nic_in.tolist() == [128, 0, 0, 0]
     assert back.nvlink_in.tolist() == [128, 0, 128, 0] and back.nvlink_out.tolist() == [0, 128, 0, 128]

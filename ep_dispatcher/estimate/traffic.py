@@ -114,14 +114,14 @@ def item_bytes(sizes: Sizes) -> int:
     return 4 * round_up(2 + copies + -(-copies // 4), 4)
 
 
-def head_bytes(sizes: Sizes) -> int:
+def counts_bytes(sizes: Sizes) -> int:
     """Bytes of the counts of one rank: int32 for every rank and every expert."""
     return 4 * round_up(sizes.ranks + sizes.experts, 4)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one operation: float64 tensors [ranks]. Rows with their tails; heads, items and tables of a new plan."""
+    """Bytes of one operation: float64 tensors [ranks]. Rows with tails; counts, items and tables of a new plan."""
 
     nic_out: Tensor
     nic_in: Tensor
@@ -133,7 +133,7 @@ class Traffic:
 
 
 def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) -> Traffic:
-    """Return the bytes of a dispatch with these counts; with ``new_plan`` those of heads, items and tables too.
+    """Return the bytes of a dispatch of these rows; with ``new_plan`` also of its counts messages, items and tables.
 
     HBM: rows and tails are staged (read, written), leave by the NIC (read), arrive by it (written), are read by
     receivers, and are written once per local expert. The bytes of a plan are left out there.
@@ -146,10 +146,10 @@ def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) 
     hbm = 2 * staged + out + into + over_out + counts.own.double() * wire + expert_rows
     if new_plan:
         lists, others = item_bytes(sizes), sizes.nodes - 1
-        fixed = others * (head_bytes(sizes) + sizes.tokens * 4 * sizes.gpus_per_node)  # the table of a token
+        fixed = others * (counts_bytes(sizes) + sizes.tokens * 4 * sizes.gpus_per_node)  # the table of a token
         out, into = out + counts.items_out * lists + fixed, into + counts.items_in * lists + fixed
-        heads = (sizes.gpus_per_node - 1) * sizes.nodes * head_bytes(sizes)  # from source or rail peer to its node
-        over_out, over_in = over_out + counts.nvlink_out * lists + heads, over_in + counts.nvlink_in * lists + heads
+        to_node = (sizes.gpus_per_node - 1) * sizes.nodes * counts_bytes(sizes)  # from source or rail peer to its node
+        over_out, over_in = over_out + counts.nvlink_out * lists + to_node, over_in + counts.nvlink_in * lists + to_node
     return Traffic(out, into, over_out, over_in, expert_rows, staged, hbm)
 
 
