@@ -407,19 +407,19 @@ def test_errors(pools, engine):
 
 
 def run_missing_rank(rank: int, case: Case):
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
     data = make_data(case, rank)
     with environment(case, EP_DISPATCHER_TIMEOUT_S="1"):
-        buffer = make_buffer()
+        buffer = Buffer(dist.new_group())  # of its own: gloo cannot use one again after this
         layout = routed(buffer, data.topk_idx[rank])
         if rank != 2:
             buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout)
 
 
-def test_a_rank_that_does_not_come_is_named():
-    from ep_dispatcher.testing import run_ranks
-
+def test_a_rank_that_does_not_come_is_named(pools, engine):
     with pytest.raises(RankError) as caught:
-        run_ranks(RANKS, run_missing_rank, Case("cpu"))
+        pools(RANKS).run(run_missing_rank, Case(engine))
     kinds = {kind for kind, _, _ in caught.value.failures.values()}
     assert kinds == {"PeerTimeoutError"} and sorted(caught.value.failures) == [0, 1, 3]
     assert all("agree on the number of tokens" in message for _, message, _ in caught.value.failures.values())
