@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Namespace:
-    """The arguments, and ``cases``. ``world_size``: the number of ranks that torchrun started, None without torchrun."""
+    """The arguments, and ``cases``. ``world_size``: how many ranks torchrun started, None without it."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:

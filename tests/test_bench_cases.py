@@ -189,6 +189,8 @@ def test_sides_take_turns_on_a_host(takes_turns, monkeypatch):
         assert clock.calls[3:] == [(first, 1, 0), (second, 1, 0), (third, 1, 0), (first, 1, 0), (second, 1, 0)]
         assert part.found["seconds"] == {"dispatch": {first: [1.0] * 3, second: [2.0] * 3}}
         assert part.found["notes"] == ["third, dispatch: disturbed"]
+        part.time({third: {"combine": lambda: third}})
+        assert "combine" not in part.found["seconds"], "nothing was measured"
     else:
         assert clock.calls == [(side, CASE.iters, CASE.warmup) for side in (first, second, third)]
         assert part.found["seconds"]["dispatch"][third] == [3.0] * 3

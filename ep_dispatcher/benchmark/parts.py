@@ -54,8 +54,9 @@ class Part:
         """Time every operation of every side. Collective."""
         for operation in dict.fromkeys(name for calls in sides.values() for name in calls):
             calls = {side: calls[operation] for side, calls in sides.items() if operation in calls}
-            seconds = self.found["seconds"].setdefault(operation, {})
-            seconds |= self._time_operation(operation, calls)
+            times = self._time_operation(operation, calls)
+            if times:
+                self.found["seconds"].setdefault(operation, {}).update(times)
 
     def _time_operation(self, operation: str, calls: Calls) -> dict[str, list[float]]:
         """side -> seconds per iteration, without the sides that fail."""
