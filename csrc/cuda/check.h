@@ -7,9 +7,9 @@
 
 namespace ep::cuda {
 
-// [host] Throw std::runtime_error if a CUDA call has failed. `what` begins the message.
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+// [host] Throw std::runtime_error if a CUDA call has failed. `step` begins the message.
+inline void check(cudaError_t error, const char* step) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string(step) + ": " + cudaGetErrorString(error));
 }
 
 }  // namespace ep::cuda
