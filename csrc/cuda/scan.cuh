@@ -178,7 +178,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
     int num_items[kRankWords] = {};  // items of rank 32 * word + lane
-    // Count batch by batch.
+    // Count batch by batch. `finish` counts the tokens of each expert.
     for (int first = scan.begin; first < scan.end; first += 32) {
       const RankSet ranks = scan.load(first, true);
       scan.finish(first);
@@ -211,7 +211,8 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
   return count;
 }
 
-// [thread] Write the nodes of one token, and of each of its columns, to the plan. A later combine needs them.
+// [thread] Write the nodes of one token, and of each of its columns, to the plan. Senders and a later combine read
+// them.
 __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token, const RankSet& ranks) {
   const Context& context = scan.context;
   const int num_topk = context.config.num_topk, locals = context.config.ranks_per_node;
@@ -230,7 +231,7 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token,
 
 // [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
 // find_first_rows. Items go to the own inbox, and for other nodes to items_out. Tables go to the plan, and for other
-// nodes to table_out. The plan also gets sent_k and the nodes.
+// nodes to table_out. The plan also gets sent_k and the nodes. No barrier at the end.
 __device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;
@@ -245,7 +246,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     return Item{stays ? item_at_source(context, config.rank, rank, number) : item_to_send(context, rank, number),
                 max_copies};
   };
-  // Begin behind the rows and items of lower ranks, earlier blocks and earlier warps.
+  // Begin after the rows of lower ranks, and after the rows and items of earlier blocks and warps.
   const int32_t* block_num_tokens =
       context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
   for (int e = lane; e < config.num_experts; e += 32)
@@ -295,7 +296,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }
-    // Describe the token for combine.
+    // Describe the token for senders and combine.
     if (token < scan.end) params.plan.sent_k[token] = used;
     if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token, ranks);
     scan.finish(first);
