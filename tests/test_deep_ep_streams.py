@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
 
 

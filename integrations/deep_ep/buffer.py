@@ -134,6 +134,7 @@ class Buffer(LowLatency):
         """
         with self._comm.operation(topk_idx, previous_event=previous_event, async_finish=async_finish) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
+            layout.remember(counted[-1], topk_idx)
             operation.hand_over(*counted)
         return *counted, operation.event
 

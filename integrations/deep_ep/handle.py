@@ -12,6 +12,8 @@ from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
+_OTHER_WEIGHTS = "topk_weights: other than 0 where recv_topk_idx is -1, which the engine would leave out of the sum; "
+_OTHER_WEIGHTS += "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small operation more in every such combine"
 _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more in every dispatch"
 
 
@@ -59,7 +61,7 @@ class Plans:
         self.pool = pool
         self.is_token_in_rank = is_token_in_rank
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
-        self._recv_topk_idx = out.topk_idx.clone() if out.topk_idx.device.type == "cpu" else None  # to check with
+        self._is_elsewhere = out.topk_idx < 0  # bool [num_recv_tokens, num_topk]: none of this rank's experts
         self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
         self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
         # A combine brings weights back beside rows of this kind, so many a row; none by a routing of ranks.
@@ -67,7 +69,7 @@ class Plans:
 
     def tensors(self) -> list[Tensor]:
         """What operations read of it."""
-        return [self.is_token_in_rank, *(handle.plan for _, handle in self._known.values())]
+        return [self.is_token_in_rank, self._is_elsewhere, *(handle.plan for _, handle in self._known.values())]
 
     def dispatch(self, rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
         """The rows that this rank receives by the same routing."""
@@ -84,12 +86,15 @@ class Plans:
         return buffer.combine(y, handle, topk_weights=topk_weights)
 
     def check_weights(self, topk_weights: Tensor) -> None:
-        """Refuse weights that the engine would leave out of the sum: of experts on other ranks. On a CPU alone."""
-        if self._recv_topk_idx is not None and bool(topk_weights[self._recv_topk_idx < 0].any()):
-            raise NotImplementedError(
-                "topk_weights: other than 0 where recv_topk_idx is -1, which the engine would leave out of the sum; "
-                "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small operation more in every such combine"
-            )
+        """Refuse weights that the engine would leave out of the sum, those of experts on other ranks.
+
+        NotImplementedError; on a GPU, where no host waits, a device-side assert.
+        """
+        refused = (topk_weights.ne(0) & self._is_elsewhere).any()
+        if topk_weights.is_cuda:
+            torch._assert_async(~refused, _OTHER_WEIGHTS)
+        elif refused:
+            raise NotImplementedError(_OTHER_WEIGHTS)
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
         """Whether a combine of rows of this kind can bring so many weights a row back beside them."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch
-from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -51,9 +53,23 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
     return ranks.where(is_token_in_rank, -1)
 
 
+def remember(is_token_in_rank: Tensor, topk_idx: Tensor) -> None:
+    """Note on a layout which routing it was counted from, so that a dispatch need not count again to check it."""
+    is_token_in_rank.counted_from = ref(topk_idx)
+
+
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
-    """ValueError where ``is_token_in_rank`` is not the one of ``topk_idx``. Only on a CPU, where nothing waits."""
-    if is_token_in_rank.device.type == "cpu":
-        *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
-        if not torch.equal(expected, is_token_in_rank):
-            checks.fail("is_token_in_rank", "another routing than topk_idx", "what get_dispatch_layout gives for it")
+    """Refuse an ``is_token_in_rank`` that is not the one of ``topk_idx``: ValueError, on a GPU a device-side assert.
+
+    On a GPU the layout of these very tensors by get_dispatch_layout is trusted, and another one is counted again.
+    """
+    on_cpu, counted_from = topk_idx.device.type == "cpu", getattr(is_token_in_rank, "counted_from", None)
+    if not on_cpu and counted_from is not None and counted_from() is topk_idx:
+        return
+    *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
+    same = (expected == is_token_in_rank).all()
+    allowed = "what get_dispatch_layout gives for it"
+    if not on_cpu:
+        torch._assert_async(same, f"is_token_in_rank: another routing than topk_idx, allowed: {allowed}")
+    elif not same:
+        checks.fail("is_token_in_rank", "another routing than topk_idx", allowed)

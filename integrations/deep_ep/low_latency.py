@@ -95,22 +95,12 @@ class LowLatency:
 
         An expert may stand only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
         """
-        pool, num_ranks = self._check_low_latency(), self.group_size
+        pool, num_ranks, stats = self._check_low_latency(), self.group_size, cumulative_local_expert_recv_stats
         self._check_asking(async_finish, return_recv_hook)
         _refuse_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
-        most = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
-        if num_ranks * most > MAX_SOURCES:
-            checks.fail("num_max_dispatch_tokens_per_rank", most, f"at most {MAX_SOURCES // num_ranks}")
-        checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
-        (num_tokens, hidden), stats = x.shape, cumulative_local_expert_recv_stats
-        if num_tokens > most:
-            checks.fail("x", f"{num_tokens} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
-        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), x.device.type)
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            checks.fail("use_ue8m0", True, "it with use_fp8 and round_scale alone")
-        granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
-        if use_fp8 and hidden % granularity:
-            checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
+        most = self._check_rows(x, topk_idx, num_max_dispatch_tokens_per_rank)
+        _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
+        num_tokens, hidden = x.shape
         num_topk = topk_idx.shape[1]
         sized = pool.sized(Key(Kind(hidden, torch.bfloat16), num_experts, num_topk), most)
         num_local = num_experts // num_ranks
@@ -237,6 +227,17 @@ class LowLatency:
             checks.fail("low_latency_mode", False, "low_latency_ methods of a buffer made with low_latency_mode=True")
         return pool
 
+    def _check_rows(self, x: Tensor, topk_idx: Tensor, most: int) -> int:
+        """Return num_max_dispatch_tokens_per_rank as an int."""
+        most = checks.integer("num_max_dispatch_tokens_per_rank", most, 1)
+        if self.group_size * most > MAX_SOURCES:
+            checks.fail("num_max_dispatch_tokens_per_rank", most, f"at most {MAX_SOURCES // self.group_size}")
+        checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
+        if x.shape[0] > most:
+            checks.fail("x", f"{x.shape[0]} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
+        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
+        return most
+
     @staticmethod
     def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
         if async_finish and return_recv_hook:
@@ -245,6 +246,14 @@ class LowLatency:
 
 def _received() -> None:
     """The hook of an operation that is complete, in the order of the current stream, before its call returns."""
+
+
+def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
+    if use_ue8m0 and not (use_fp8 and round_scale):
+        checks.fail("use_ue8m0", True, "it with use_fp8 and round_scale alone")
+    granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
+    if use_fp8 and hidden % granularity:
+        checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
 
 
 def _refuse_wait_stats(name: str, value: Tensor | None) -> None:

@@ -9,13 +9,13 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from ep_dispatcher.integrations.deep_ep.rows import Kind
-from ep_dispatcher.integrations.megatron.agree import all_reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
+from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.integrations.megatron.agree import all_reduce
 
 
 class Key(NamedTuple):
