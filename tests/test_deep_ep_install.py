@@ -103,6 +103,13 @@ def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder):
     )
 
 
+def test_the_launcher_runs_a_module(folder):
+    ran = run("-m", "ep_dispatcher.integrations.deep_ep", "-m", "program", "--flag", "1", folder=folder)
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    assert said["argv"] == ["--flag", "1"] and said["home"] == said["in_child"]
+
+
 def test_without_the_launcher_the_installed_one_is_loaded(folder):
     ran = run(folder / "program.py", folder=folder)
     assert ran.returncode != 0 and "the installed deep_ep was loaded" in ran.stderr
@@ -111,6 +118,8 @@ def test_without_the_launcher_the_installed_one_is_loaded(folder):
 def test_the_launcher_says_how_to_use_it(folder):
     shown = run("-m", "ep_dispatcher.integrations.deep_ep", folder=folder)
     assert shown.returncode == 2 and "program.py" in shown.stdout
+    asked = run("-m", "ep_dispatcher.integrations.deep_ep", "--help", folder=folder)
+    assert asked.returncode == 0 and asked.stdout == shown.stdout
     missing = run("-m", "ep_dispatcher.integrations.deep_ep", "nothing.py", folder=folder)
     assert missing.returncode == 1 and "given 'nothing.py'" in missing.stderr
 

@@ -67,4 +67,5 @@ class Rows:
         missing = x.shape[1] // BLOCK - scales.shape[1]
         if missing < 0:
             raise NotImplementedError(f"x[1]: {scales.shape[1]} scales a row; the engine moves {x.shape[1] // BLOCK}")
-        return torch.nn.functional.pad(scales.contiguous().view(torch.float32), (0, missing))
+        bits = scales.contiguous().view(torch.float32)
+        return torch.nn.functional.pad(bits, (0, missing)) if missing else bits
