@@ -117,8 +117,10 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.def("state_bytes", &state_bytes);
   // Return the int32 elements of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
-  // In the state: uint32, 1 after this rank's abort; counters of bytes, uint64, by rank and by node.
+  // In the state: uint32, 1 after this rank's abort; uint64 epoch of the last operation; counters of bytes, uint64, by
+  // rank and by node.
   m.attr("state_aborted_offset") = offsetof(State, aborted);
+  m.attr("epoch_offset") = offsetof(State, epoch);
   m.attr("bytes_read_offset") = offsetof(State, bytes_read);
   m.attr("bytes_written_offset") = offsetof(State, bytes_written);
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);

@@ -113,6 +113,13 @@ SWITCHES = (
         _positive_float,
     ),
     Switch(
+        "EP_DISPATCHER_TRACE",
+        "0",
+        "0, 1",
+        "1: one line on stderr for every operation: rank, operation, epoch, time, bytes",
+        _one_of("0", "1"),
+    ),
+    Switch(
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
         None,
         "an integer of at least 1",
@@ -173,6 +180,10 @@ def wire() -> str:
 
 def wire_gbps() -> float | None:
     return read("EP_DISPATCHER_WIRE_GBPS")
+
+
+def trace() -> bool:
+    return read("EP_DISPATCHER_TRACE") == "1"
 
 
 def max_tokens_per_rank() -> int | None:

@@ -11,6 +11,7 @@ READERS = {
     "EP_DISPATCHER_RAIL_SMS": envs.rail_sms,
     "EP_DISPATCHER_WIRE": envs.wire,
     "EP_DISPATCHER_WIRE_GBPS": envs.wire_gbps,
+    "EP_DISPATCHER_TRACE": envs.trace,
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
     "EP_DISPATCHER_DEEP_EP_EXACT": envs.deep_ep_exact,
 }
@@ -23,7 +24,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, None, False]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False]
     assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
@@ -70,6 +71,7 @@ def test_the_switch_of_deep_ep(monkeypatch, text, value):
         ("EP_DISPATCHER_RAIL_SMS", "0"),
         ("EP_DISPATCHER_WIRE", "ib"),
         ("EP_DISPATCHER_WIRE_GBPS", "0"),
+        ("EP_DISPATCHER_TRACE", "yes"),
         ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
         ("EP_DISPATCHER_DEEP_EP_EXACT", "yes"),
     ],

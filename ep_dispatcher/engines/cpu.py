@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -15,7 +16,10 @@ from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
+from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
+from ep_dispatcher.engines.trace import trace_of
+from ep_dispatcher.engines.waiter import Message
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CompletedEvent
 
@@ -43,7 +47,7 @@ def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
 class _Peers:
     """What ends the peers' waiting for this rank. It does not hold the engine, whose memory goes when it is dropped."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.c: _C_cpu.Engine | None = None
         self.rail: Rail | None = None
         self.why = _C_cpu.AbortReason.left
@@ -55,12 +59,17 @@ class _Peers:
             self.rail.abort()
 
     def interrupt(self) -> None:
-        self.c.stop()
-        self.rail.interrupt()
+        if self.c is not None and self.rail is not None:
+            self.c.stop()
+            self.rail.interrupt()
 
     def free(self) -> None:
-        self.rail.abort()
-        self.c.close()  # a kept exception keeps the object, but not its memory
+        """Free memory and connections; a kept exception keeps the objects, but not these."""
+        if self.rail is not None:
+            self.rail.abort()
+        if self.c is not None:
+            self.c.close_fd()
+            self.c.close()
 
 
 class CpuEngine:
@@ -76,23 +85,25 @@ class CpuEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
         c.spin_us = envs.spin_us()
+        self._trace = trace_of(topology.rank)
         self._peers = _Peers()
         self._health = Health(self._peers.tell)
-        self._rail: Rail | None = None
+        self._c: _C_cpu.Engine
+        self._rail: Rail
+        store = OwnKeys(config.store)
+        self._rail_store = store
 
-        def create():
+        def create() -> tuple[int, int]:
             self._c = self._peers.c = _C_cpu.Engine(c, config.buffer_id)
             return os.getpid(), self._c.fd()
 
-        def attach():
+        def attach() -> None:
             pids, fds = zip(*(addresses[r] for r in topology.local_ranks))
             self._c.attach(pids, fds)
 
-        def connect():
+        def connect() -> None:
             self._rail = self._peers.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
 
-        self._c, store = None, OwnKeys(config.store)
-        self._rail_store = store
         try:
             addresses = config.gather("memory", create)
             config.gather("memory of the other ranks", attach)
@@ -103,12 +114,8 @@ class CpuEngine:
                     store.delete_keys()
             else:
                 connect()
-        except BaseException:  # a kept exception keeps this object, but not its memory and connections
-            if self._rail is not None:
-                self._rail.abort()
-            if self._c is not None:
-                self._c.close_fd()
-                self._c.close()
+        except BaseException:
+            self._peers.free()
             raise
 
     def dispatch(self, request: DispatchRequest) -> Received:
@@ -119,22 +126,26 @@ class CpuEngine:
             self._check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
         arrays, weights, num_tokens = _arrays(request), _address(request.topk_weights), request.rows.shape[0]
-        with self._operation("dispatch", request.plan):
+        with self._operation("dispatch", request.plan) as step:
             if request.plan is None:
-                plan, num_rows, pending_lists = self._start_plan(request, arrays, weights)
+                plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
             else:
-                plan, pending_lists = request.plan.new_empty(0), None
+                step("stage")
+                plan, pending_lists = request.plan.new_empty(0), {}
                 c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
+            step("send")
             tag = self._tag(_ROWS)
             pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
             for m in rail.others:
                 rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
-            if pending_lists is not None:
+            if request.plan is None:
+                step("plan")
                 for m in rail.others:
                     rail.wait(pending_lists[m])
                     c.lists_arrived(m)
                 c.finish_plan()
+            step("pull")
             received = self._allocate(request, num_rows, plan)
             out = [_address(t) for t in (received.rows, received.scales) if t.dim() == 2]
             out_weights = _address(None if request.topk_weights is None else received.topk_weights)
@@ -148,8 +159,11 @@ class CpuEngine:
             c.agree()
         return received
 
-    def _start_plan(self, request: DispatchRequest, arrays: list[tuple[int, int]], weights: int):
-        """Counts and stages: (plan, rows of the output, the lists from other nodes, which are still on their way)."""
+    def _start_plan(
+        self, request: DispatchRequest, arrays: list[tuple[int, int]], weights: int, step: Callable[[str], None]
+    ) -> tuple[Tensor, int, dict[int, Message | None]]:
+        """Count and stage. Return the plan, the rows of the output, and the messages with the lists of other nodes."""
+        step("route")
         c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
         topk_idx, layout = _address(request.topk_idx), _LAYOUTS[request.layout]
         c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
@@ -157,7 +171,9 @@ class CpuEngine:
         pending = {m: rail.receive("counts between nodes", m, c.incoming_counts(m), tag) for m in rail.others}
         for m in rail.others:
             rail.send("counts between nodes", m, c.own_counts(), tag, is_list=True)
+        step("stage")
         c.stage(arrays, weights, num_tokens)
+        step("count")
         for m in rail.others:
             rail.wait(pending[m])
             c.counts_arrived(m)
@@ -166,6 +182,7 @@ class CpuEngine:
             elements = self.plan_capacity(num_rows, request.layout)
         plan = torch.empty(elements, dtype=torch.int32)
         c.start_plan(plan.data_ptr())
+        step("send lists")
         tag = self._tag(_LISTS)
         pending = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
         for m in rail.others:
@@ -192,15 +209,19 @@ class CpuEngine:
         x = y.new_empty(request.num_tokens, self._config.hidden)
         weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
         weights = _address(request.topk_weights)
-        with self._operation("combine", request.plan):
+        with self._operation("combine", request.plan) as step:
+            step("push")
             c.reuse(_C_cpu.COMBINE, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             phase, tag = "sums between nodes", self._tag(_SUMS)
             pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
                 c.push(m, _address(y), weights)
+            step("send")
             for m in rail.others:
                 rail.send(phase, m, c.reduce(m, has_weights), tag)
+            step("push")
             c.push(self._topology.node, _address(y), weights)
+            step("sum")
             for receive in pending:
                 rail.wait(receive)
             c.sum(weights, _address(x), _address(weights_out))
@@ -209,7 +230,7 @@ class CpuEngine:
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
 
-    def asynchronous(self, *inputs):
+    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def event(self) -> CompletedEvent:
@@ -238,7 +259,8 @@ class CpuEngine:
         self._health.stop(self._peers.interrupt, self._peers.free)
 
     def _check_routing(self, topk_idx: Tensor) -> None:
-        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), *topk_idx.shape, self._config.num_experts)
+        num_tokens, num_topk = topk_idx.shape
+        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
         if entry is not None:
             raise ValueError(checks.bad_entry(entry, self._config.num_experts))
 
@@ -248,40 +270,54 @@ class CpuEngine:
         return ((self._c.epoch & 0x1FFFFFFF) << 2) | kind
 
     @contextmanager
-    def _operation(self, name: str, plan: Tensor | None):
-        """One epoch: its beginning and end, the errors that end it too, and what they leave of the buffer."""
-        self.check()
-        if plan is not None:
-            self._c.check_plan(plan.data_ptr())
-        refused = None
-        with self._health.operation(name) as operation:
-            epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
-            operation.name = f"{name}, epoch {epoch}"
-            begin = time.monotonic()
-            self._rail.deadline = begin + self._config.timeout_s
-            try:
+    def _operation(self, name: str, plan: Tensor | None) -> Iterator[Callable[[str], None]]:
+        """Begin and end one epoch, also by errors. Yield the function that names a step to profilers."""
+        with ranges_of(name) as ranges:
+            ranges.step("check")
+            self.check()
+            if plan is not None:
+                self._c.check_plan(plan.data_ptr())
+            refused = None
+            with self._health.operation(name) as operation:
+                epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
+                operation.name = f"{name}, epoch {epoch}"
+                begin = time.monotonic()
+                self._rail.deadline = begin + self._config.timeout_s
                 try:
-                    yield
-                except _C_cpu.Refused as refusal:
-                    refused = _word(refusal)
-                    if not refusal.by_all:
-                        self._end_out_of_step(refused)
-                self._rail.flush()
-                self._c.finish()
-            except (_C_cpu.PeerLate, RailLate) as late:
-                cached = " with a handle" * (name == "dispatch" and plan is not None)
-                raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
-        if refused is not None:  # by every rank, so the buffer stays usable
-            raise ValueError(refused)
+                    try:
+                        yield ranges.step
+                    except _C_cpu.Refused as refusal:
+                        refused = _word(refusal)
+                        if not refusal.by_all:
+                            self._end_out_of_step(refused)
+                    ranges.step("finish")
+                    self._rail.flush()
+                    self._c.finish()
+                    if self._trace is not None and refused is None:
+                        self._trace.write(name, epoch, 1e3 * (time.monotonic() - begin), self.counters())
+                except (_C_cpu.PeerLate, RailLate) as late:
+                    cached = " with a handle" * (name == "dispatch" and plan is not None)
+                    raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
+            if refused is not None:  # by every rank, so the buffer stays usable
+                raise ValueError(refused)
 
-    def _end_late(self, name: str, cached: str, epoch: int, late: Exception, waited_s: float) -> PeerTimeoutError:
+    def _end_late(
+        self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float
+    ) -> PeerTimeoutError:
         """End the buffer's use, tell the peers, and find out who is late."""
         ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
         self._peers.why = _C_cpu.AbortReason.waited
         self._health.end(partial(error, late_ranks=ranks))
-        here = dict(gone=gone, operation=name + cached, epoch=epoch, is_stopped=lambda: self._health.is_stopped)
-        chain = follow_chain(self._config.store, self._topology.rank, ranks, **here)
+        chain = follow_chain(
+            self._config.store,
+            self._topology.rank,
+            ranks,
+            gone=gone,
+            operation=name + cached,
+            epoch=epoch,
+            is_stopped=lambda: self._health.is_stopped,
+        )
         named = partial(error, late_ranks=chain.late_ranks, reason=chain.reason)
         self._health.end(named, replace=True)
         return named()
@@ -293,11 +329,13 @@ class CpuEngine:
         raise failure()
 
 
-def _word(refusal) -> str:
+def _word(refusal: _C_cpu.Refused) -> str:
     """The facts that csrc/cpu/call.h lists, in words."""
     facts = refusal.facts
     if refusal.kind == "disagreement":
         return checks.disagreement(refusal.field, *facts)
     if refusal.kind == "too_few_rows":
         return checks.too_few_rows(zip(facts[::2], facts[1::2]))
-    return {"too_many_rows": checks.too_many_rows, "too_many_choices": checks.too_many_choices}[refusal.kind](*facts)
+    if refusal.kind == "too_many_rows":
+        return checks.too_many_rows(*facts)
+    return checks.too_many_choices(*facts)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
+from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.regions import regions_of
+from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
@@ -35,9 +37,9 @@ def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
 
 
-def _aligned(t: Tensor | None) -> Tensor | None:
+def _aligned(t: Tensor) -> Tensor:
     """The rows are copied 16 bytes at a time; a view can begin anywhere."""
-    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _rail_sms(topology: Topology, num_sms: int) -> int:
@@ -90,7 +92,7 @@ class CudaEngine:
         c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
         c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
 
-        def allocate():
+        def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
@@ -102,7 +104,7 @@ class CudaEngine:
             torch.cuda.synchronize(self._device)
             return rail_blocks
 
-        def attach():
+        def attach() -> None:
             self._regions.attach()
             addresses = self._regions.addresses
             self._c = compiled.Engine(
@@ -134,14 +136,17 @@ class CudaEngine:
             raise
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
+        trace = trace_of(topology.rank)
+        self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
     def dispatch(self, request: DispatchRequest) -> Received:
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
-        new, counted = plan is None, plan is None and num_rows < 0
+        counted = plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as stream:
-            rows, scales, args = _aligned(rows), _aligned(scales), self._compiled.DispatchArgs()
+        with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as (stream, step):
+            rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
+            args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
             args.rows, args.row_bytes, args.quantizes = _address(rows), rows.shape[1] * dtype.itemsize, quantize
@@ -152,15 +157,18 @@ class CudaEngine:
             tokens_per_expert, rows_per_expert = (
                 torch.empty(self._config.num_local_experts, dtype=torch.int64, device="cuda") for _ in range(2)
             )
-            new_plan = torch.empty(self.plan_capacity(num_rows, layout) if new else 0, dtype=torch.int32, device="cuda")
+            elements = self.plan_capacity(num_rows, layout) if plan is None else 0
+            new_plan = torch.empty(elements, dtype=torch.int32, device="cuda")
             args.out_tokens_per_expert = _address(tokens_per_expert)
             args.out_rows_per_expert = _address(rows_per_expert)
-            if new:
+            if plan is None:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
             if counted:
                 self._c.prepare(args, plan.data_ptr(), stream)
+                step("wait for counts")
                 num_rows = self._wait_for_counts()
+                step("launch")
             by_rank = layout == "rank"
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
             received = Received(
@@ -182,6 +190,7 @@ class CudaEngine:
             try:
                 self._reports.raise_found(ends=False)
             except ValueError:
+                assert self._stream is not None  # that of this operation
                 self._wait(self._stream)  # until the operation is complete: then all ranks are in step
                 raise
         return received
@@ -201,8 +210,9 @@ class CudaEngine:
 
     def combine(self, request: CombineRequest) -> Combined:
         y, plan, topk_weights, num_tokens, _ = request
-        with self._operation("combine", y, plan, topk_weights) as stream:
-            y, args = _aligned(y), self._compiled.CombineArgs()
+        with self._operation("combine", y, plan, topk_weights) as (stream, _):
+            y = _aligned(y)
+            args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
             shape = 0 if topk_weights is None else (num_tokens, self._config.num_topk)
             weights_out = y.new_empty(shape, dtype=torch.float32)
@@ -219,7 +229,11 @@ class CudaEngine:
     def counters(self) -> dict[str, list[int]]:
         """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
         self.join()
-        topology, state, compiled = self._topology, self._state.cpu(), self._compiled
+        return self._read_state(self._state.cpu())[1]
+
+    def _read_state(self, state: Tensor) -> tuple[int, Counters]:
+        """The epoch of the last operation and the counters, in a copy of the state on the CPU."""
+        topology, compiled = self._topology, self._compiled
 
         def counter(offset: int, num: int = topology.num_ranks) -> list[int]:
             return state[offset : offset + 8 * num].view(torch.int64).tolist()
@@ -228,7 +242,7 @@ class CudaEngine:
             sent = dict(zip(topology.rail, counter(offset, topology.num_nodes), strict=True))
             return [sent.get(rank, 0) for rank in range(topology.num_ranks)]
 
-        return {
+        return counter(compiled.epoch_offset, 1)[0], {
             "inter_node_bytes_sent": of_rail(compiled.bytes_sent_offset),
             "inter_node_list_bytes_sent": of_rail(compiled.lists_sent_offset),
             "intra_node_bytes_read": counter(compiled.bytes_read_offset),
@@ -248,6 +262,7 @@ class CudaEngine:
                 if self._stream is not None:
                     self._wait(self._stream)
                 torch.cuda.synchronize(self._device)  # for replays of graphs, which are in no stream known here
+                self._write_traces()
                 self._reports.raise_found(ends=False)
                 self._is_sound = True
         finally:
@@ -264,7 +279,7 @@ class CudaEngine:
         return StreamEvent(self)
 
     @contextmanager
-    def asynchronous(self, *inputs) -> Iterator[None]:
+    def asynchronous(self, *inputs: object) -> Iterator[None]:
         """Operations inside run in a stream of the buffer's own, which starts where the current stream is now."""
         self._caller = torch.cuda.current_stream(self._device)
         if self._own_stream is None:
@@ -298,7 +313,12 @@ class CudaEngine:
         self._health.raise_if_ended()
         if self._stream is not None:
             self._wait_or_end(self._stream)
+        self._write_traces()
         self._reports.raise_found(ends=False)
+
+    def _write_traces(self) -> None:
+        if self._trace is not None:
+            self._trace.write_complete()
 
     def check(self) -> None:
         self._wait_or_end(torch.cuda.current_stream(self._device))
@@ -333,21 +353,29 @@ class CudaEngine:
                     t.record_stream(self._caller)
 
     @contextmanager
-    def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[int]:
-        """One operation at a time, in the current stream, whose number this yields."""
-        self._health.raise_if_ended()
-        self._reports.raise_found(ends=True)
-        for t in inputs:
-            if t is not None and t.device != self._device:
-                checks.fail("x" if name == "dispatch" else "y", f"a tensor on {t.device}", f"tensors on {self._device}")
-        with self._health.operation(name), torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream()
-            if self._stream is None or stream != self._stream:  # a stream is never unequal to None
-                # A graph cannot wait for what comes before it, but for streams that are captured with it.
-                if not torch.cuda.is_current_stream_capturing() or self._is_captured():
-                    self.join()
-                self._stream = stream
-            yield stream.cuda_stream
+    def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[tuple[int, Callable[[str], None]]]:
+        """Run one operation at a time, in the current stream.
+
+        Yield the stream's number and the function that names a step to profilers.
+        """
+        with ranges_of(name) as ranges:
+            ranges.step("check")
+            self._health.raise_if_ended()
+            self._reports.raise_found(ends=True)
+            for t in inputs:
+                if t is not None and t.device != self._device:
+                    argument = "x" if name == "dispatch" else "y"
+                    checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
+            with self._health.operation(name), torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream()
+                if self._stream is None or stream != self._stream:  # a stream is never unequal to None
+                    # A graph cannot wait for what comes before it, but for streams that are captured with it.
+                    if not torch.cuda.is_current_stream_capturing() or self._is_captured():
+                        self.join()
+                    self._stream = stream
+                ranges.step("launch")
+                with nullcontext() if self._trace is None else self._trace.operation(name):
+                    yield stream.cuda_stream, ranges.step
 
 
 class Aborts:
@@ -357,7 +385,9 @@ class Aborts:
     ``aborted`` in every region that it reaches.
     """
 
-    def __init__(self, device: torch.device, copy, own_flag: int, flags: list[int]):
+    def __init__(
+        self, device: torch.device, copy: Callable[[int, int, int, int], None], own_flag: int, flags: list[int]
+    ):
         self._copy, self._own_flag, self._flags = copy, own_flag, flags
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # copies in it need not wait for the kernels under way

@@ -1,0 +1,65 @@
+"""Profiler ranges: ``ep_dispatcher.dispatch`` around an operation, ``ep_dispatcher.dispatch.pull`` around a step of it.
+
+    with ranges_of("dispatch") as ranges:
+        ranges.step("stage")     # until the next step, or the end of the operation
+        ...
+        ranges.step("pull")
+
+They are PyTorch's record_function. torch.profiler shows them; Nsight Systems shows them as NVTX ranges where the
+program runs under ``torch.autograd.profiler.emit_nvtx()``. A record_function takes 10 us even when nobody profiles, so
+none is made then; a step costs a call that does nothing, 0.05 us.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import record_function
+
+
+class NoRanges:
+    """Nobody profiles."""
+
+    def __enter__(self) -> NoRanges:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self, name: str) -> None:
+        pass
+
+
+class Ranges(NoRanges):
+    """The range of one operation, and of the step that it is in."""
+
+    def __init__(self, operation: str):
+        self._name = f"ep_dispatcher.{operation}"
+        self._operation = record_function(self._name)
+        self._step: record_function | None = None
+
+    def __enter__(self) -> Ranges:
+        self._operation.__enter__()
+        return self
+
+    def step(self, name: str) -> None:
+        """End the step before, and begin this one."""
+        self._end_step()
+        self._step = record_function(f"{self._name}.{name}")
+        self._step.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._end_step()
+        self._operation.__exit__(None, None, None)
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
+
+NO_RANGES = NoRanges()
+
+
+def ranges_of(operation: str) -> NoRanges:
+    """The ranges of one operation, for this thread: profilers are on or off by thread."""
+    return Ranges(operation) if torch.autograd._profiler_enabled() else NO_RANGES
