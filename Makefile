@@ -108,12 +108,12 @@ $(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch
 	@sed -n 's/^ *ep_dispatcher build: //p' $(STAMPS)/log
 	@touch $@
 
-$(STAMPS)/format: $(STAMPS)/python format.sh
+$(STAMPS)/format: $(STAMPS)/torch format.sh
 	@$(PIP) $$(./format.sh --tools)
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ep_dispatcher/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info ep_dispatcher/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Formats Python by ruff and C++ by clang-format; fails on lint, on a PyTorch include in csrc/, and on comments there
-# that are hard to read (.ci/comments.py).
+# Formats Python by ruff and C++ by clang-format; fails on lint, on types (mypy), on a PyTorch include in csrc/, and on
+# comments there that are hard to read (.ci/comments.py).
 #   ./format.sh            rewrite files
 #   ./format.sh --check    change nothing, fail when a file would change
 #   ./format.sh --tools    print what to pip install for this
@@ -8,8 +8,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# Both tools change their style between minor versions; a compatible release keeps formatted files formatted.
-tools=('ruff~=0.17.0' 'clang-format~=23.1.0')
+# All change their style or rules between minor versions; a compatible release keeps clean files clean.
+tools=('ruff~=0.17.0' 'clang-format~=23.1.0' 'mypy~=2.4.0')
 python=${PYTHON:-.venv/bin/python}
 mode=${1:-write}
 
@@ -21,13 +21,14 @@ write) ruff_format=(format) ruff_check=(check --fix --output-format concise) ;;
 esac
 
 bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-for tool in ruff clang-format; do
+for tool in ruff clang-format mypy; do
     [ -x "$bin/$tool" ] || { echo "no $tool in $bin: $python -m pip install ${tools[*]}" && exit 1; }
 done
 
 failed=0
 "$bin/ruff" "${ruff_check[@]}" . || failed=1
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
+"$python" -m mypy --no-error-summary || failed=1  # with the types of the PyTorch there
 mapfile -t sources < <(find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then
     if [ "$mode" = write ]; then

@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Optional
+from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.library import CustomOpDef
 from torch.nn import Parameter
 
 from ep_dispatcher import checks
@@ -25,7 +26,7 @@ from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
 
 
-def _anchor(rows: Tensor, num_rows: int, quantize: bool) -> Tensor:
+def _anchor(rows: Tensor, num_rows: int | SymInt, quantize: bool) -> Tensor:
     """Stands for the exact rows of a quantised dispatch (QuantizedRows); no elements without one."""
     return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
 
@@ -53,30 +54,38 @@ dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_field
 
 
 @dispatch_op.register_fake
-def _(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize, buffer_id, after=None):
+def _(
+    rows: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    plan: Tensor | None,
+    layout: str,
+    expert_alignment: int,
+    num_rows: int,
+    quantize: bool,
+    buffer_id: str,
+    after: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     buffer = find_buffer(buffer_id)
     engine, num_topk = buffer._live_engine(), buffer._config.num_topk
     by_rank, static = layout == "rank", num_rows >= 0
-    if not static:
-        num_rows = torch.library.get_ctx().new_dynamic_size()
-    if plan is not None:
-        plan_size = 0
-    elif static:
-        plan_size = engine.plan_capacity(num_rows, layout)
-    else:
-        plan_size = torch.library.get_ctx().new_dynamic_size()
+    size: int | SymInt = num_rows if static else torch.library.get_ctx().new_dynamic_size()
+    plan_size: int | SymInt = 0
+    if plan is None:
+        plan_size = engine.plan_capacity(num_rows, layout) if static else torch.library.get_ctx().new_dynamic_size()
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
     pair = quantize or scales is not None
-    weights_shape = (num_rows, num_topk) if by_rank else (num_rows,)
+    weights_shape = (size, num_topk) if by_rank else (size,)
     received = Received(
-        rows=rows.new_empty(num_rows, hidden, dtype=dtype),
-        scales=rows.new_empty((num_rows, hidden // BLOCK) if pair else 0, dtype=torch.float32),
+        rows=rows.new_empty(size, hidden, dtype=dtype),
+        scales=rows.new_empty((size, hidden // BLOCK) if pair else 0, dtype=torch.float32),
         topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
-        topk_idx=rows.new_empty((num_rows, num_topk) if by_rank else 0, dtype=torch.int64),
+        topk_idx=rows.new_empty((size, num_topk) if by_rank else 0, dtype=torch.int64),
         tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         rows_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         plan=rows.new_empty(plan_size, dtype=torch.int32),
-        anchor=_anchor(rows, num_rows, quantize),
+        anchor=_anchor(rows, size, quantize),
     )
     return tuple(received)
 
@@ -91,14 +100,24 @@ def _combine_fields(
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """The fields of a CombineRequest, one by one, to those of Combined."""
-    return tuple(find_buffer(buffer_id)._launch_combine(CombineRequest(y, plan, topk_weights, num_tokens, layout)))
+    request = CombineRequest(y, plan, topk_weights, num_tokens, layout)
+    combined = find_buffer(buffer_id)._launch_combine(request)
+    return combined.x, combined.topk_weights
 
 
 combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_fields, mutates_args=())
 
 
 @combine_op.register_fake
-def _(y, plan, topk_weights, num_tokens, layout, buffer_id, after=None):
+def _(
+    y: Tensor,
+    plan: Tensor,
+    topk_weights: Tensor | None,
+    num_tokens: int,
+    layout: str,
+    buffer_id: str,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     num_topk = find_buffer(buffer_id)._config.num_topk
     weights = y.new_empty((num_tokens, num_topk) if topk_weights is not None else 0, dtype=torch.float32)
     return y.new_empty(num_tokens, y.shape[1]), weights
@@ -124,7 +143,7 @@ def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
     return Combined(*run(*request, buffer_id, None))
 
 
-def _saved_plan(ctx) -> Tensor:
+def _saved_plan(ctx: Any) -> Tensor:
     """Return the plan that the forward saved. Hooks on saved tensors may move it, but must keep its integers."""
     (plan,) = ctx.saved_tensors
     if plan.dtype != torch.int32:
@@ -134,7 +153,7 @@ def _saved_plan(ctx) -> Tensor:
     return plan
 
 
-def _dispatch_setup(ctx, inputs, output):
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *fields, ctx.buffer_id, _ = inputs
     request = DispatchRequest(*fields)
     ctx.save_for_backward(Received(*output).plan if request.plan is None else request.plan)
@@ -142,10 +161,10 @@ def _dispatch_setup(ctx, inputs, output):
     ctx.has_weights = request.topk_weights is not None
 
 
-def _dispatch_backward(ctx, *gradients):
+def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
     received = Received(*gradients)
-    grad = received.anchor if ctx.quantize else received.rows
+    grad = gradients[-1] if ctx.quantize else received.rows  # the anchor's stands for that of the exact rows
     request = CombineRequest(
         y=grad.to(find_buffer(ctx.buffer_id)._config.dtype),  # float8 rows have no gradient; only their weights do
         plan=_saved_plan(ctx),
@@ -158,14 +177,14 @@ def _dispatch_backward(ctx, *gradients):
     return combined.x, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
 
 
-def _combine_setup(ctx, inputs, output):
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *fields, ctx.buffer_id, _ = inputs
     request = CombineRequest(*fields)
     ctx.save_for_backward(request.plan)
     ctx.num_rows, ctx.layout, ctx.has_weights = request.y.shape[0], request.layout, request.topk_weights is not None
 
 
-def _combine_backward(ctx, *gradients):
+def _combine_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     combined = Combined(*gradients)
     request = DispatchRequest(
         rows=combined.x,
@@ -191,7 +210,7 @@ class _EagerDispatch(torch.autograd.Function):
     """dispatch_op with its gradient, without torch.library."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _dispatch_fields(*inputs)
         _dispatch_setup(ctx, inputs, output)
         return output
@@ -203,7 +222,7 @@ class _EagerCombine(torch.autograd.Function):
     """combine_op with its gradient, without torch.library."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _combine_fields(*inputs)
         _combine_setup(ctx, inputs, output)
         return output
@@ -211,7 +230,7 @@ class _EagerCombine(torch.autograd.Function):
     backward = staticmethod(_combine_backward)
 
 
-def _keep_order(operator, small_output: int) -> None:
+def _keep_order(operator: CustomOpDef, small_output: int) -> None:
     """In a traced graph every operation takes, as ``after``, an output of the one before it.
 
     A compiler may reorder operations that do not depend on each other, and inductor does so by their sizes, which
@@ -219,7 +238,9 @@ def _keep_order(operator, small_output: int) -> None:
     without an argument, but inductor 2.13 does not heed them.)
     """
 
-    def trace(mode, func, types, args=(), kwargs=None):
+    def trace(
+        mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         after = getattr(mode.tracer, "_ep_dispatcher_last", None)
         outputs = mode.__torch_dispatch__(func, types, args, {**(kwargs or {}), "after": after})
         mode.tracer._ep_dispatcher_last = outputs[small_output]
@@ -236,12 +257,12 @@ class _Float8Rows(torch.autograd.Function):
     """Links float8 rows to their anchor: a gradient for the rows becomes one for what they stand for."""
 
     @staticmethod
-    def forward(ctx, rows, scales, anchor):
+    def forward(ctx: Any, rows: Tensor, scales: Tensor, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(scales)
         return rows.detach()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
         if not torch.compiler.is_compiling():  # which traces this, whether or not it will run
             warnings.warn(
                 "a gradient went through float8 rows, and PyTorch rounded it to float8; use ep.dequantize(out.x), or "
@@ -256,7 +277,7 @@ class _Float8Rows(torch.autograd.Function):
 _REVERSE = "reverse mode: backward() or torch.autograd.grad"
 
 
-def _refuse_transforms(**arguments) -> None:
+def _refuse_transforms(**arguments: object) -> None:
     """Refuse what custom operators do not differentiate: PyTorch drops tangents, and has no torch.func.grad of them."""
     transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     if forward_ad._current_level < 0 and not transformed:
@@ -319,7 +340,8 @@ def dispatch(
     )
     if quantize is not None:
         rows, scales = out.x
-        out = replace(out, x=QuantizedRows(_Float8Rows.apply(rows, scales, out.x.anchor), scales, out.x.anchor))
+        anchor = out.x.anchor  # type: ignore[union-attr]  # quantised rows are QuantizedRows
+        out = replace(out, x=QuantizedRows(_Float8Rows.apply(rows, scales, anchor), scales, anchor))
     return out
 
 
@@ -338,4 +360,4 @@ def combine(
     _check_buffer(buffer)
     _refuse_transforms(y=y, topk_weights=topk_weights)
     res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
-    return res.x if topk_weights is None else (res.x, res.topk_weights)
+    return res.x if res.topk_weights is None else (res.x, res.topk_weights)

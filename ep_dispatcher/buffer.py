@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,7 @@ class Buffer:
         timeout_s: float | None = None,
         num_sms: int | None = None,
     ):
-        self._engine = None
+        self._engine: engines.Engine | None = None
         if not dist.is_initialized():
             given = "None" if group is None else type(group).__name__
             checks.fail(
@@ -138,8 +139,7 @@ class Buffer:
                     hosts, per_node = [one["host"] for one in everyone], mine["same"]["ranks_per_node"]
                     topology = Topology.make(group.rank(), hosts, per_node)
                     sizes = {name: size for name, size in mine["sizes"].items() if name != "num_experts"}
-                    nodes = dict(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
-                    checks.buffer_size(**nodes, **sizes)
+                    checks.buffer_size(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **sizes)
                 self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
                 self._config = EngineConfig(
                     group=group,
@@ -155,9 +155,9 @@ class Buffer:
                 self.engine: str = mine["same"]["engine"]
                 self._engine = engines.make(self.engine, self._config)
         except BaseException:
-            engine, self._engine = self._engine, None
-            if engine is not None:  # interrupted after the last step
-                engine.destroy()
+            made, self._engine = self._engine, None
+            if made is not None:  # interrupted after the last step
+                made.destroy()
             raise
         _buffers[self.id] = self
 
@@ -211,11 +211,17 @@ class Buffer:
         num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
         not allowed, and PeerTimeoutError if a peer does not come in time.
         """
-        options = dict(layout=layout, expert_alignment=expert_alignment, quantize=quantize)
-        inputs = (x, topk_idx, topk_weights, getattr(handle, "plan", None))
-        with self._when_asked(async_finish, *inputs):
+        with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
             return self._checked_dispatch(
-                self._launch_dispatch, x, topk_idx, topk_weights, handle=handle, max_recv_rows=max_recv_rows, **options
+                self._launch_dispatch,
+                x,
+                topk_idx,
+                topk_weights,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                quantize=quantize,
+                handle=handle,
+                max_recv_rows=max_recv_rows,
             )
 
     def combine(
@@ -268,11 +274,11 @@ class Buffer:
         """Return this buffer itself: a connection cannot be doubled."""
         return self
 
-    def __deepcopy__(self, memo: dict) -> Buffer:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Return this buffer itself, so that a deep copy of a module has weights of its own and the same buffer."""
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Buffer is a connection between running ranks, not data, and cannot be pickled: save the module's "
             "state_dict(), or leave the buffer out in the module's __getstate__ and give the loaded module another one"
@@ -281,17 +287,19 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.destroy()
         except (ValueError, RuntimeError):  # what an operation found late must not hide what went wrong first
             if error is None:
                 raise
 
-    def _when_asked(self, async_finish: bool, *inputs):
+    def _when_asked(self, async_finish: bool, *inputs: object) -> AbstractContextManager[None]:
         return self._live_engine().asynchronous(*inputs) if async_finish else nullcontext()
 
-    def _live_engine(self):
+    def _live_engine(self) -> engines.Engine:
         if self._engine is None:
             raise ValueError("buffer: given one that was destroyed, allowed: a living buffer")
         return self._engine
@@ -383,7 +391,15 @@ class Buffer:
         if handle.buffer_id != self.id:
             checks.fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({self.id})")
 
-    def _check_reuse(self, handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows) -> None:
+    def _check_reuse(
+        self,
+        handle: Handle,
+        num_tokens: int,
+        topk_idx: Tensor | None,
+        layout: str,
+        expert_alignment: int,
+        max_recv_rows: int | None,
+    ) -> None:
         if topk_idx is not None:
             checks.fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
         if num_tokens != handle.num_tokens:
@@ -405,7 +421,7 @@ class Buffer:
             return self._live_engine().combine(request.plain())
 
     @contextmanager
-    def _noted(self):
+    def _noted(self) -> Iterator[None]:
         try:
             yield
         except PeerTimeoutError as error:

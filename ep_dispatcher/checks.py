@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def mistake(argument: str, given: Any, allowed: str) -> str:
     return f"{argument}: given {given}, allowed: {allowed}"
 
 
-def fail(argument: str, given: Any, allowed: str) -> None:
+def fail(argument: str, given: Any, allowed: str) -> NoReturn:
     raise ValueError(mistake(argument, given, allowed))
 
 
@@ -50,13 +50,21 @@ def seconds(argument: str, value: Any) -> None:
         fail(argument, repr(value), f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}")
 
 
-def one_of(argument: str, value: Any, allowed: tuple) -> None:
+def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         fail(argument, repr(value), ", ".join(repr(a) for a in allowed))
 
 
 def buffer_config(
-    *, num_ranks, hidden, num_experts, num_topk, max_tokens_per_rank, dtype, timeout_s, num_sms
+    *,
+    num_ranks: int,
+    hidden: Any,
+    num_experts: Any,
+    num_topk: Any,
+    max_tokens_per_rank: Any,
+    dtype: Any,
+    timeout_s: Any,
+    num_sms: Any,
 ) -> dict[str, Any]:
     """Return what all ranks must give alike, integers as int."""
     hidden = integer("hidden", hidden, 1)
@@ -84,7 +92,15 @@ def buffer_config(
     )
 
 
-def buffer_size(*, num_nodes, ranks_per_node, hidden, num_topk, max_tokens_per_rank, dtype) -> None:
+def buffer_size(
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    hidden: int,
+    num_topk: int,
+    max_tokens_per_rank: int,
+    dtype: torch.dtype,
+) -> None:
     """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
 
     The bytes are those of the rows and weights of all ranks of a node: per node in the group, a staged row of every

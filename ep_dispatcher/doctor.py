@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 
 PACKAGE = Path(__file__).resolve().parent
 TORCH_MINIMUM = (2, 9)
@@ -70,9 +71,10 @@ def _version(*names: str) -> str | None:
     return None
 
 
-def _load(name: str):
+def _load(name: str) -> ModuleType:
     """A file of this package without the package, which imports PyTorch."""
     spec = importlib.util.spec_from_file_location(f"_doctor_{name}", PACKAGE / f"{name}.py")
+    assert spec is not None and spec.loader is not None  # for a file, whether it is there or not
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -209,7 +211,8 @@ def look_for_shared_memory() -> str:
 
 @probe("memory", OPTIONAL, "shared memory counts against it", "mount /proc")
 def look_for_memory() -> str:
-    available_gib = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text()).group(1)) / 2**20
+    (available_kib,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    available_gib = int(available_kib) / 2**20
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     limited = "" if text == "max" else f", limited to {int(text) / 2**30:.1f} GiB in this control group"
@@ -494,6 +497,7 @@ def self_test() -> None:
     )
     device = torch.device(buffer.engine)  # both engines have the name of their tensors' device
     out = buffer.dispatch(x.to(device), topk_idx.to(device), torch.ones(5, 2, device=device))
+    assert isinstance(out.x, torch.Tensor)
     y = buffer.combine(out.x, out.handle).x.cpu()
     buffer.destroy()
     dist.destroy_process_group()

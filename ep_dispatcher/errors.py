@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PeerTimeoutError(RuntimeError):
@@ -54,6 +55,6 @@ class PeerTimeoutError(RuntimeError):
     def __str__(self) -> str:
         return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
 
-    def __reduce__(self):  # by default an exception is copied from its message alone
+    def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is copied from its message alone
         args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s, self.reason)
         return PeerTimeoutError, args, {"note": self.note}

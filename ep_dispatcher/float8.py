@@ -24,8 +24,12 @@ class QuantizedRows(tuple):
         pair.anchor = anchor
         return pair
 
-    def __reduce__(self):  # copies and pickles are without the anchor, which is part of an autograd graph
-        return QuantizedRows, tuple(self)
+    def __reduce__(
+        self,
+    ) -> tuple[
+        type, tuple[Tensor, Tensor]
+    ]:  # copies and pickles are without the anchor, which is part of an autograd graph
+        return QuantizedRows, (self.rows, self.scales)
 
     @property
     def rows(self) -> Tensor:

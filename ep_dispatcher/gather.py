@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -66,23 +67,23 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
 
     A call to a store whose host hangs never returns. And a signal handler, such as Ctrl-C's, runs while this waits.
     """
-    outcome: list[tuple[T | None, BaseException | None]] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            outcome.append((call(), None))
+            results.append(call())
         except BaseException as error:
-            outcome.append((None, error))
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(limit_s)
-    if not outcome:
+    if errors:
+        raise errors.pop()
+    if not results:
         raise StoreHangs(f"torch.distributed, or the host of its store, did not answer in {limit_s:.1f} s")
-    result, error = outcome.pop()
-    if error is not None:
-        raise error
-    return result
+    return results.pop()
 
 
 def wait_limit(limit_s: float) -> timedelta:
@@ -115,7 +116,7 @@ def _connect() -> tuple[Store, list[Store]]:
     try:
         return idle.pop(), idle
     except IndexError:
-        return shared.clone(), idle
+        return shared.clone(), idle  # type: ignore[attr-defined]  # PyTorch's stubs lack it
 
 
 def _history_of(group: ProcessGroup) -> _History:
@@ -147,7 +148,7 @@ class Gather:
         self._store_is_gone = False
         self._left = False  # from then on no thread of this rank may write to the store
 
-    def __call__(self, phase: str, produce: Callable[[], Any], *, waits_for_peers: bool = False) -> list:
+    def __call__(self, phase: str, produce: Callable[[], T], *, waits_for_peers: bool = False) -> list[T]:
         """Every rank's result of ``produce``. If it fails on a rank, the same error on every rank.
 
         A ValueError stays one, any other Exception becomes a RuntimeError with its name. Raises PeerTimeoutError when
@@ -157,7 +158,7 @@ class Gather:
         waited_for: tuple[int, ...] = ()
         started = time.monotonic()
         try:
-            offer = (produce(), None, None)
+            offer: tuple[Any, type[RuntimeError | ValueError] | None, str | None] = (produce(), None, None)
         except PeersLate as late:
             waited_for = late.ranks
             offer = (waited_for, PeersLate, str(late))
@@ -214,7 +215,9 @@ class Gather:
     def __enter__(self) -> Gather:
         return self
 
-    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._left = True
         try:
             if self._round is not None and not self._store_is_gone:
@@ -234,11 +237,11 @@ class Gather:
         if self._store is None:
             connection, idle = _connect()
             self._put_back = partial(idle.append, connection)
-            store = PrefixStore(self._history.prefix, connection)
-            self._store, self._round = store, store.add("round", 0)
+            self._store = PrefixStore(self._history.prefix, connection)
+            self._round = self._store.add("round", 0)
         step, store = self._step, self._store
         self._raise_if_left()
-        store.set(self._key(step, self._rank), offer)
+        store.set(self._key(step, self._rank), offer)  # type: ignore[arg-type]  # bytes too, which the stubs lack
         if store.add(self._key(step, "arrived"), 1) == self._size:
             decision = self._decide(store, step, {"complete": True})
         else:
@@ -265,7 +268,7 @@ class Gather:
 
     def _decide(self, store: Store, step: int, decision: dict) -> dict:
         """Decide a step and return the decision, which is an earlier one if there is any. Then no rank can join."""
-        if step == 0:
+        if step == 0 and self._round is not None:
             store.compare_set("round", str(self._round), str(self._round + 1))
         return json.loads(store.compare_set(self._key(step, "decision"), "", json.dumps(decision)))
 
@@ -275,7 +278,9 @@ class Gather:
 
     def _leave(self, error: BaseException | None) -> None:
         """Say so where the other ranks would wait for this one, and delete keys."""
+        store: Store | None
         store, step, leftovers = self._store, self._step, self._history.leftovers
+        assert store is not None  # since the round was joined
         own = [self._key(s, self._rank) for s in range(step + 1)]
         if self._given_up:
             leftovers += [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ def _short(value: Any) -> str:
 
 class _ShortRepr:
     def __repr__(self) -> str:
-        given = ", ".join(f"{field.name}={_short(getattr(self, field.name))}" for field in fields(self))
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # all that inherit this are dataclasses
+        given = ", ".join(f"{name}={_short(getattr(self, name))}" for name in names)
         return f"{type(self).__name__}({given})"
 
 
@@ -39,6 +40,19 @@ class Handle(_ShortRepr):
     plan: Tensor  # int32 [plan size], on the engine's device; its content is the engine's own
 
 
+class Event(Protocol):
+    """The event of an operation."""
+
+    def wait(self) -> None:
+        """Let the current stream wait for the operation."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for the operation; raise what it found late."""
+
+    def query(self) -> bool:
+        """Return whether the operation is complete."""
+
+
 class CompletedEvent:
     """The event of an operation that is complete when the call returns, as every one of the CPU engine is."""
 
@@ -52,7 +66,7 @@ class CompletedEvent:
         """Let the host wait for the operation."""
 
     def query(self) -> bool:
-        """Whether the operation is complete."""
+        """Return whether the operation is complete."""
         return True
 
 
@@ -74,7 +88,7 @@ class DispatchOutput(_ShortRepr):
     tokens_per_expert: Tensor
     rows_per_expert: Tensor
     handle: Handle
-    event: CompletedEvent
+    event: Event
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,4 +97,4 @@ class CombineOutput(_ShortRepr):
 
     x: Tensor
     topk_weights: Tensor | None
-    event: CompletedEvent
+    event: Event

@@ -89,7 +89,7 @@ def dispatch(
                 weights[to if layout == "expert" else (to, ks)] = topk_weights[src][tokens, ks]
         received.append(
             Dispatched(
-                x=out if isinstance(x[0], tuple) else out[0],
+                x=(out[0], out[1]) if isinstance(x[0], tuple) else out[0],
                 topk_weights=weights if topk_weights is not None else None,
                 topk_idx=local_idx if layout == "rank" else None,
                 tokens_per_expert=torch.tensor(counts, dtype=torch.int64),

@@ -148,7 +148,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         # The store is hosted here so that a rank that is killed does not take it away from the others.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._connections, self._lifelines, self._stacks = [], [], [], [None] * num_ranks
         self.closed, self.pids = False, []  # process ids in rank order
         try:
@@ -202,6 +202,7 @@ class RankPool:
         late = ("Timeout", f"still running after {timeout_s:g} s, killed")
         while pending:
             for connection in wait(list(pending), max(0.0, deadline - time.monotonic())):
+                assert isinstance(connection, Connection)  # wait() takes sockets too
                 rank = pending.pop(connection)
                 try:
                     ok, value = _loads(connection.recv_bytes())
@@ -237,7 +238,8 @@ class RankPool:
         """Return the Python stacks of a rank that does not answer; wait until the rank has written them."""
         if self._stacks[rank] is None or not self._processes[rank].is_alive():
             return ""
-        pid, text, before = self._processes[rank].pid, "", None
+        pid, text, before = self.pids[rank], "", None
+        assert pid is not None  # since it was started
         deadline = time.monotonic() + 10
         try:
             os.kill(pid, signal.SIGUSR1)

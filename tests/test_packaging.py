@@ -85,6 +85,7 @@ def test_the_source_distribution_has_all_of_csrc(source):
 def test_the_wheel_has_every_module_and_nothing_else(build):
     unpacked, _ = build
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
+    expected |= {f"ep_dispatcher/{name}" for name in ("py.typed", *names(ROOT / "ep_dispatcher", "*.pyi"))}
     expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
     modules = ["_C_cpu", "_C_cuda"] if find_nvcc() else ["_C_cpu"]
     compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
 from ep_dispatcher.gather import Gather
+from ep_dispatcher.handle import Event
 from ep_dispatcher.topology import Topology
 
 
@@ -107,16 +108,6 @@ class Combined(NamedTuple):
     topk_weights: Tensor  # [num_tokens, num_topk]; no elements when none were given
 
 
-class Event(Protocol):
-    """Completion of an operation."""
-
-    def wait(self) -> None: ...  # lets the current stream wait
-
-    def synchronize(self) -> None: ...  # lets the host wait
-
-    def query(self) -> bool: ...
-
-
 class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
 
@@ -127,7 +118,7 @@ class Engine(Protocol):
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 
     # Operations inside need not be complete at their end. `inputs`: the tensors they are given, or pairs of them.
-    def asynchronous(self, *inputs) -> AbstractContextManager: ...
+    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]: ...
 
     def event(self) -> Event: ...  # of the last operation
 

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
@@ -43,8 +43,9 @@ def follow_chain(
     further word can change the answer, or ``is_stopped()``. Without the store (its host may be the rank that died, or
     that hangs) the answer is ``waited_for``.
     """
-    word = dict(waits=sorted(waited_for), gone=sorted(gone), operation=operation, epoch=epoch)
-    answer = [_judge(rank, {rank: word}, word["waits"])[0]]
+    waits = sorted(waited_for)
+    word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # as JSON has it
+    answer = [_judge(rank, {rank: word}, waits)[0]]
     # In a thread of its own, because a call to a store whose host hangs never comes back.
     asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
     asking.start()
@@ -54,7 +55,7 @@ def follow_chain(
     return answer[-1]
 
 
-def _listen(store: Store, rank: int, word: dict, answer: list[Chain]) -> None:
+def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) -> None:
     try:
         store.set(str(rank), json.dumps(word))
         words = {rank: word}
@@ -82,7 +83,7 @@ def _listen(store: Store, rank: int, word: dict, answer: list[Chain]) -> None:
         pass
 
 
-def _judge(rank: int, words: dict[int, dict], silent: list[int]) -> tuple[Chain, bool]:
+def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:
     """Who is late by these words and these silent ranks, and whether no further word can change that."""
     gone = {peer for word in words.values() for peer in word["gone"]}
     if silent:

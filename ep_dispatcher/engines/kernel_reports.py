@@ -26,7 +26,7 @@ class KernelReports:
     Never waits for the device.
     """
 
-    def __init__(self, compiled, config: EngineConfig, health: Health):
+    def __init__(self, compiled: _C_cuda.Engine, config: EngineConfig, health: Health):
         self._compiled, self._config, self._health = compiled, config, health
 
     def raise_found(self, *, ends: bool) -> None:
@@ -42,11 +42,18 @@ class KernelReports:
                 self._health.end(self._timeout(*late))
         self._health.raise_if_ended()
 
-    def _timeout(self, operation, phase, epoch, waited_for, waited_s) -> Callable[[], Exception]:
+    def _timeout(
+        self,
+        operation: _C_cuda.Operation,
+        phase: _C_cuda.Phase,
+        epoch: int,
+        waited_for: list[int],
+        waited_s: float,
+    ) -> Callable[[], Exception]:
         rank = self._config.topology.rank
         late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-        phase = phase.name.replace("_", " ")
-        return partial(PeerTimeoutError, operation.name, epoch, phase, rank, late_ranks=late_ranks, waited_s=waited_s)
+        name = phase.name.replace("_", " ")
+        return partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks=late_ranks, waited_s=waited_s)
 
     def _take_mistake(self) -> str | None:
         """The caller's mistake, in words; each is found once."""

@@ -54,7 +54,7 @@ class Rail:
         self.others = [(node + i) % len(ranks) for i in range(1, len(ranks))]  # every node starts at a different one
         self.bytes_sent = [0] * len(ranks)  # of rows and sums
         self.list_bytes_sent = [0] * len(ranks)  # of counts and lists
-        self._group = None
+        self._group: ProcessGroupGloo | None = None
         if self.others:
             prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
             connect = partial(ProcessGroupGloo, prefix, node, len(ranks), wait_limit(timeout_s))
@@ -97,7 +97,9 @@ class Rail:
         if message is None:
             return
         spin_end = time.monotonic() + _SPIN_S
-        while not (begun := message.memory[: len(_NOTHING)] != _NOTHING) and time.monotonic() < spin_end:
+        memory = message.memory
+        assert memory is not None  # until the message is complete
+        while not (begun := memory[: len(_NOTHING)] != _NOTHING) and time.monotonic() < spin_end:
             os.sched_yield()
         self._finish(message, is_near=begun)
 
@@ -108,7 +110,7 @@ class Rail:
         already, or are about to. Large ones still need the peer and the network.
         """
         for message in [*self._sends]:
-            self._finish(message, is_near=message.memory.nbytes <= _ROOM)
+            self._finish(message, is_near=message.memory is not None and message.memory.nbytes <= _ROOM)
 
     def _finish(self, message: Message, is_near: bool) -> None:
         if is_near:
@@ -146,9 +148,12 @@ class Rail:
 
     def _close_connections(self) -> None:
         """Let a wait time out, upon which gloo closes the group's connections, and all other waits fail."""
+        group = self._group
+        assert group is not None  # as messages are under way
+        receive = group.recv  # type: ignore[attr-defined]  # PyTorch's stubs lack it
         for node in self.others:
             try:
-                self._group.recv([torch.empty(1, dtype=torch.uint8)], node, _NO_TAG).wait(timedelta(milliseconds=1))
+                receive([torch.empty(1, dtype=torch.uint8)], node, _NO_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:  # as wanted; or this connection is closed already, and perhaps no other one
                 pass
 

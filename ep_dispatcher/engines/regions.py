@@ -7,7 +7,9 @@ other's, and the wire between nodes is NVSHMEM's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import TypeVar
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
@@ -17,6 +19,8 @@ from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread
+
+T = TypeVar("T")
 
 
 class PeerRegions:
@@ -90,7 +94,7 @@ class NvshmemRegions:
         config, c = self._config, self.compiled
         num_ranks, rank = config.topology.num_ranks, config.topology.rank
 
-        def offer():
+        def offer() -> tuple[bool, bytes, int, list[int]]:
             if _process.out_of_step:
                 raise RuntimeError(_process.out_of_step)
             id_of_world = c.make_id() if rank == 0 and not c.is_running() else b""
@@ -102,7 +106,7 @@ class NvshmemRegions:
             if len(set(running)) > 1:
                 checks.fail("group", "ranks of which only some use NVSHMEM already", "all of them, or none")
 
-        def start():
+        def start() -> tuple[int, int]:
             if not running[rank] or not _process.has_joined:
                 self._call(c.start, b"" if running[rank] else ids[0], rank, num_ranks)
                 _process.has_joined = True
@@ -130,11 +134,12 @@ class NvshmemRegions:
         self.memory = _tensor_at(self._region.address, self._num_bytes, torch.device("cuda", self._device))
 
     def attach(self) -> None:
-        topology, address_at = self._config.topology, self.compiled.address_at
+        topology, region, address_at = self._config.topology, self._region, self.compiled.address_at
+        assert region is not None  # since `allocate`
         self.addresses = [0] * topology.num_ranks
         for rank in topology.local_ranks:
             own = rank == topology.rank
-            self.addresses[rank] = self._region.address if own else address_at(self._region.address, self._pes[rank])
+            self.addresses[rank] = region.address if own else address_at(region.address, self._pes[rank])
             if not self.addresses[rank]:
                 raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
 
@@ -154,14 +159,14 @@ class NvshmemRegions:
         if region is not None:
             _process.kept.append(region)
 
-    def _call(self, call, *arguments):
+    def _call(self, call: Callable[..., T], *arguments: object) -> T:
         """Let NVSHMEM wait for the other ranks, which it does without a limit.
 
         Where it does not return, its thread stays inside, and would meet the next call of other ranks: this process
         uses NVSHMEM no more.
         """
 
-        def with_device():
+        def with_device() -> T:
             torch.cuda.set_device(self._device)
             return call(*arguments)
 

@@ -46,7 +46,7 @@ class OwnKeys(Store):
     def delete_keys(self) -> None:
         """Delete what this rank set; call it when all ranks have read it."""
 
-        def delete():
+        def delete() -> None:
             while self._set:
                 self._store.delete_key(self._set.pop())
 
@@ -58,24 +58,24 @@ class OwnKeys(Store):
     def _key(self, key: str) -> str:
         return key
 
-    def set(self, key, value):
+    def set(self, key: str, value: str) -> None:
         self._set.add(self._key(key))
         self._store.set(self._key(key), value)
 
-    def get(self, key):
+    def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))
 
-    def multi_get(self, keys):
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def add(self, key, number):
+    def add(self, key: str, number: int) -> int:
         self._set.add(self._key(key))
         return self._store.add(self._key(key), number)
 
-    def check(self, keys):
+    def check(self, keys: list[str]) -> bool:
         return self._store.check([self._key(key) for key in keys])
 
-    def wait(self, keys, *timeout):
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
@@ -95,11 +95,11 @@ class Renumbered(OwnKeys):
     def _key(self, key: str) -> str:
         return re.sub(r"\d+", lambda found: str(self._numbers.setdefault(found[0], len(self._numbers))), key, count=1)
 
-    def get(self, key):
+    def get(self, key: str) -> bytes:
         self.wait([key])
         return super().get(key)
 
-    def wait(self, keys, *timeout):
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
         limit = wait_limit(max(self._end - time.monotonic(), 0.001))
         super().wait(keys, min(limit, *timeout) if timeout and timeout[0] > timedelta(0) else limit)
 
@@ -112,7 +112,7 @@ def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, time
     started, store = time.monotonic(), Renumbered(store, timeout_s)
     group = dist.ProcessGroup(store, topology.rank, topology.num_ranks)
     _SymmetricMemory.set_group_info(name, topology.rank, topology.num_ranks, store)
-    _register_process_group(name, group)
+    _register_process_group(name, group)  # type: ignore[arg-type]  # GroupName is a str, and is not in 2.9
     try:
         return _SymmetricMemory.rendezvous(memory, name)
     except RuntimeError as error:
@@ -120,4 +120,4 @@ def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, time
             raise
         raise PeersLate(str(error), [r for r in range(topology.num_ranks) if r != topology.rank]) from error
     finally:
-        _unregister_process_group(name)
+        _unregister_process_group(name)  # type: ignore[arg-type]  # as above

@@ -21,13 +21,15 @@ class Message:
 
     def __init__(self, work: Work, phase: str, node: int, memory: memoryview, deadline: float):
         self.work: Work | None = work
-        self.phase, self.node, self.memory, self.deadline = phase, node, memory, deadline
+        self.memory: memoryview | None = memory
+        self.phase, self.node, self.deadline = phase, node, deadline
         self.error: RuntimeError | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
     def complete(self) -> None:
         """Wait for gloo. Nothing interrupts the thread that does so."""
+        assert self.work is not None
         try:
             self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # too late, or a connection is closed
@@ -49,7 +51,7 @@ class Waiter:
     The thread ends with ``close()``, or when nobody holds the waiter any more.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._messages,), name="ep_dispatcher rail", daemon=True)
         self._thread.start()
@@ -64,7 +66,7 @@ class Waiter:
         self._thread.join(timeout_s)
 
 
-def _run(messages: SimpleQueue) -> None:
+def _run(messages: SimpleQueue[Message | None]) -> None:
     while (message := messages.get()) is not None:
         message.complete()
         del message  # or its memory would stay until the next one

@@ -37,8 +37,8 @@ def nodes_table(job: Job, found: dict) -> str:
         "MB of a rank: mean (largest)".ljust(30) + "".join(f"{name:>19}" for name in WIRE_BYTES),
     ]
     for name, operation in found["operations"].items():
-        cells = (f"{b['mean'] / 1e6:.1f} ({b['max'] / 1e6:.1f})" for b in operation["bytes"].values())
-        lines.append(name.ljust(30) + "".join(f"{cell:>19}" for cell in cells))
+        of_wires = (f"{b['mean'] / 1e6:.1f} ({b['max'] / 1e6:.1f})" for b in operation["bytes"].values())
+        lines.append(name.ljust(30) + "".join(f"{cell:>19}" for cell in of_wires))
     columns = "".join(f"{name:>17}" for name in (*WIRES, "fixed", "filling"))
     lines += ["", f"{'microseconds':<18}{'time':>8}  {'bottleneck':<16}{columns}"]
     for name, operation in found["operations"].items():
@@ -46,8 +46,8 @@ def nodes_table(job: Job, found: dict) -> str:
         cells = "".join(f"{part:17.0f}" for part in parts)
         lines.append(f"{name:<18}{operation['us']:8.0f}  {operation['bottleneck']:<16}{cells}")
     largest = sorted(found["memory_parts"].items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
-    lines += ["", f"memory of a rank's buffer: {found['memory_bytes'] / 1e9:.2f} GB, most of it {parts}"]
+    most = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
+    lines += ["", f"memory of a rank's buffer: {found['memory_bytes'] / 1e9:.2f} GB, most of it {most}"]
     return "\n".join(lines)
 
 

@@ -83,6 +83,7 @@ class Routing:
 
     def limit(self, sizes: Sizes) -> int:
         """The most groups of one token: with fewer groups than ``topk_groups`` all of them."""
+        assert self.topk_groups is not None
         return min(self.topk_groups, self.num_groups(sizes))
 
     def sample(self, sizes: Sizes, seed: int) -> Iterator[Tensor]:

@@ -81,8 +81,8 @@ class Job:
         else:
             traffic = dispatch_traffic(sizes, counts, row, new_plan=new_plan)
         kind = COMBINE if is_combine else DISPATCH
-        settings = dict(new_plan=new_plan, chunk_tokens=self.chunk_tokens)
-        return traffic, estimate_time(kind, sizes, traffic, self.machine, **settings)
+        time = estimate_time(kind, sizes, traffic, self.machine, new_plan=new_plan, chunk_tokens=self.chunk_tokens)
+        return traffic, time
 
 
 def estimate(job: Job) -> dict:

@@ -1,0 +1,148 @@
+"""Types of the compiled module of the CUDA engine (csrc/bindings_cuda.cpp), also those of _C_nvshmem.
+
+Addresses and streams are ``int``; an address of 0 stands for None.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+bytes_read_offset: int
+bytes_sent_offset: int
+bytes_written_offset: int
+epoch_offset: int
+lists_sent_offset: int
+max_nodes: int
+max_ranks_per_node: int
+report_bytes: int
+state_aborted_offset: int
+
+class DType:
+    bfloat16: ClassVar[DType]
+    float16: ClassVar[DType]
+    float32: ClassVar[DType]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Layout:
+    expert: ClassVar[Layout]
+    rank: ClassVar[Layout]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Operation:
+    combine: ClassVar[Operation]
+    dispatch: ClassVar[Operation]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Phase:
+    counts: ClassVar[Phase]
+    free_slots: ClassVar[Phase]
+    free_staging: ClassVar[Phase]
+    lists: ClassVar[Phase]
+    partial_sums: ClassVar[Phase]
+    rows: ClassVar[Phase]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Mistake:
+    bad_entry: ClassVar[Mistake]
+    differ: ClassVar[Mistake]
+    too_few_rows: ClassVar[Mistake]
+    too_many_rows: ClassVar[Mistake]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Field:
+    expert_alignment: ClassVar[Field]
+    handle: ClassVar[Field]
+    layout: ClassVar[Field]
+    operation: ClassVar[Field]
+    row_bytes: ClassVar[Field]
+    scale_bytes: ClassVar[Field]
+    topk_weights: ClassVar[Field]
+    def __init__(self, value: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Config:
+    rank: int
+    num_nodes: int
+    ranks_per_node: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    hidden: int
+    dtype: DType
+    def __init__(self) -> None: ...
+
+class DispatchArgs:
+    row_bytes: int
+    scale_bytes: int
+    quantizes: bool
+    num_tokens: int
+    layout: Layout
+    expert_alignment: int
+    num_rows: int
+    ticket: int
+    topk_idx: int
+    topk_weights: int
+    rows: int
+    scales: int
+    out_rows: int
+    out_scales: int
+    out_weights: int
+    out_topk_idx: int
+    out_tokens_per_expert: int
+    out_rows_per_expert: int
+    def __init__(self) -> None: ...
+
+class CombineArgs:
+    num_tokens: int
+    y: int
+    topk_weights: int
+    out: int
+    out_weights: int
+    def __init__(self) -> None: ...
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        regions: Sequence[int],
+        rail: Sequence[int],
+        rail_pes: Sequence[int],
+        wire_rate: float,
+        state: int,
+        report: int,
+        timeout_s: float,
+        num_sms: int,
+        rail_blocks: int,
+    ) -> None: ...
+    def prepare(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
+    def pull(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
+    def dispatch(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
+    def combine(self, args: CombineArgs, plan: int, stream: int) -> None: ...
+    def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
+    def late(self) -> tuple[Operation, Phase, int, list[int], float] | None: ...
+    def take_mistake(self) -> tuple[Mistake, list[int], int, list[tuple[int, int]]] | None: ...
+
+def aborted_offset(config: Config) -> int: ...
+def copy(to: int, from_: int, bytes: int, stream: int) -> None: ...
+def flag_bytes(config: Config) -> int: ...
+def plan_capacity(config: Config, num_rows: int) -> int: ...
+def region_bytes(config: Config) -> int: ...
+def state_bytes(config: Config, num_sms: int) -> int: ...
