@@ -28,7 +28,7 @@ _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary
 
 
 def find_buffer(buffer_id: str) -> Buffer:
-    """The living buffer with this id; ValueError when there is none."""
+    """Return the buffer with this id. ValueError when it is gone."""
     buffer = _buffers.get(buffer_id)
     if buffer is None:
         raise ValueError(f"buffer: given one that is gone (id {buffer_id}), allowed: a buffer that still exists")
@@ -36,41 +36,40 @@ def find_buffer(buffer_id: str) -> Buffer:
 
 
 class Buffer:
-    """Brings tokens to the ranks of their experts and the results back.
+    """Bring tokens to the ranks of their experts, and the results back.
 
         with ep.Buffer(group, hidden=7168, num_experts=256, num_topk=8, max_tokens_per_rank=4096) as buffer:
             out = buffer.dispatch(x, topk_idx, topk_weights)      # out.x: one row per (token, local expert)
             y = experts(out.x, out.rows_per_expert) * out.topk_weights[:, None]
             res = buffer.combine(y, out.handle)                   # res.x: one row per token again
 
-    Making and destroying a buffer is collective, and every operation is called by all ranks of the group in the same
-    order. ``ep.dispatch`` and ``ep.combine`` are the same operations with gradients.
+    All ranks of the group make the buffer together, destroy it together, and call every operation in the same order.
+    ``ep.dispatch`` and ``ep.combine`` are the same operations with gradients.
 
-    group                torch.distributed process group, or None for the default group; its ranks own
-                         ``num_experts / num_ranks`` consecutive experts each
+    group                torch.distributed process group; None: the default group. Each rank owns
+                         ``num_experts / num_ranks`` consecutive experts
     hidden               elements of a row; a row must be a multiple of 16 bytes
-    num_experts          of all ranks together
+    num_experts          on all ranks together
     num_topk             columns of topk_idx, at most 32
-    max_tokens_per_rank  the most tokens that a rank brings to one dispatch
+    max_tokens_per_rank  the most tokens of a rank in one dispatch
     dtype                torch.bfloat16, torch.float16 or torch.float32
-    engine               "cpu", "cuda" or "auto"; the default "auto" reads EP_DISPATCHER_ENGINE, and takes "cuda" when
-                         a usable GPU is there
-    ranks_per_node       None: ranks of one host form a node (or EP_DISPATCHER_RANKS_PER_NODE); an int forces nodes of
-                         so many consecutive ranks, also several on one host (virtual nodes)
-    timeout_s            limit of every operation (CUDA engine: of each of its waits), and of each step of making the
-                         buffer, in seconds; None:
-                         EP_DISPATCHER_TIMEOUT_S, which is 100 by default. Ranks may give different limits: the first
-                         that is over ends the wait of all. A rank that gives a wrong one waits 100 s for the others
-    num_sms              the most multiprocessors that the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or
-                         24 where that is unset. The CPU engine takes no notice
+    engine               "cpu", "cuda" or "auto". The default "auto" reads EP_DISPATCHER_ENGINE; if that is unset, it
+                         takes "cuda" where there is a usable GPU
+    ranks_per_node       None: the ranks of one host form a node, unless EP_DISPATCHER_RANKS_PER_NODE is set. An int:
+                         so many consecutive ranks form a node, also several nodes on one host (virtual nodes)
+    timeout_s            limit in seconds of every operation (CUDA engine: of each wait in it) and of each step of
+                         making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
+                         limits: the shortest ends the wait of all
+    num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
+                         that is unset. The CPU engine ignores it
 
-    ``note`` may say what the caller is about ("layer 3"); a PeerTimeoutError begins with it.
+    Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
 
-    A copy of a buffer is that buffer: ``copy.deepcopy`` of a module shares it (as a running average of weights wants
-    it), and destroy() ends it for both. It cannot be pickled.
+    Copying returns the same buffer: ``copy.deepcopy`` of a module shares it, and destroy() ends it for both. A buffer
+    cannot be pickled.
 
-    Raises ValueError, the same on every rank, when an argument is not allowed or differs between ranks;
-    PeerTimeoutError when a rank does not come to make it; RuntimeError, on every rank, when one cannot.
+    Raises ValueError on every rank if an argument is not allowed or differs between ranks, PeerTimeoutError if a rank
+    does not arrive, and RuntimeError on every rank if one rank fails.
     """
 
     note: str = ""
@@ -102,7 +101,7 @@ class Buffer:
             checks.fail("group", "one that this process is not a member of", "a group on its members alone")
         if not isinstance(group, ProcessGroup):
             checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
-        import_module("torch._dynamo")  # seconds that the first custom operator would take while its peers wait
+        import_module("torch._dynamo")  # takes seconds; else the first custom operator does it while its peers wait
 
         def own_config() -> dict[str, Any]:
             name = engines.choose(envs.engine() if engine == "auto" else engine)
@@ -186,30 +185,33 @@ class Buffer:
         max_recv_rows: int | None = None,
         async_finish: bool = False,
     ) -> DispatchOutput:
-        """Bring every token to the ranks of its experts; no gradients (``ep.dispatch`` has them).
+        """Bring every token to the ranks of its experts, without gradients (``ep.dispatch`` has them).
 
             expert layout:  out.x[row of (token, expert)] = x[token]  for every expert of the token that lives here
             rank layout:    out.x[row of token] = x[token]            for every token that has an expert here
 
         x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
                       float32 [num_tokens, hidden / 128]); out.x is of the same kind
-        topk_idx      int32 or int64 [num_tokens, num_topk]: experts of each token, -1 for none, none twice in a row
+        topk_idx      int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none. No expert may
+                      appear twice for a token
         topk_weights  float32 [num_tokens, num_topk], or None on every rank
-        layout        "expert": rows grouped by local expert in ascending order, inside a group by (source rank, source
-                      token), every group padded with zero rows to a multiple of expert_alignment; "rank": rows in the
-                      order of (source rank, source token), expert_alignment counting only in rows_per_expert
+        layout        "expert": rows are grouped by local expert in ascending order, and ordered by (source rank, source
+                      token) inside a group. Zero rows pad every group to a multiple of expert_alignment.
+                      "rank": rows are ordered by (source rank, source token). There is no padding;
+                      expert_alignment only rounds rows_per_expert up
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
-        handle        of an earlier dispatch on this buffer, the same on all ranks: its routing again, without topk_idx
-        max_recv_rows the output has exactly so many rows, zero rows at the end. Too few for any rank is a ValueError on
-                      every rank; it says what each rank needs. With the CUDA engine no host waits then, so this error
-                      and others that need the counts appear later, in whichever comes first: check() or
+        handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must be None then, and all
+                      ranks must pass the handle of the same dispatch
+        max_recv_rows the exact number of rows of the output; zero rows fill its end. If a rank needs more, every rank
+                      raises a ValueError with the rows each rank needs. With the CUDA engine the host does not wait
+                      then, so this error and others appear later, in whichever comes first: check() or
                       out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
                       or destroy() (the buffer is finished). Discard the outputs
-        async_finish  return before the operation is complete; wait with out.event. (An operation of the CUDA engine is
-                      complete in the order of the current stream; this one runs in a stream of the buffer's own.)
+        async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
+                      then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
         num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
-        not allowed, and PeerTimeoutError if a peer does not come in time.
+        not allowed, and PeerTimeoutError if a peer does not arrive in time.
         """
         with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
             return self._checked_dispatch(
@@ -227,55 +229,66 @@ class Buffer:
     def combine(
         self, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
     ) -> CombineOutput:
-        """Sum every token's rows on the rank that brought the token; no gradients (``ep.combine`` has them).
+        """Sum every token's rows on the token's own rank, without gradients (``ep.combine`` has them).
 
             res.x[token] = sum of y[row] over the token's rows on all ranks
             res.topk_weights[token, k] = topk_weights[row of (token, k)]
 
-        y             [rows, hidden] of the buffer's dtype, rows as dispatch gave them; padding is not read. In rank
-                      layout the caller has summed a token's local experts
-        handle        of the dispatch, the same on all ranks. The CUDA engine finds a difference late: see max_recv_rows
-        topk_weights  float32, shaped as dispatch gave them, or None on every rank: brought back, for their gradient
+        y             [rows, hidden] of the buffer's dtype, in the order of dispatch's rows. Padding is not read. In
+                      rank layout each row is the caller's sum over the token's local experts
+        handle        of the dispatch, the same dispatch on all ranks. The CUDA engine reports a difference late, like
+                      the errors of max_recv_rows
+        topk_weights  float32, in the shape that dispatch returned, or None on every rank. They travel back to their
+                      tokens; a backward needs that
+        async_finish  as in dispatch
 
-        The sum is not weighted, runs in float32 and always in the order of ``ep_dispatcher.reference``.
+        The sum is not weighted. It is computed in float32, in the order of ``ep_dispatcher.reference``. Raises
+        ValueError and PeerTimeoutError as dispatch does.
         """
         with self._when_asked(async_finish, y, topk_weights, getattr(handle, "plan", None)):
             return self._checked_combine(self._launch_combine, y, handle, topk_weights)
 
     def check(self) -> None:
-        """Let the host wait for the current stream, and raise what this buffer's operations in it have found late.
+        """Wait for the current stream, and raise the errors of this buffer's operations in it.
 
             graph.replay()
-            buffer.check()    # a replay raises nothing by itself: PeerTimeoutError, or ValueError (see max_recv_rows)
+            buffer.check()    # a replay alone raises nothing
 
-        After a ValueError the buffer is as good as before, if all ranks ask at the same place. It is about the first
-        mistake: discard the outputs of all operations since the last check.
+        Raises PeerTimeoutError if a peer did not arrive, or ValueError for the first mistake since the last check.
+        Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
+        called check() at the same place.
         """
         with self._noted():
             self._live_engine().check()
 
     def counters(self) -> dict[str, list[int]]:
-        """Bytes moved since the buffer was made, each a list by rank of the group.
+        """Return the bytes this rank has moved since the buffer was made: lists by the other rank, in group order.
 
-        inter_node_bytes_sent: rows, scales, weights and sums to the rank on another node; inter_node_list_bytes_sent:
-        counts and lists to it; intra_node_bytes_read, intra_node_bytes_written: rows, scales and weights from and to
-        the rank's memory, this rank's own included.
+        inter_node_bytes_sent       rows, scales, weights and sums sent to the rank on another node
+        inter_node_list_bytes_sent  counts and lists sent to it
+        intra_node_bytes_read       rows, scales and weights read from the memory of the rank on this node, or own
+        intra_node_bytes_written    the same, written to its memory
+
+        With the CUDA engine the host waits for the device.
         """
         return self._live_engine().counters()
 
     def destroy(self) -> None:
-        """Give memory and connections back. Collective, but it does not wait for peers that are gone; twice is once."""
+        """Free memory and connections. All ranks call it; it does not wait for peers. A second call does nothing.
+
+        Raises the errors that operations have found since the last check.
+        """
         if self._engine is not None:
             engine, self._engine = self._engine, None
             _buffers.pop(self.id, None)
             engine.destroy()
 
     def __copy__(self) -> Buffer:
-        """Return this buffer itself: a connection cannot be doubled."""
+        """Return this buffer itself: a connection has no copy."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
-        """Return this buffer itself, so that a deep copy of a module has weights of its own and the same buffer."""
+        """Return this buffer itself: a deep copy of a module gets its own weights and shares the buffer."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -292,7 +305,7 @@ class Buffer:
     ) -> None:
         try:
             self.destroy()
-        except (ValueError, RuntimeError):  # what an operation found late must not hide what went wrong first
+        except (ValueError, RuntimeError):  # a late error of an operation must not hide the first error
             if error is None:
                 raise
 
@@ -404,7 +417,7 @@ class Buffer:
             checks.fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
         if num_tokens != handle.num_tokens:
             checks.fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows of the dispatch that made the handle")
-        # Arguments at their defaults say nothing; others must say what the handle says.
+        # An argument at its default is ignored; any other value must agree with the handle.
         if layout not in ("expert", handle.layout):
             checks.fail("layout", repr(layout), f"the handle's {handle.layout!r}")
         if expert_alignment not in (1, handle.expert_alignment):
@@ -431,7 +444,7 @@ class Buffer:
 
 
 def _limit_s(timeout_s: float | None) -> float:
-    """The limit of making a buffer. Where the one given is wrong the default, so that the others are told in time."""
+    """Return the limit of making a buffer: the default where the given one is wrong, so that all ranks hear of it."""
     try:
         limit_s = envs.timeout_s() if timeout_s is None else timeout_s
         checks.seconds("timeout_s", limit_s)

@@ -2,9 +2,9 @@
 
     envs.timeout_s()  ->  float(os.environ["EP_DISPATCHER_TIMEOUT_S"]), or the default when it is unset or empty
 
-A switch is a default: it counts where an argument of `Buffer` is left at its own default, and never overrides what a
-caller passes. It is read when asked for, not at import. A value that is not allowed raises a ValueError with the name,
-what was given and what is allowed.
+A switch replaces the default of an argument of `Buffer`; it never overrides what a caller passes. It is read when a
+function here is called, not at import. A value that is not allowed raises a ValueError with the name, what was given
+and what is allowed.
 """
 
 import math

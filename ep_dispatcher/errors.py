@@ -1,4 +1,4 @@
-"""The one error that is nobody's mistake: a peer that does not come."""
+"""The error of a peer that does not arrive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
-    operation: "dispatch" or "combine"; epoch: number of the operation on the buffer; phase: what was waited for;
-    rank: who waited, waited_s seconds; late_ranks: who had neither arrived nor said that they wait themselves, or
-    ``rank`` alone when it is the one that came too late for the others; reason: what more is known, in words.
-    Ranks are those of the buffer's group. note: what the caller was about (``Buffer.note``), first in the text.
-
-    While a buffer is made, operation is "buffer", epoch is 0, and there is no buffer to destroy. A rank that came when
-    the others had given up finds itself in late_ranks.
+    operation   "dispatch" or "combine"; "buffer" while a buffer is made
+    epoch       number of the operation on the buffer; 0 while a buffer is made
+    phase       what this rank waited for
+    rank        the rank that waited, in the buffer's group
+    late_ranks  ranks that neither arrived nor reported waiting for someone else; ``rank`` alone if it was itself too
+                late for the others
+    waited_s    seconds
+    reason      what else is known, in words
+    note        what the caller was doing (``Buffer.note``); the text begins with it
     """
 
     def __init__(

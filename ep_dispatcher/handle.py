@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def _short(value: Any) -> str:
-    """Describe a tensor by dtype and shape: its contents are long, and a plan has gaps that nothing ever wrote."""
+    """Describe a tensor by dtype and shape. Its contents are long, and parts of a plan are never written."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple):
@@ -26,10 +26,9 @@ class _ShortRepr:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Handle(_ShortRepr):
-    """The plan of one routing on one rank: made by ``dispatch``, taken by ``combine``, a backward and a recompute.
+    """The plan of one routing on one rank. ``dispatch`` makes it; ``combine``, a backward and a recompute use it.
 
-    It belongs to the buffer that made it, stays valid until that is destroyed, and never changes. The counts per
-    expert are in DispatchOutput, whose tensors are the caller's own.
+    It never changes, and stays valid until its buffer is destroyed. The counts per expert are in DispatchOutput.
     """
 
     buffer_id: str
@@ -37,7 +36,7 @@ class Handle(_ShortRepr):
     expert_alignment: int
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
-    plan: Tensor  # int32 [plan size], on the engine's device; its content is the engine's own
+    plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
 
 
 class Event(Protocol):
@@ -54,7 +53,7 @@ class Event(Protocol):
 
 
 class CompletedEvent:
-    """The event of an operation that is complete when the call returns, as every one of the CPU engine is."""
+    """The event of a complete operation. Every operation of the CPU engine is complete when its call returns."""
 
     def __repr__(self) -> str:
         return "CompletedEvent()"
@@ -72,14 +71,16 @@ class CompletedEvent:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DispatchOutput(_ShortRepr):
-    """Rows received by this rank. ``rows`` counts them, padding included.
+    """The rows received by this rank; ``rows`` is their number, padding included.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
     topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local;
-                      None when none were given
-    topk_idx          rank layout: int64 [rows, num_topk], local expert or -1; expert layout: None
-    tokens_per_expert int64 [num_local_experts], true counts
-    rows_per_expert   int64 [num_local_experts], each count rounded up to expert_alignment
+                      None if dispatch got none
+    topk_idx          rank layout: int64 [rows, num_topk], number of the local expert or -1; expert layout: None
+    tokens_per_expert int64 [num_local_experts], tokens of each expert, without padding
+    rows_per_expert   int64 [num_local_experts], the same rounded up to expert_alignment
+    handle            for combine, and for another dispatch with the same routing
+    event             completion of this dispatch
     """
 
     x: Tensor | tuple[Tensor, Tensor]
@@ -93,7 +94,12 @@ class DispatchOutput(_ShortRepr):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CombineOutput(_ShortRepr):
-    """x [num_tokens, hidden] of the buffer's dtype; topk_weights float32 [num_tokens, num_topk], or None."""
+    """The sums of this rank's tokens.
+
+    x             [num_tokens, hidden] of the buffer's dtype
+    topk_weights  float32 [num_tokens, num_topk]; None if combine got none
+    event         completion of this combine
+    """
 
     x: Tensor
     topk_weights: Tensor | None
