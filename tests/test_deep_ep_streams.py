@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
+from ep_dispatcher.integrations.deep_ep.rows import Rows
 
 
 @dataclass
@@ -85,6 +86,16 @@ def test_without_async_finish_the_caller_waits(streams):
     assert streams.notes[-3:] == ["comm runs", "caller keeps y", "caller waits for comm"] and event.event is None
     with pytest.raises(ValueError, match="async_finish"):
         event.current_stream_wait()
+
+
+def test_rows_are_copied_only_when_they_are_asked_for():
+    """Which is inside the operation: outside, the copies would be in a stream that it does not wait for."""
+    x = torch.arange(64 * 128).view(64, 128)
+    for given in ((x.to(torch.uint8), x[:, :1].int()), x.to(torch.uint8)):
+        rows = Rows(given)
+        assert "data" not in vars(rows)
+        first = rows.data
+        assert rows.data is first
 
 
 def test_an_error_inside_is_raised(streams):

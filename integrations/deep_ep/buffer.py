@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -11,10 +10,11 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep import config as configs
 from ep_dispatcher.integrations.deep_ep import layout
 from ep_dispatcher.integrations.deep_ep.config import Config, say_once
+from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
-from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
+from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
+from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 
@@ -185,74 +185,13 @@ class Buffer(LowLatency):
                 operation.hand_over(*_flat(recv_x))
                 received = (recv_x, None, None, None, None)
             else:
-                received = self._dispatch_new(
-                    pool,
-                    rows,
-                    num_tokens_per_rank,
-                    is_token_in_rank,
-                    num_tokens_per_expert,
-                    topk_idx,
-                    topk_weights,
-                    expert_alignment,
-                    num_worst_tokens,
+                pool.num_sms = Buffer._chosen_sms
+                routing = Routing(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
+                received = dispatch(
+                    pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
                 )
-                operation.hand_over(*_flat(received[0]), *received[1:3], *received[4].tensors())
+                operation.hand_over(*_flat(received.x), *received[1:3], *received.handle.tensors())
         return *received, operation.event
-
-    def _dispatch_new(
-        self, pool, rows, per_rank, in_rank, per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-    ):
-        device = rows.device.type
-        checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (self.group_size,), device)
-        checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
-        checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, self.group_size), device)
-        if (topk_idx is None) != (topk_weights is None):
-            missing = "topk_idx" if topk_idx is None else "topk_weights"
-            checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
-        if topk_idx is None and num_worst_tokens:
-            checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
-        if topk_idx is None:
-            routing, key = layout.routing_of_ranks(in_rank), Key(rows.kind, self.group_size, self.group_size)
-        else:
-            layout.check_same_routing(topk_idx, per_expert.numel(), in_rank)
-            routing, key = topk_idx, Key(rows.kind, per_expert.numel(), topk_idx.shape[1])
-        pool.num_sms = Buffer._chosen_sms
-        sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
-        out = sized.buffer.dispatch(
-            rows.data,
-            routing,
-            topk_weights,
-            layout="rank",
-            expert_alignment=expert_alignment,
-            max_recv_rows=num_worst_tokens or None,
-        )
-        plans = Plans(pool, in_rank, sized, key, out, num_worst_tokens=num_worst_tokens)
-        exact = envs.deep_ep_exact()
-        prefix, src_idx = None, None
-        if topk_idx is None or exact:
-            everyone = self._gather(pool, per_rank, per_expert)
-            prefix = everyone[:, : self.group_size].cumsum(0).to(rows.device, torch.int32)
-        if exact:
-            src_idx = sources(plans)
-        if num_worst_tokens:
-            num_recv = []
-        elif topk_idx is None:
-            mine = everyone[:, self.group_size :].sum(0).view(self.group_size, -1)[self.rank]
-            num_recv = [-(-n // expert_alignment) * expert_alignment for n in mine.tolist()]
-        else:
-            num_recv = out.rows_per_expert.tolist()
-        made = DispatchHandle.make(plans, prefix, src_idx)
-        if topk_idx is None:
-            return rows.restore(out.x), None, None, num_recv, made
-        return rows.restore(out.x), out.topk_idx, out.topk_weights, num_recv, made
-
-    def _gather(self, pool: Pool, per_rank: Tensor, per_expert: Tensor) -> Tensor:
-        """What every rank gave for both, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
-        own = torch.cat([per_rank, per_expert]).cpu().long()
-        everyone = own.new_zeros(self.group_size, own.numel())
-        everyone[self.rank] = own
-        pool.agree(everyone, dist.ReduceOp.SUM, "gather the counts")
-        return everyone
 
     def combine(
         self,

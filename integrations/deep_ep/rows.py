@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -34,15 +35,23 @@ class Rows:
             checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
         self.num_tokens, self.device = rows.shape[0], rows.device
         if pair:
+            self._check_pair()
             self.kind = Kind(rows.shape[1], torch.bfloat16)
-            self.data = (rows.view(torch.float8_e4m3fn), self._wide_scales())
         elif rows.dtype in checks.DTYPES:
-            self.kind, self.data = Kind(rows.shape[1], rows.dtype), rows
+            self.kind = Kind(rows.shape[1], rows.dtype)
         else:
             num_bytes = rows.shape[1] * rows.element_size()
             if num_bytes % checks.ROW_GRANULARITY:
                 checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
-            self.kind, self.data = Kind(num_bytes // 2, torch.bfloat16), rows.contiguous().view(torch.bfloat16)
+            self.kind = Kind(num_bytes // 2, torch.bfloat16)
+
+    @cached_property
+    def data(self) -> Tensor | tuple[Tensor, Tensor]:
+        """What the engine takes. Ask for it in the stream of the operation, where it may be made by copies."""
+        x = self._x
+        if self._scales is not None:
+            return x.view(torch.float8_e4m3fn), self._wide_scales()
+        return x if x.dtype in checks.DTYPES else x.contiguous().view(torch.bfloat16)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._x,) if self._scales is None else (self._x, self._scales)
@@ -54,8 +63,7 @@ class Rows:
         scales = scales[:, : self._scales.shape[1]].contiguous().view(self._scales.dtype)
         return rows.view(self._x.dtype), scales
 
-    def _wide_scales(self) -> Tensor:
-        """The scales' bits as float32, with columns of zeros up to those of 1 x 128 blocks."""
+    def _check_pair(self) -> None:
         x, scales = self._x, self._scales
         if x.element_size() != 1 or x.shape[1] % BLOCK or scales.dim() != 2 or scales.element_size() != 4:
             raise NotImplementedError(
@@ -64,8 +72,11 @@ class Rows:
             )
         if scales.shape[0] != x.shape[0]:
             checks.fail("x[1]", f"scales of {scales.shape[0]} tokens", f"of the {x.shape[0]} tokens of x[0]")
-        missing = x.shape[1] // BLOCK - scales.shape[1]
-        if missing < 0:
+        if scales.shape[1] > x.shape[1] // BLOCK:
             raise NotImplementedError(f"x[1]: {scales.shape[1]} scales a row; the engine moves {x.shape[1] // BLOCK}")
-        bits = scales.contiguous().view(torch.float32)
+
+    def _wide_scales(self) -> Tensor:
+        """The scales' bits as float32, with columns of zeros up to those of 1 x 128 blocks."""
+        missing = self._x.shape[1] // BLOCK - self._scales.shape[1]
+        bits = self._scales.contiguous().view(torch.float32)
         return torch.nn.functional.pad(bits, (0, missing)) if missing else bits

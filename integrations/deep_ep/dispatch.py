@@ -1,0 +1,100 @@
+"""A dispatch that makes a handle: the routing as a program describes it, and what the ranks gather beside the rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks, envs
+from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
+from ep_dispatcher.integrations.deep_ep.layout import check_same_routing, routing_of_ranks
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
+from ep_dispatcher.integrations.deep_ep.rows import Rows
+
+
+class Routing(NamedTuple):
+    """What a program says of where its tokens go; the last two together, or None."""
+
+    num_tokens_per_rank: Tensor  # int32 [num_ranks]
+    num_tokens_per_expert: Tensor  # int32 [num_experts]
+    is_token_in_rank: Tensor  # bool [num_tokens, num_ranks]
+    topk_idx: Tensor | None  # int64 [num_tokens, num_topk]
+    topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
+
+    def check(self, rows: Rows, num_ranks: int) -> None:
+        device = rows.device.type
+        checks.tensor("num_tokens_per_rank", self.num_tokens_per_rank, (torch.int32,), (num_ranks,), device)
+        checks.tensor("num_tokens_per_expert", self.num_tokens_per_expert, (torch.int32,), ("num_experts",), device)
+        checks.tensor("is_token_in_rank", self.is_token_in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
+        if (self.topk_idx is None) != (self.topk_weights is None):
+            missing = "topk_idx" if self.topk_idx is None else "topk_weights"
+            checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
+        if self.topk_idx is not None:
+            check_same_routing(self.topk_idx, self.num_tokens_per_expert.numel(), self.is_token_in_rank)
+
+
+class Dispatched(NamedTuple):
+    """As ``Buffer.dispatch`` returns it, without the event."""
+
+    x: Tensor | tuple[Tensor, Tensor]
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    num_tokens_per_expert: list[int]
+    handle: DispatchHandle
+
+
+def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int) -> Dispatched:
+    """Dispatch by a new routing; arguments are those of ``Buffer.dispatch``."""
+    num_ranks, by_topk = pool.group.size(), routing.topk_idx is not None
+    routing.check(rows, num_ranks)
+    if num_worst_tokens and not by_topk:
+        checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
+    if by_topk:
+        idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
+    else:
+        idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
+    key = Key(rows.kind, num_experts, idx.shape[1])
+    sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
+    out = sized.buffer.dispatch(
+        rows.data,
+        idx,
+        routing.topk_weights,
+        layout="rank",
+        expert_alignment=expert_alignment,
+        max_recv_rows=num_worst_tokens or None,
+    )
+    plans = Plans(pool, routing.is_token_in_rank, sized, key, out, num_worst_tokens=num_worst_tokens)
+    exact = envs.deep_ep_exact()
+    everyone = None if by_topk and not exact else _gather(pool, routing)
+    prefix = None if everyone is None else everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
+    return Dispatched(
+        x=rows.restore(out.x),
+        topk_idx=out.topk_idx if by_topk else None,
+        topk_weights=out.topk_weights,
+        num_tokens_per_expert=[] if num_worst_tokens else _counts(pool, out, by_topk, everyone, expert_alignment),
+        handle=DispatchHandle.make(plans, prefix, sources(plans) if exact else None),
+    )
+
+
+def _gather(pool: Pool, routing: Routing) -> Tensor:
+    """The counts by rank and by expert of every rank, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
+    own = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert]).cpu().long()
+    everyone = own.new_zeros(pool.group.size(), own.numel())
+    everyone[pool.group.rank()] = own
+    pool.agree(everyone, dist.ReduceOp.SUM, "gather the counts")
+    return everyone
+
+
+def _counts(
+    pool: Pool, out: ep.DispatchOutput, by_topk: bool, everyone: Tensor | None, expert_alignment: int
+) -> list[int]:
+    """Rows of every local expert, each rounded up; the host waits for them."""
+    if by_topk:
+        return out.rows_per_expert.tolist()
+    num_ranks = pool.group.size()
+    mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[pool.group.rank()]
+    return [-(-count // expert_alignment) * expert_alignment for count in mine.tolist()]
