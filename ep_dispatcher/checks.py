@@ -1,6 +1,6 @@
-"""Every mistake of a caller: ValueErrors that name the argument, what was given and what is allowed.
+"""Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones.
 
-The functions that raise run before anything is sent. Those that return a text word what an engine has found.
+Functions that raise run before anything is sent. Functions that return a text word a mistake found by an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fail(argument: str, given: Any, allowed: str) -> NoReturn:
 
 
 def integer(argument: str, value: Any, lowest: int, highest: int = MAX_INT) -> int:
-    """Return the value as an int; what stands for an integer (a NumPy scalar) is one, a tensor or a bool is not."""
+    """Return the value as an int. A NumPy integer is accepted; a tensor or a bool is not."""
     number = value if isinstance(value, int) and not isinstance(value, bool) else None
     if number is None and not isinstance(value, (bool, Tensor)) and type(value).__name__ != "bool_":
         try:
@@ -66,7 +66,7 @@ def buffer_config(
     timeout_s: Any,
     num_sms: Any,
 ) -> dict[str, Any]:
-    """Return what all ranks must give alike, integers as int."""
+    """Check a buffer's sizes, and return the arguments that must be the same on all ranks."""
     hidden = integer("hidden", hidden, 1)
     num_experts = integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
@@ -129,7 +129,7 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
         dense = value.layout == torch.strided
         if fits and dense and value.dtype in dtypes and value.device.type == device:
-            return  # before any text is made: torch.compile cannot make one of sizes that it does not know
+            return  # before any text is made: torch.compile cannot put unknown sizes into a text
         given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
@@ -156,7 +156,7 @@ def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: in
 
 
 def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> str:
-    """What is wrong with an entry of topk_idx that an engine has found."""
+    """Word an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
     if repeated:
@@ -172,7 +172,7 @@ def _them(given: int) -> str:
     return "them" if given else "None"
 
 
-# What all ranks give alike, in the order in which engines compare it, and how a number stands for it.
+# Fields that all ranks must give alike, in the order in which engines compare them. Each function words a value.
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine")[n],
     "handle": _plan,
@@ -186,7 +186,7 @@ AGREED: dict[str, Callable[[int], str]] = {
 
 
 def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> str:
-    """What ``rank`` gave for a field of ``AGREED``, and what rank ``other`` gave instead."""
+    """Word a difference in a field of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
     say = AGREED[field]
     verb = "is in" if field == "operation" else "gave"
     return (

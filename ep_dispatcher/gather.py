@@ -1,23 +1,23 @@
-"""What ranks exchange while they make a buffer: through the store, with a time limit, to one outcome for all.
+"""Exchange between ranks that make a buffer: through the store, with a time limit, to one outcome for all.
 
     with Gather(group, timeout_s) as gather:
         configs = gather("configuration", own_config)   # every rank's result in rank order, or one error on every rank
         addresses = gather("memory", create)
 
 **Rounds.** One buffer is made in one round, and each call is a step of it. The first step of a round is open to all
-ranks of the group. The number of the open round is in the store, not counted by the ranks: those that gave up, or never
-called, would count differently. A rank that gives up closes the round, so nobody can join it any more.
+ranks of the group. The store has the number of the open round. The ranks do not count rounds themselves: a rank that
+timed out or never called would count differently. A rank that times out closes the round, and nobody can join it.
 
 **Decisions.** Every step is decided once, by an atomic compare_set of its key: "complete", by the rank that arrives
 last; "late", by the first rank whose limit is over; or "stopped", by a rank that leaves with an error. All ranks read
-the same decision, so no rank has a buffer that another one gave up.
+the same decision, so no rank keeps a buffer that another rank has abandoned.
 
-**Late ranks.** A rank that comes after the others gave up opens a new round, and waits there for its own limit. If the
+**Late ranks.** A rank that arrives after the others timed out opens a new round and waits there for its limit. If the
 others meet it there with their next attempt, they are one buffer ahead of it. Every rank brings its number of attempts
 with this group; where the numbers differ, all ranks raise the same error and continue from the largest number. So
 buffers that do not belong together are never paired, and the next attempt of all ranks works.
 
-**Keys.** The last rank to leave a round deletes its keys. A round that was given up keeps two keys for late ranks; the
+**Keys.** The last rank to leave a round deletes its keys. An abandoned round keeps two keys for late ranks; the
 next complete round deletes them, because by then every rank has left the old one.
 """
 
@@ -44,7 +44,7 @@ from ep_dispatcher.errors import PeerTimeoutError
 
 T = TypeVar("T")
 
-# How much longer than its limit a rank waits: for peers that still have to say whom they wait for, and for the store.
+# Seconds beyond the limit: for peers to report whom they wait for, and for the store to answer.
 GRACE_S = 2.0
 STORE_S = 3.0
 MAX_WAIT_S = 10 * 86400.0  # PyTorch counts a wait in milliseconds, in 32 bits
@@ -93,11 +93,11 @@ def wait_limit(limit_s: float) -> timedelta:
 
 @dataclass
 class _History:
-    """What this process remembers of a group."""
+    """The record of a group in this process."""
 
     prefix: str  # of the group's keys
     attempts: int = 0  # buffers that it made or tried to make
-    leftovers: list[str] = field(default_factory=list)  # keys of rounds that were given up
+    leftovers: list[str] = field(default_factory=list)  # keys of abandoned rounds
 
 
 _histories: WeakKeyDictionary[ProcessGroup, _History] = WeakKeyDictionary()
@@ -128,7 +128,7 @@ def _history_of(group: ProcessGroup) -> _History:
 
 
 def count_attempt(group: ProcessGroup) -> None:
-    """Count a buffer that this rank gave up before it came to the first step, where other ranks may have come to it."""
+    """Count a buffer that this rank abandoned before the first step: other ranks may have reached that step."""
     _history_of(group).attempts += 1
 
 
@@ -149,7 +149,7 @@ class Gather:
         self._left = False  # from then on no thread of this rank may write to the store
 
     def __call__(self, phase: str, produce: Callable[[], T], *, waits_for_peers: bool = False) -> list[T]:
-        """Every rank's result of ``produce``. If it fails on a rank, the same error on every rank.
+        """Return every rank's result of ``produce``. If it fails on a rank, raise the same error on every rank.
 
         A ValueError stays one, any other Exception becomes a RuntimeError with its name. Raises PeerTimeoutError when
         a rank does not arrive. ``waits_for_peers``: so does ``produce``, with the same limit (see PeersLate).
@@ -253,7 +253,7 @@ class Gather:
 
     def _await_decision(self, store: Store, step: int, limit_s: float) -> dict:
         key, late = self._key(step, "decision"), []
-        for wait_s in (limit_s, GRACE_S):  # the second time if all have come, and the last one is about to decide
+        for wait_s in (limit_s, GRACE_S):  # again if all have arrived and the last one is about to decide
             try:
                 store.wait([key], wait_limit(wait_s))
             except RuntimeError:  # too late, or the store is gone: then the next call fails too

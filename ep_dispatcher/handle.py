@@ -1,4 +1,4 @@
-"""What dispatch and combine return."""
+"""The results of dispatch and combine."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What one rank receives; the fields are those of ``Buffer.dispatch``'s result."""
+    """The rows one rank receives; the fields are those of ``Buffer.dispatch``'s result."""
 
     x: Tensor | tuple[Tensor, Tensor]
     topk_weights: Tensor | None

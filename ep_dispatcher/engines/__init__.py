@@ -8,13 +8,13 @@ import torch
 
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received
 
-# Those of this build.
+# The engines of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
 LEAST_CAPABILITY = (9, 0)
 
 
 def cuda_problem() -> str | None:
-    """Why the CUDA engine cannot run in this process; None when it can."""
+    """Return why the CUDA engine cannot run in this process; None if it can."""
     if "cuda" not in ENGINES:
         return "it was not built"
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What an engine has to do. Buffer checks the arguments first, so an engine gets only what is allowed."""
+"""The interface of an engine. Buffer has checked the arguments before it calls one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_dispatcher.topology import Topology
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One buffer, as an engine is made for it."""
+    """The settings of one buffer, checked and the same on all ranks but for rank, limits and num_sms."""
 
     group: ProcessGroup
     topology: Topology

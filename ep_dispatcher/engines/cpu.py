@@ -32,7 +32,7 @@ _LAYOUTS = {"rank": _C_cpu.Layout.rank, "expert": _C_cpu.Layout.expert}
 _COUNTS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
 
 
-_NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
+_NO_ELEMENTS = 64  # the address of an empty tensor: not 0, which stands for None, and never read
 
 
 def _address(t: Tensor | None) -> int:
@@ -45,7 +45,7 @@ def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
 
 
 class _Peers:
-    """What ends the peers' waiting for this rank. It does not hold the engine, whose memory goes when it is dropped."""
+    """Ends the peers' waits for this rank. It holds no reference to the engine, so that dropping that frees it."""
 
     def __init__(self) -> None:
         self.c: _C_cpu.Engine | None = None
@@ -265,8 +265,10 @@ class CpuEngine:
             raise ValueError(checks.bad_entry(entry, self._config.num_experts))
 
     def _tag(self, kind: int) -> int:
-        """Of a message: epoch and kind. Different kinds never meet: gloo would end the process of a receiver of more
-        than it has room for. (Less than that is fine.)"""
+        """Return the tag of a message: epoch and kind. So a message never meets the receive of another kind.
+
+        gloo ends the process if a message is longer than the room of its receive.
+        """
         return ((self._c.epoch & 0x1FFFFFFF) << 2) | kind
 
     @contextmanager
@@ -323,7 +325,7 @@ class CpuEngine:
         return named()
 
     def _end_out_of_step(self, refused: str) -> None:
-        """Ranks of this node are in different operations. Those of other nodes are not told, so all have to end."""
+        """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find that."""
         failure = partial(ValueError, f"{refused}. This leaves the ranks of other nodes behind; destroy() this buffer")
         self._health.end(failure)
         raise failure()

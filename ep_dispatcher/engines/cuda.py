@@ -25,10 +25,10 @@ from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
-_NO_ELEMENTS = 64  # an address that is not 0, which is for None, and never read
+_NO_ELEMENTS = 64  # the address of an empty tensor: not 0, which stands for None, and never read
 _SLICE_OVER = -2  # of wait_for_counts
 
-RAIL_SHARE = 6  # of so many SMs one serves the wire
+RAIL_SHARE = 6  # one SM in six serves the wire
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
 
@@ -38,12 +38,12 @@ def _address(t: Tensor | None) -> int:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """The rows are copied 16 bytes at a time; a view can begin anywhere."""
+    """Return the tensor at an address that is a multiple of 16: kernels copy 16 bytes at a time."""
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _rail_sms(topology: Topology, num_sms: int) -> int:
-    """How many of the SMs serve the wire between nodes."""
+    """Return how many of the SMs serve the wire between nodes."""
     check_cuda_sms(topology, num_sms)
     return 0 if topology.num_nodes == 1 else min(envs.rail_sms() or max(1, num_sms // RAIL_SHARE), num_sms - 1)
 
@@ -59,14 +59,14 @@ class StreamEvent:
         self._engine.join()
 
     def synchronize(self) -> None:
-        """Let the host wait for the operation; raises what went wrong on the device.
+        """Let the host wait for the operation; raise errors found on the device.
 
-        After a ValueError that all ranks ask for before their next operation the buffer is as good as before.
+        After a ValueError the buffer stays usable if all ranks call this before their next operation.
         """
         self._engine.synchronize()
 
     def query(self) -> bool:
-        """Whether the operation is complete."""
+        """Return whether the operation is complete."""
         return self._engine.idle()
 
 
@@ -196,8 +196,10 @@ class CudaEngine:
         return received
 
     def _wait_for_counts(self) -> int:
-        """Rows of the dispatch with the last ticket. Kernels end at their own limit; this one is for a stream in which
-        they cannot start."""
+        """Return the rows of the dispatch with the last ticket.
+
+        Kernels have a limit of their own; the one here is for a stream in which they cannot start.
+        """
         end = time.monotonic() + 2 * self._config.timeout_s + 5
         while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
             self._health.raise_if_ended()
@@ -227,7 +229,7 @@ class CudaEngine:
         return self._compiled.plan_capacity(self._c_config, num_rows)
 
     def counters(self) -> dict[str, list[int]]:
-        """Bytes since the start, per rank of the group, by whose memory; the host waits for the device."""
+        """Return Buffer.counters(). The host waits for the device."""
         self.join()
         return self._read_state(self._state.cpu())[1]
 
@@ -250,10 +252,10 @@ class CudaEngine:
         }
 
     def destroy(self) -> None:
-        """Complete what is under way, raise what it has found, and free.
+        """Wait for all operations, raise their errors, and free.
 
-        In another thread than the one that made the buffer, or while another thread is inside an operation: abort what
-        is under way instead, so that a watchdog can free a rank that hangs.
+        If another thread calls it than the one that made the buffer, or while a thread is inside an operation, abort
+        the operations instead. So a watchdog can free a rank that hangs.
         """
         try:
             if self._thread != threading.get_ident() or self._health.is_busy:
@@ -301,15 +303,18 @@ class CudaEngine:
             current.wait_stream(self._stream)
 
     def _is_captured(self) -> bool:
-        """Whether the stream of the last operation is being captured."""
+        """Return whether the stream of the last operation is being captured."""
         if self._stream is None or self._stream.cuda_stream == 0:  # the default stream cannot be, nor always be asked
             return False
         with torch.cuda.stream(self._stream):
             return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
-        """Wait for the last operation and raise what operations have found. The buffer stays usable if all ranks do so
-        here: an operation completes on a rank only after every rank has begun it, so all are in step."""
+        """Wait for the last operation, and raise errors found by operations.
+
+        The buffer stays usable if all ranks call this here: an operation completes on a rank only after every rank has
+        begun it, so all ranks are in step.
+        """
         self._health.raise_if_ended()
         if self._stream is not None:
             self._wait_or_end(self._stream)
@@ -325,7 +330,7 @@ class CudaEngine:
         self.synchronize()
 
     def _wait_or_end(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream. An interrupt ends the buffer's use: whoever destroys it then does not wait for peers."""
+        """Wait for a stream. An interrupt ends the buffer's use; destroy() then does not wait for peers."""
         try:
             self._wait(stream)
         except BaseException as error:
@@ -338,7 +343,7 @@ class CudaEngine:
 
     @staticmethod
     def _wait(stream: torch.cuda.Stream) -> None:
-        """Wait for a stream. Python's signal handlers run meanwhile, as they do not in ``stream.synchronize()``."""
+        """Wait for a stream. Python's signal handlers run meanwhile; in ``stream.synchronize()`` they would not."""
         begin = time.monotonic()
         while not stream.query():
             waited = time.monotonic() - begin
@@ -346,7 +351,7 @@ class CudaEngine:
                 time.sleep(min(waited / 10, SLICE_S))
 
     def _hand_over(self, outputs: Received | Combined) -> None:
-        """Memory that another stream than its own uses must not be given away before that stream is through."""
+        """Keep outputs of the buffer's own stream from being reused before the caller's stream is done with them."""
         if self._caller is not None:
             for t in outputs:
                 if t is not None:
@@ -369,7 +374,7 @@ class CudaEngine:
             with self._health.operation(name), torch.cuda.device(self._device):
                 stream = torch.cuda.current_stream()
                 if self._stream is None or stream != self._stream:  # a stream is never unequal to None
-                    # A graph cannot wait for what comes before it, but for streams that are captured with it.
+                    # A graph cannot wait for earlier work, only for streams that are captured with it.
                     if not torch.cuda.is_current_stream_capturing() or self._is_captured():
                         self.join()
                     self._stream = stream

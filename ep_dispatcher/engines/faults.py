@@ -1,4 +1,4 @@
-"""Who is late? A rank that waits in vain says for whom; the chain of answers ends at the ranks that say nothing."""
+"""Find the late ranks: each rank that waited in vain reports for whom, and the chain ends at ranks without a report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
-# How long a rank that has given up listens to the others, who may give up a little later.
+# Seconds in which a rank that timed out reads the reports of others: they may time out a little later.
 GRACE_S = 2.0
 
 
 class Chain(NamedTuple):
-    """The end of the chain of those who wait."""
+    """The end of the chain of waiting ranks."""
 
-    late_ranks: list[int]  # ascending; this rank itself, when the others have given up waiting for it alone
-    reason: str = ""  # what more is known, in words
+    late_ranks: list[int]  # ascending; this rank alone, if the others timed out waiting for it
+    reason: str = ""  # what else is known, in words
 
 
 def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[int]:
-    """``follow_chain`` for who knows no more than for whom this rank has waited."""
+    """``follow_chain`` where only the ranks waited for are known."""
     return follow_chain(store, rank, waited_for).late_ranks
 
 
@@ -36,17 +36,17 @@ def follow_chain(
     epoch: int = 0,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Chain:
-    """Leave word that ``rank`` waits for ``waited_for``, and follow the others' words to the end of the chain.
+    """Report that ``rank`` waits for ``waited_for``, and follow the reports of others to the end of the chain.
 
-    ``gone``: those of ``waited_for`` that are known to have left, and will say nothing. ``operation``, ``epoch``: what
-    this rank is in. A buffer gives up only once, so one word per rank is enough. Listens for ``GRACE_S``, or until no
-    further word can change the answer, or ``is_stopped()``. Without the store (its host may be the rank that died, or
-    that hangs) the answer is ``waited_for``.
+    ``gone``: those of ``waited_for`` that are known to have left, and will report nothing. ``operation``, ``epoch``:
+    where this rank is. A buffer times out only once, so one report per rank is enough. Reads reports for ``GRACE_S``,
+    or until no further one can change the answer, or ``is_stopped()``. Without the store (its host may be the rank that
+    died or hangs) the answer is ``waited_for``.
     """
     waits = sorted(waited_for)
     word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # as JSON has it
     answer = [_judge(rank, {rank: word}, waits)[0]]
-    # In a thread of its own, because a call to a store whose host hangs never comes back.
+    # In a thread of its own: a call to a store whose host hangs never returns.
     asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
     asking.start()
     end = time.monotonic() + GRACE_S + 1
@@ -84,7 +84,7 @@ def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) 
 
 
 def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:
-    """Who is late by these words and these silent ranks, and whether no further word can change that."""
+    """Return the chain's end by these reports and silent ranks, and whether no further report can change it."""
     gone = {peer for word in words.values() for peer in word["gone"]}
     if silent:
         left = sorted(gone.intersection(silent))

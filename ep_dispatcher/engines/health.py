@@ -1,4 +1,4 @@
-"""Health of an engine: who is inside an operation, what ended the buffer's use, and how destroy() gets in between."""
+"""Health of an engine: the operation under way, the end of the buffer's use, and destroy() during an operation."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ class Health:
 
     @property
     def ended(self) -> bool:
-        """Whether the buffer can only be destroyed, or is."""
+        """Return whether the buffer can only be destroyed, or is."""
         return self._stopped or self._failure is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread is inside an operation."""
+        """Return whether a thread is inside an operation."""
         return self._inside is not None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the buffer is destroyed, or about to be."""
+        """Return whether the buffer is destroyed, or about to be."""
         return self._stopped
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a forked child of the one that made the buffer."""
+        """Return whether this process is a forked child of the one that made the buffer."""
         return os.getpid() != self._pid
 
     def raise_if_ended(self) -> None:
@@ -84,7 +84,7 @@ class Health:
 
     @contextmanager
     def operation(self, name: str) -> Iterator[Operation]:
-        """Be inside an operation, alone. An exception ends the buffer's use."""
+        """Run one operation, and no other meanwhile. An exception ends the buffer's use."""
         operation, entered = Operation(name), False
         try:
             self._enter(operation)

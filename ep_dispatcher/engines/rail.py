@@ -25,7 +25,7 @@ _rails: weakref.WeakSet[Rail] = weakref.WeakSet()
 
 
 class RailLate(Exception):
-    """A message of ``rank`` did not come, or could not be delivered, in time."""
+    """A message of ``rank`` did not arrive, or could not be delivered, in time."""
 
     def __init__(self, phase: str, rank: int):
         super().__init__(phase, rank)
@@ -93,7 +93,7 @@ class Rail:
             raise RailLate(phase, self.ranks[node]) from error
 
     def wait(self, message: Message | None) -> None:
-        """Until the message has arrived, or RailLate at the deadline. Signal handlers run, and may raise."""
+        """Wait until the message has arrived; RailLate at the deadline. Signal handlers run, and may raise."""
         if message is None:
             return
         spin_end = time.monotonic() + _SPIN_S
@@ -104,10 +104,10 @@ class Rail:
         self._finish(message, is_near=begun)
 
     def flush(self) -> None:
-        """Until everything sent has left. All receives are complete by then.
+        """Wait until everything sent has left. All receives must be complete.
 
-        So every peer has begun to receive what is sent to it, for it does so before it sends. Small messages have left
-        already, or are about to. Large ones still need the peer and the network.
+        A peer begins to receive before it sends, so every peer has begun to receive. Small messages have left, or are
+        about to. Large ones still need the peer and the network.
         """
         for message in [*self._sends]:
             self._finish(message, is_near=message.memory is not None and message.memory.nbytes <= _ROOM)

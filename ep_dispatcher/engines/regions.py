@@ -59,7 +59,7 @@ class PeerRegions:
 
 
 class NvshmemRegions:
-    """As PeerRegions; ``addresses`` is 0 for ranks of other nodes.
+    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes.
 
     NVSHMEM is started once per process, for the ranks of the first buffer, or joined where somebody else has started
     it; later buffers are for the same ranks. Its heap gives memory only to all ranks together, and takes it back
@@ -144,7 +144,7 @@ class NvshmemRegions:
                 raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
 
     def free(self, is_sound: bool) -> None:
-        """Keep the memory for the next buffer. After an error nobody knows what is still on its way to it."""
+        """Keep the memory for the next buffer, but not after an error: stores may still be on their way to it."""
         region, self._region = self._region, None
         self.__dict__.pop("memory", None)
         if region is not None and is_sound:
@@ -184,7 +184,7 @@ class NvshmemRegions:
         return result
 
 
-# What this process has of NVSHMEM.
+# The state of NVSHMEM in this process.
 _process = SimpleNamespace(
     has_joined=False,  # the module here uses it
     kept=[],  # memory of destroyed buffers

@@ -107,7 +107,7 @@ class Renumbered(OwnKeys):
 def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, timeout_s: float) -> _SymmetricMemory:
     """Collective: the memory of all ranks. ``store`` is theirs alone, ``name`` used once.
 
-    Raises PeersLate when a rank does not come within ``timeout_s``.
+    Raises PeersLate when a rank does not arrive within ``timeout_s``.
     """
     started, store = time.monotonic(), Renumbered(store, timeout_s)
     group = dist.ProcessGroup(store, topology.rank, topology.num_ranks)

@@ -39,7 +39,7 @@ class Trace:
 
 
 def trace_of(rank: int) -> Trace | None:
-    """What writes a buffer's lines, or None where nobody asks for them."""
+    """Return the writer of a buffer's lines; None unless EP_DISPATCHER_TRACE is 1."""
     return Trace(rank) if envs.trace() else None
 
 

@@ -1,7 +1,7 @@
 """A thread that waits for gloo in its owner's place.
 
 gloo cannot be asked whether a message has arrived, and a wait that times out closes the group's connections. So the
-owner's thread would run no signal handler, and hear nothing from other threads, until the message arrives. Here it
+owner's thread would run no signal handler, and see no request of other threads, until the message arrives. Here it
 waits for a lock instead, from which both get it out. That costs some tens of microseconds, so only long waits do it.
 """
 
@@ -38,7 +38,7 @@ class Message:
         self._done.release()
 
     def done(self, timeout_s: float) -> bool:
-        """Whether ``complete`` has returned, in another thread, within the time. Signal handlers run meanwhile."""
+        """Return whether ``complete`` returned in another thread within the time. Signal handlers run meanwhile."""
         done = self._done.acquire(timeout=timeout_s)
         if done:
             self._done.release()
@@ -61,7 +61,7 @@ class Waiter:
         self._messages.put(message)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, whose messages must not come any more: their connections are closed."""
+        """End the thread. The connections of its messages must be closed."""
         self._messages.put(None)
         self._thread.join(timeout_s)
 
