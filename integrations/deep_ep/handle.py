@@ -9,6 +9,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
+from ep_dispatcher.integrations.deep_ep.refuse import refuse
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
@@ -86,15 +87,8 @@ class Plans:
         return buffer.combine(y, handle, topk_weights=topk_weights)
 
     def check_weights(self, topk_weights: Tensor) -> None:
-        """Refuse weights that the engine would leave out of the sum, those of experts on other ranks.
-
-        NotImplementedError; on a GPU, where no host waits, a device-side assert.
-        """
-        refused = (topk_weights.ne(0) & self._is_elsewhere).any()
-        if topk_weights.is_cuda:
-            torch._assert_async(~refused, _OTHER_WEIGHTS)
-        elif refused:
-            raise NotImplementedError(_OTHER_WEIGHTS)
+        """Refuse weights that the engine would leave out of the sum, those of experts on other ranks."""
+        refuse((topk_weights.ne(0) & self._is_elsewhere).any(), NotImplementedError(_OTHER_WEIGHTS))
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
         """Whether a combine of rows of this kind can bring so many weights a row back beside them."""

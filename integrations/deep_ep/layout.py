@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
+from ep_dispatcher.integrations.deep_ep.refuse import refuse
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -59,17 +60,14 @@ def remember(is_token_in_rank: Tensor, topk_idx: Tensor) -> None:
 
 
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
-    """Refuse an ``is_token_in_rank`` that is not the one of ``topk_idx``: ValueError, on a GPU a device-side assert.
+    """Refuse an ``is_token_in_rank`` that is not the one of ``topk_idx``.
 
     On a GPU the layout of these very tensors by get_dispatch_layout is trusted, and another one is counted again.
     """
-    on_cpu, counted_from = topk_idx.device.type == "cpu", getattr(is_token_in_rank, "counted_from", None)
-    if not on_cpu and counted_from is not None and counted_from() is topk_idx:
+    counted_from = getattr(is_token_in_rank, "counted_from", None)
+    if topk_idx.is_cuda and counted_from is not None and counted_from() is topk_idx:
         return
     *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
-    same = (expected == is_token_in_rank).all()
     allowed = "what get_dispatch_layout gives for it"
-    if not on_cpu:
-        torch._assert_async(same, f"is_token_in_rank: another routing than topk_idx, allowed: {allowed}")
-    elif not same:
-        checks.fail("is_token_in_rank", "another routing than topk_idx", allowed)
+    mistake = checks.mistake("is_token_in_rank", "another routing than topk_idx", allowed)
+    refuse((expected != is_token_in_rank).any(), ValueError(mistake))

@@ -20,6 +20,7 @@ from ep_dispatcher.integrations.deep_ep import float8
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import EventOverlap
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
+from ep_dispatcher.integrations.deep_ep.refuse import refuse
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 
 MAX_SOURCES = 2**24  # tokens of all ranks together: their numbers travel as float32
@@ -27,24 +28,39 @@ MAX_SOURCES = 2**24  # tokens of all ranks together: their numbers travel as flo
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Where the received rows lie; made by dispatch, read by combine. ``rows`` counts them, unused ones included."""
+    """Where the received rows lie, and where they come back; made by dispatch, read by combine.
+
+    ``rows`` counts the received rows, unused ones included.
+    """
 
     num_local_experts: int
     slots_per_expert: int  # num_ranks * num_max_dispatch_tokens_per_rank
-    num_tokens: int  # that this rank brought
-    num_topk: int
     slot: Tensor  # int64 [rows] place in the packed tensor; the one behind its end for unused rows
     source_rank: Tensor  # int64 [rows, 1] -1 for unused rows
+    topk_idx: Tensor  # int64 [num_tokens, num_topk] of the tokens that this rank brought; a copy
+    row_back: Tensor  # int64 [num_tokens, num_topk] the place of (token, k) among the rows that come back
 
     @property
     def num_slots(self) -> int:
         return self.num_local_experts * self.slots_per_expert
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.slot, self.source_rank, self.topk_idx, self.row_back
 
     def pack(self, rows: Tensor) -> Tensor:
         """[rows, n] -> [num_local_experts, slots, n]; slots behind an expert's rows are not written."""
         packed = rows.new_empty(self.num_slots + 1, rows.shape[1])
         packed.view(torch.int32).index_copy_(0, self.slot, rows.view(torch.int32))  # float8 has no index_copy_
         return packed[:-1].view(self.num_local_experts, self.slots_per_expert, rows.shape[1])
+
+    def rows_back(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of the rows of choices that may stand in other columns, or be left out: ([num_tokens, k], bool)."""
+        same = (topk_idx[:, :, None] == self.topk_idx[:, None, :]) & (topk_idx >= 0)[:, :, None]
+        chosen = same.any(2)
+        allowed = "experts that the token was dispatched to, or -1"
+        mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
+        refuse((chosen != (topk_idx >= 0)).any(), ValueError(mistake))
+        return (same * self.row_back[:, None, :]).sum(2), chosen
 
     def unpack(self, packed: Tensor) -> Tensor:
         """[num_local_experts, slots, n] -> [rows, n]; unused rows are any."""
@@ -117,7 +133,9 @@ class LowLatency:
                 max_recv_rows=num_ranks * most * min(num_topk, num_local),
             )
             counts = out.tokens_per_expert
-            packed, src_info, ranges = _place(out.topk_weights.long(), counts, num_ranks, most, num_tokens, num_topk)
+            slot, source_rank, src_info, ranges = _place(out.topk_weights.long(), counts, num_ranks, most)
+            chosen = topk_idx.long().clone()
+            packed = Packed(num_local, num_ranks * most, slot, source_rank, chosen, _rows_back(chosen, num_experts))
             if use_fp8:
                 scales = packed.pack(out.x[1])
                 scales = float8.column_major(float8.packed_exponents(scales) if use_ue8m0 else scales)
@@ -129,8 +147,7 @@ class LowLatency:
                 stats += recv_count
             handle = LowLatencyHandle((src_info, ranges, most, hidden, num_experts))
             handle.packed = packed
-            kept = (packed.slot, packed.source_rank)
-            operation.hand_over(*(recv_x if use_fp8 else (recv_x,)), recv_count, src_info, ranges, *kept)
+            operation.hand_over(*(recv_x if use_fp8 else (recv_x,)), recv_count, src_info, ranges, *packed.tensors())
         return recv_x, recv_count, handle, operation.event, _received if return_recv_hook else None
 
     def low_latency_combine(
@@ -152,7 +169,8 @@ class LowLatency:
 
         x             bfloat16, shaped as recv_x of the dispatch; with zero_copy the rows are in
                       get_next_low_latency_combine_buffer(handle) instead, and x is not read
-        topk_idx      of the dispatch; topk_weights float32 of the same shape, not read where topk_idx is -1
+        topk_idx      int64 [num_tokens, num_topk]: of the dispatch, or with -1 for choices to leave out
+        topk_weights  float32 of the same shape; not used where topk_idx is -1
         use_logfmt    accepted: rows travel as bfloat16 all the same, so the result is nearer to the exact one
         out           bfloat16 [num_tokens, hidden], which becomes combined_x
 
@@ -165,7 +183,7 @@ class LowLatency:
             checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
         if use_logfmt:
             say_once("use_logfmt: accepted; rows travel as bfloat16")
-        packed, (_, _, most, hidden, num_experts) = handle.packed, handle
+        packed, (_, _, most, hidden, _) = handle.packed, handle
         if zero_copy:
             if handle.combine_buffer is None:
                 checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
@@ -173,19 +191,19 @@ class LowLatency:
         device = x.device.type
         shape = (packed.num_local_experts, packed.slots_per_expert, hidden)
         checks.tensor("x", x, (torch.bfloat16,), shape, device)
-        choices = (packed.num_tokens, packed.num_topk)
-        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), choices, device)
-        checks.tensor("topk_weights", topk_weights, (torch.float32,), choices, device)
+        num_tokens, num_topk = packed.topk_idx.shape
+        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), device)
+        checks.tensor("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape), device)
         if out is not None:
-            checks.tensor("out", out, (torch.bfloat16,), (packed.num_tokens, hidden), device)
+            checks.tensor("out", out, (torch.bfloat16,), (num_tokens, hidden), device)
         rows_per_rank = packed.slot.numel()
         sized = pool.sized(Key(Kind(hidden, torch.bfloat16), self.group_size, 1), rows_per_rank)
-        inputs = (x, topk_idx, topk_weights, out, packed.slot, packed.source_rank)
+        inputs = (x, topk_idx, topk_weights, out, *packed.tensors())
         with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
             returned = sized.buffer.dispatch(
-                packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=max(1, most * packed.num_topk)
+                packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=most * num_topk
             )
-            combined = _weighted_sum(returned.x, topk_idx.long(), topk_weights, num_experts)
+            combined = _weighted_sum(returned.x, *packed.rows_back(topk_idx), topk_weights)
             out = combined if out is None else out.copy_(combined)
             operation.hand_over(out)
         return out, operation.event, _received if return_recv_hook else None
@@ -261,10 +279,8 @@ def _refuse_wait_stats(name: str, value: Tensor | None) -> None:
         raise NotImplementedError(f"{name}: the engine does not measure how long it waits for each rank")
 
 
-def _place(
-    source: Tensor, counts: Tensor, num_ranks: int, most: int, num_tokens: int, num_topk: int
-) -> tuple[Packed, Tensor, Tensor]:
-    """The places of received rows, and what a handle says of them: (packed, src_info, layout_range).
+def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The places of received rows, and what a handle says of them: (slot, source_rank, src_info, layout_range).
 
     source: int64 [rows] rank * most + token, of rows in expert layout; counts: int64 [num_local_experts]
     """
@@ -280,24 +296,22 @@ def _place(
     per_source = source.new_zeros(num_local * num_ranks + 1).scatter_add_(0, pair, torch.ones_like(pair))
     per_source = per_source[:-1].view(num_local, num_ranks)
     ranges = (per_source.cumsum(1) - per_source) << 32 | per_source
-    packed = Packed(num_local, slots, num_tokens, num_topk, slot, source_rank[:, None])
-    return packed, src_info[:-1].view(num_local, slots), ranges
+    return slot, source_rank[:, None], src_info[:-1].view(num_local, slots), ranges
 
 
-def _weighted_sum(rows: Tensor, topk_idx: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-    """bfloat16 [num_tokens, hidden]: sum over k of weights[:, k] * row of (token, k), in float32.
+def _rows_back(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """int64 [num_tokens, num_topk]: the place of each choice's row among those that come back, by (expert, token)."""
+    num_tokens = topk_idx.shape[0]
+    token = torch.arange(num_tokens, device=topk_idx.device)[:, None]
+    order = (topk_idx.where(topk_idx >= 0, num_experts) * num_tokens + token).flatten().argsort()
+    place = torch.arange(order.numel(), device=topk_idx.device)
+    return torch.empty_like(order).scatter_(0, order, place).view_as(topk_idx)
 
-    rows: those of this rank's choices by (expert, token), as ranks and their experts send them back.
-    """
-    num_tokens, num_topk = topk_idx.shape
-    chosen = topk_idx >= 0
-    token = torch.arange(num_tokens, device=rows.device)[:, None]
-    by_expert = topk_idx.where(chosen, num_experts) * num_tokens + token
-    order = by_expert.flatten().argsort()
-    row_of = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=rows.device))
-    row_of = row_of.view(num_tokens, num_topk)
-    total = rows.new_zeros(num_tokens, rows.shape[1], dtype=torch.float32)
-    for k in range(num_topk):
+
+def _weighted_sum(rows: Tensor, row_of: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """bfloat16 [num_tokens, hidden]: sum over k of weights[:, k] * rows[row_of[:, k]] where chosen, in float32."""
+    total = rows.new_zeros(row_of.shape[0], rows.shape[1], dtype=torch.float32)
+    for k in range(row_of.shape[1]):
         product = rows.index_select(0, row_of[:, k]).float() * weights[:, k, None]
         total += product.where(chosen[:, k, None], 0.0)
     return total.to(torch.bfloat16)
