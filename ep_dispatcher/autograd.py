@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, overload
 
 import torch
 from torch import SymInt, Tensor
@@ -343,6 +343,14 @@ def dispatch(
         anchor = out.x.anchor  # type: ignore[union-attr]  # quantised rows are QuantizedRows
         out = replace(out, x=QuantizedRows(_Float8Rows.apply(rows, scales, anchor), scales, anchor))
     return out
+
+
+@overload
+def combine(buffer: Buffer, y: Tensor, handle: Handle, *, topk_weights: None = None) -> Tensor: ...
+
+
+@overload
+def combine(buffer: Buffer, y: Tensor, handle: Handle, *, topk_weights: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def combine(

@@ -353,8 +353,8 @@ class Buffer:
             checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), per_choice, device)
             plan, num_rows = None, -1 if max_recv_rows is None else max_recv_rows
         else:
-            self._check_handle(handle)
-            self._check_reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
+            checks.handle(handle, self.id)
+            checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
         received = launch(
@@ -389,7 +389,7 @@ class Buffer:
     ) -> CombineOutput:
         """Check the arguments, launch (through autograd.combine_op where gradients are wanted), name the outputs."""
         config, device = self._config, self._live_engine().device
-        self._check_handle(handle)
+        checks.handle(handle, self.id)
         checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
         if topk_weights is not None:
             shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
@@ -397,33 +397,6 @@ class Buffer:
         combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
         weights = None if topk_weights is None else combined.topk_weights
         return CombineOutput(combined.x, weights, self._live_engine().event())
-
-    def _check_handle(self, handle: Handle) -> None:
-        if not isinstance(handle, Handle):
-            checks.fail("handle", type(handle).__name__, "the Handle of a dispatch on this buffer")
-        if handle.buffer_id != self.id:
-            checks.fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({self.id})")
-
-    def _check_reuse(
-        self,
-        handle: Handle,
-        num_tokens: int,
-        topk_idx: Tensor | None,
-        layout: str,
-        expert_alignment: int,
-        max_recv_rows: int | None,
-    ) -> None:
-        if topk_idx is not None:
-            checks.fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
-        if num_tokens != handle.num_tokens:
-            checks.fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows of the dispatch that made the handle")
-        # An argument at its default is ignored; any other value must agree with the handle.
-        if layout not in ("expert", handle.layout):
-            checks.fail("layout", repr(layout), f"the handle's {handle.layout!r}")
-        if expert_alignment not in (1, handle.expert_alignment):
-            checks.fail("expert_alignment", expert_alignment, f"the handle's {handle.expert_alignment}")
-        if max_recv_rows not in (None, handle.num_rows):
-            checks.fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
     def _launch_dispatch(self, request: DispatchRequest) -> Received:
         with self._noted():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.float8 import BLOCK
+from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("expert", "rank")
@@ -153,6 +154,34 @@ def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: in
             fail("quantize", repr(quantize), f"it with bfloat16 rows and hidden a multiple of {BLOCK}")
     if x.shape[0] > max_tokens:
         fail("x", f"{x.shape[0]} rows", f"at most max_tokens_per_rank = {max_tokens}")
+
+
+def handle(handle: Handle, buffer_id: str) -> None:
+    if not isinstance(handle, Handle):
+        fail("handle", type(handle).__name__, "the Handle of a dispatch on this buffer")
+    if handle.buffer_id != buffer_id:
+        fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({buffer_id})")
+
+
+def reuse(
+    handle: Handle,
+    num_tokens: int,
+    topk_idx: Tensor | None,
+    layout: str,
+    expert_alignment: int,
+    max_recv_rows: int | None,
+) -> None:
+    """Refuse arguments of a dispatch with a handle that do not agree with it; one at its default is ignored."""
+    if topk_idx is not None:
+        fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
+    if num_tokens != handle.num_tokens:
+        fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows of the dispatch that made the handle")
+    if layout not in ("expert", handle.layout):
+        fail("layout", repr(layout), f"the handle's {handle.layout!r}")
+    if expert_alignment not in (1, handle.expert_alignment):
+        fail("expert_alignment", expert_alignment, f"the handle's {handle.expert_alignment}")
+    if max_recv_rows not in (None, handle.num_rows):
+        fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
 
 def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> str:
