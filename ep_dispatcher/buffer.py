@@ -283,6 +283,15 @@ class Buffer:
             _buffers.pop(self.id, None)
             engine.destroy()
 
+    def __repr__(self) -> str:
+        config, topology = self._config, self._config.topology
+        nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
+        sizes = ", ".join(
+            f"{name}={getattr(config, name)}" for name in ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
+        )
+        state = self._engine.summary if self._engine is not None else "destroyed"
+        return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={config.dtype}, {state})"
+
     def __copy__(self) -> Buffer:
         """Return this buffer itself: a connection has no copy."""
         return self

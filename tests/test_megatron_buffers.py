@@ -1,7 +1,9 @@
 """The buffers of a Megatron job: shared between layers, sized, grown; and the budget of rows of an expert rank."""
 
+import contextlib
 import dataclasses
 import gc
+import io
 import logging
 import sys
 import time
@@ -83,6 +85,34 @@ def share(rank: int) -> None:
 
 def test_layers_share_a_buffer():
     run(share)
+
+
+def announce(rank: int) -> None:
+    from ep_dispatcher.integrations.megatron import buffers
+
+    use_layout(Layout(ep=2))
+    buffers._has_announced = False
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        forward(make_layer(make_config()), rank, 12)
+        forward(make_layer(make_config(moe_router_topk=3)), rank, 12)
+    assert len(living()) == 2
+    if rank != 0:
+        assert said.getvalue() == ""
+        return
+    (line,) = said.getvalue().splitlines()
+    first = living()[0]
+    assert repr(first) in line and first._engine.summary in line
+    config = first._config
+    assert f"rank 0 of 1 node x 2, hidden={HIDDEN}, num_experts={EXPERTS}, num_topk={config.num_topk}" in line
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=config.num_topk, max_tokens_per_rank=24)
+    memory = ep.buffer_bytes(num_ranks=2, dtype=torch.float32, engine=first.engine, **sizes)
+    assert "max_tokens_per_rank=24" in line and line.endswith(f", {memory.total / 2**20:.1f} MiB a rank")
+    assert f"ep_dispatcher {ep.__version__} carries the tokens of megatron-core" in line
+
+
+def test_one_line_says_what_carries_the_tokens():
+    run(announce)
 
 
 def destroy_one_that_complains(rank: int) -> None:

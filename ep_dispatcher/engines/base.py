@@ -110,6 +110,7 @@ class Combined(NamedTuple):
 
 class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
+    summary: str  # for people: what it is, and what it sends through
 
     def dispatch(self, request: DispatchRequest) -> Received: ...
 

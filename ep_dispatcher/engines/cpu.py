@@ -85,6 +85,7 @@ class CpuEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
         c.spin_us = envs.spin_us()
+        self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
         self._trace = trace_of(topology.rank)
         self._peers = _Peers()
         self._health = Health(self._peers.tell)

@@ -135,6 +135,9 @@ class CudaEngine:
                 self.__dict__.pop(name, None)
             self.__dict__.pop("_regions").abandon()
             raise
+        self.summary = f"CUDA engine, {self._num_sms} multiprocessors"
+        if topology.num_nodes > 1:
+            self.summary += f", {rail_blocks[topology.rank]} of them for the {self._regions.wire} wire between nodes"
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
         trace = trace_of(topology.rank)

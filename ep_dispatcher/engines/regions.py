@@ -26,6 +26,7 @@ T = TypeVar("T")
 class PeerRegions:
     """``memory``: uint8 [num_bytes] of this rank; ``addresses``: of every rank's region, as this rank reaches it."""
 
+    wire = "peer"
     compiled = _C_cuda
     allocates_together = False  # whether `allocate` waits for the other ranks
 
@@ -66,6 +67,7 @@ class NvshmemRegions:
     likewise. So memory of a destroyed buffer is kept for the next one of the same size.
     """
 
+    wire = "NVSHMEM"
     allocates_together = True
 
     def __init__(self, config: EngineConfig):

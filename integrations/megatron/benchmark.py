@@ -104,7 +104,7 @@ def dispatchers(
         from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
         let_megatron_run_on_cpu()
-    registered = plugin._active is not None
+    registered = plugin.active() is not None
     register()
     alone, _ = dist.new_subgroups(group_size=1, group=group)
     try:

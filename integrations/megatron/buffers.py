@@ -46,6 +46,7 @@ class _Shared:
 
 _shared: dict[tuple, _Shared] = {}
 _has_warned = False
+_has_announced = False
 
 
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
@@ -103,6 +104,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
         buffer.router_topk = config.moe_router_topk
         shared.buffers.append(buffer)
+        _announce(buffer)
     return shared.buffers[-1]
 
 
@@ -140,6 +142,35 @@ def _warn_of_a_guess(num_tokens: int) -> None:
             "EP_DISPATCHER_MAX_TOKENS_PER_RANK, or use variable_seq_lengths where lengths vary.",
             num_tokens,
         )
+
+
+def _announce(buffer: ep.Buffer) -> None:
+    """Print one line about the first buffer of the job, on its first rank."""
+    global _has_announced
+    if _has_announced or dist.get_rank() != 0:
+        return
+    _has_announced = True
+    import megatron.core
+
+    registration, config = plugin.active(), buffer._config
+    replaced = 0 if registration is None else len(registration.replaced)
+    memory = ep.buffer_bytes(
+        num_ranks=config.topology.num_ranks,
+        ranks_per_node=config.topology.ranks_per_node,
+        hidden=config.hidden,
+        num_experts=config.num_experts,
+        num_topk=config.num_topk,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        dtype=config.dtype,
+        num_sms=config.num_sms,
+        engine=buffer.engine,
+    )
+    print(
+        f"ep_dispatcher {ep.__version__} carries the tokens of megatron-core {megatron.core.__version__} "
+        f"(replaced there: {replaced} functions and fields). First buffer: {buffer}, "
+        f"{memory.total / 2**20:.1f} MiB a rank",
+        flush=True,
+    )
 
 
 def _forget_destroyed_groups() -> None:

@@ -65,6 +65,11 @@ def is_ours(config) -> bool:
     return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
 
 
+def active() -> Registration | None:
+    """What register() did, until unregister()."""
+    return _active
+
+
 def registered_size() -> int | None:
     """The tokens per rank that register() was given for the buffers."""
     return None if _active is None else _active.max_tokens_per_rank
