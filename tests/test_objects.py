@@ -96,3 +96,16 @@ def test_outputs_and_handles_print_their_shapes_alone(pools):
     text, rows = seen["DispatchOutput, expert, e4m3_1x128"]
     assert f"x=(float8_e4m3fn[{rows}, 128], float32[{rows}, 1])" in text and "topk_idx=None" in text
     assert "topk_weights=None, event=CompletedEvent()" in seen["CombineOutput, expert, None"][0]
+
+
+def printed_buffers(rank: int) -> list[str]:
+    with make_buffer(ranks_per_node=1) as buffer:
+        living = repr(buffer)
+    return [living, repr(buffer)]
+
+
+def test_a_buffer_prints_its_sizes_and_what_carries_it(pools):
+    for rank, (living, destroyed) in enumerate(pools(2).run(printed_buffers)):
+        start = f"Buffer(rank {rank} of 2 nodes x 1, hidden={HIDDEN}, num_experts={NUM_EXPERTS}, num_topk={NUM_TOPK}, "
+        assert living.startswith(start) and living.endswith(", CPU engine, shared memory, gloo between nodes)")
+        assert destroyed.startswith(start) and destroyed.endswith(", destroyed)")
