@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -183,20 +185,26 @@ class Buffer(LowLatency):
                     checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
                 recv_x = rows.restore(_plans(handle).dispatch(rows))
                 operation.hand_over(*_flat(recv_x))
-                received = (recv_x, None, None, None, None)
+                received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
                 pool.num_sms = Buffer._chosen_sms
-                routing = Routing(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, topk_idx, topk_weights)
-                received = dispatch(
+                routing = Routing(  # its check refuses None
+                    cast(Tensor, num_tokens_per_rank),
+                    cast(Tensor, num_tokens_per_expert),
+                    cast(Tensor, is_token_in_rank),
+                    topk_idx,
+                    topk_weights,
+                )
+                made = received = dispatch(
                     pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
                 )
-                operation.hand_over(*_flat(received.x), *received[1:3], *received.handle.tensors())
+                operation.hand_over(*_flat(made.x), *made[1:3], *made.handle.tensors())
         return *received, operation.event
 
     def combine(
         self,
         x: Tensor,
-        handle: tuple,
+        handle: tuple | list,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -310,7 +318,7 @@ class Buffer(LowLatency):
             say_once("config: accepted, and without effect; Buffer.set_num_sms and EP_DISPATCHER_NUM_SMS have one")
 
 
-def _plans(handle: tuple) -> Plans:
+def _plans(handle: tuple | list) -> Plans:
     if not isinstance(handle, DispatchHandle):
         checks.fail("handle", type(handle).__name__, "the handle that a dispatch has returned, as it is")
     return handle.plans

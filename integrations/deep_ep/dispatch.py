@@ -53,7 +53,7 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
     routing.check(rows, num_ranks)
     if num_worst_tokens and not by_topk:
         checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
-    if by_topk:
+    if routing.topk_idx is not None:
         idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
     else:
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
@@ -96,5 +96,6 @@ def _counts(
     if by_topk:
         return out.rows_per_expert.tolist()
     num_ranks = pool.group.size()
+    assert everyone is not None  # without topk_idx
     mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[pool.group.rank()]
     return [-(-count // expert_alignment) * expert_alignment for count in mine.tolist()]

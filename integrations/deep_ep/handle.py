@@ -32,7 +32,7 @@ class Unavailable:
 
     __getitem__ = __setitem__ = __len__ = __iter__ = __int__ = __index__ = __array__ = _refuse
     __add__ = __sub__ = __eq__ = __lt__ = __gt__ = _refuse
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # no hash, as of other classes with an __eq__ of their own
 
     def __getattr__(self, name: str):
         self._refuse()
@@ -59,6 +59,7 @@ class Plans:
         num_worst_tokens: int,
     ):
         handle = out.handle
+        assert out.topk_idx is not None  # in rank layout
         self.pool = pool
         self.is_token_in_rank = is_token_in_rank
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
@@ -117,7 +118,7 @@ class DispatchHandle(tuple):
     @classmethod
     def make(cls, plans: Plans, prefix: Tensor | None, src_idx: Tensor | None) -> DispatchHandle:
         if plans.pool.group.size() <= NVL_PEERS:
-            items = (
+            items: tuple[object, ...] = (
                 Unavailable("rank_prefix_matrix", _EXACT) if prefix is None else prefix,
                 Unavailable("channel_prefix_matrix", _QUEUES),
                 Unavailable("recv_channel_prefix_matrix", _QUEUES),
@@ -145,4 +146,5 @@ def sources(plans: Plans) -> Tensor:
     """Token on its source rank of every received row, int32 [num_recv_tokens]; by one exchange of 16 bytes a row."""
     token = torch.arange(plans.num_tokens, dtype=torch.float32, device=plans.is_token_in_rank.device)
     received = plans.dispatch(Rows(token[:, None].repeat(1, 4)))
+    assert isinstance(received, Tensor)  # as what was sent
     return received[:, 0].int()

@@ -56,7 +56,7 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
 
 def remember(is_token_in_rank: Tensor, topk_idx: Tensor) -> None:
     """Note on a layout which routing it was counted from, so that a dispatch need not count again to check it."""
-    is_token_in_rank.counted_from = ref(topk_idx)
+    is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # an attribute of our own
 
 
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep import float8
 from ep_dispatcher.integrations.deep_ep.config import say_once
-from ep_dispatcher.integrations.deep_ep.events import EventOverlap
+from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.refuse import refuse
 from ep_dispatcher.integrations.deep_ep.rows import Kind
@@ -75,7 +75,13 @@ class LowLatencyHandle(tuple):
 
 
 class LowLatency:
-    """Methods of Buffer; the class has what they need."""
+    """Methods of Buffer, which has the attributes."""
+
+    rank: int
+    group_size: int
+    low_latency_mode: bool
+    _comm: CommStream
+    _live_pool: Callable[[], Pool]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing to do: the memory is not shared with other operations, and starts clean."""
@@ -132,11 +138,13 @@ class LowLatency:
                 layout="expert",
                 max_recv_rows=num_ranks * most * min(num_topk, num_local),
             )
-            counts = out.tokens_per_expert
-            slot, source_rank, src_info, ranges = _place(out.topk_weights.long(), counts, num_ranks, most)
+            counts, sources = out.tokens_per_expert, out.topk_weights
+            assert sources is not None  # as they were given
+            slot, source_rank, src_info, ranges = _place(sources.long(), counts, num_ranks, most)
             chosen = topk_idx.long().clone()
             packed = Packed(num_local, num_ranks * most, slot, source_rank, chosen, _rows_back(chosen, num_experts))
-            if use_fp8:
+            recv_x: Tensor | tuple[Tensor, Tensor]
+            if isinstance(out.x, tuple):
                 scales = packed.pack(out.x[1])
                 scales = float8.column_major(float8.packed_exponents(scales) if use_ue8m0 else scales)
                 recv_x = (packed.pack(out.x[0]), scales)
@@ -147,7 +155,9 @@ class LowLatency:
                 stats += recv_count
             handle = LowLatencyHandle((src_info, ranges, most, hidden, num_experts))
             handle.packed = packed
-            operation.hand_over(*(recv_x if use_fp8 else (recv_x,)), recv_count, src_info, ranges, *packed.tensors())
+            operation.hand_over(
+                *(recv_x if isinstance(recv_x, tuple) else (recv_x,)), recv_count, src_info, ranges, *packed.tensors()
+            )
         return recv_x, recv_count, handle, operation.event, _received if return_recv_hook else None
 
     def low_latency_combine(
@@ -203,6 +213,7 @@ class LowLatency:
             returned = sized.buffer.dispatch(
                 packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=most * num_topk
             )
+            assert isinstance(returned.x, Tensor)  # as what was sent
             combined = _weighted_sum(returned.x, *packed.rows_back(topk_idx), topk_weights)
             out = combined if out is None else out.copy_(combined)
             operation.hand_over(out)

@@ -79,7 +79,7 @@ class Pool:
             checks.fail("x", f"{num_tokens} tokens", f"up to {source}")
         return self.sized(key, most)
 
-    def agree(self, tensor: Tensor, op: dist.ReduceOp, about: str) -> None:
+    def agree(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, about: str) -> None:
         """Reduce a tensor on the CPU in place, over all ranks; PeerTimeoutError when one does not come."""
         all_reduce(tensor, op, self.group, about=about, note="")
 

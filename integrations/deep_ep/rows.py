@@ -29,7 +29,9 @@ class Rows:
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
         pair = isinstance(x, (tuple, list))
-        self._x, self._scales = x if pair else (x, None)
+        self._x: Tensor
+        self._scales: Tensor | None
+        self._x, self._scales = x if isinstance(x, (tuple, list)) else (x, None)
         rows = self._x
         if not isinstance(rows, Tensor) or rows.dim() != 2:
             checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
@@ -58,6 +60,7 @@ class Rows:
 
     def restore(self, received: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         if self._scales is None:
+            assert isinstance(received, Tensor)  # as what was sent
             return received.view(self._x.dtype)
         rows, scales = received
         scales = scales[:, : self._scales.shape[1]].contiguous().view(self._scales.dtype)
@@ -65,6 +68,7 @@ class Rows:
 
     def _check_pair(self) -> None:
         x, scales = self._x, self._scales
+        assert scales is not None  # of a pair
         if x.element_size() != 1 or x.shape[1] % BLOCK or scales.dim() != 2 or scales.element_size() != 4:
             raise NotImplementedError(
                 f"x: a pair of {list(x.shape)} {x.dtype} and {list(scales.shape)} {scales.dtype}; the engine moves "
@@ -77,6 +81,8 @@ class Rows:
 
     def _wide_scales(self) -> Tensor:
         """The scales' bits as float32, with columns of zeros up to those of 1 x 128 blocks."""
-        missing = self._x.shape[1] // BLOCK - self._scales.shape[1]
-        bits = self._scales.contiguous().view(torch.float32)
+        scales = self._scales
+        assert scales is not None  # of a pair
+        missing = self._x.shape[1] // BLOCK - scales.shape[1]
+        bits = scales.contiguous().view(torch.float32)
         return torch.nn.functional.pad(bits, (0, missing)) if missing else bits

@@ -35,7 +35,7 @@ def _allow_name_in_parsers() -> None:
             options["choices"] = (*choices, NAME)
         return add_argument(container, *names, **options)
 
-    argparse._ActionsContainer.add_argument = add
+    argparse._ActionsContainer.add_argument = add  # type: ignore[assignment,method-assign]  # Megatron has no hook
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ _agreements: Counter[str] = Counter()  # by group; all its ranks count the same
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
-def all_reduce(tensor: Tensor, op: dist.ReduceOp, group: ProcessGroup, *, about: str, note: str) -> None:
+def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup, *, about: str, note: str) -> None:
     """``dist.all_reduce`` in place of a tensor on the CPU, complete when it returns, whatever the group's backend.
 
     Through NCCL the host would wait for all that the GPU has to do before, and a rank that does not come would leave a

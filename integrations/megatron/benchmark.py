@@ -125,7 +125,7 @@ def dispatchers(
             fp16=dtype == torch.float16,
             params_dtype=dtype,
         )
-        ours = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=plugin.NAME)
+        ours: dict[str, Any] = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=plugin.NAME)
         fields = TransformerConfig.__dataclass_fields__
         ours |= {next(f for f in SMS_FIELDS if f in fields and fields[f].default != num_sms): num_sms}
         num_local = num_experts // group.size()

@@ -41,12 +41,14 @@ def let_megatron_run_on_cpu() -> None:
     """
     if torch.cuda.is_available():
         raise RuntimeError("let_megatron_run_on_cpu: given a machine with a GPU, allowed: one without")
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.Stream = torch.cuda.Event = _Now
+    replace = functools.partial(setattr, torch.cuda)  # with other types than torch.cuda has
+    replace("current_device", lambda: torch.device("cpu"))
+    replace("Stream", _Now)
+    replace("Event", _Now)
     now = _Now()
-    torch.cuda.current_stream = lambda device=None: now
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.Tensor.record_stream = _nothing
+    replace("current_stream", lambda device=None: now)
+    replace("stream", lambda stream: contextlib.nullcontext())
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]  # there are no streams
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing
 
     import megatron.core.tensor_parallel.random as rng

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
@@ -38,10 +40,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.expert_alignment = limits.expert_alignment(config)
         # What a partial CUDA graph that ends after dispatch_preprocess has to bring out beside the step's outputs.
         self.cudagraph_attrs = ["topk_idx"]
-        self.topk_idx: Tensor | None = None  # of the forward pass under way, as are the next four
-        self.hidden_shape: torch.Size | None = None
-        self.buffer: ep.Buffer | None = None
-        self.handle: ep.Handle | None = None
+        # Of the forward pass under way, where Megatron calls the steps in their order.
+        self.topk_idx: Tensor = None  # type: ignore[assignment]  # until dispatch_preprocess
+        self.hidden_shape: torch.Size = None  # type: ignore[assignment]  # until dispatch_preprocess
+        self.buffer: ep.Buffer = None  # type: ignore[assignment]  # until token_dispatch
+        self.handle: ep.Handle | None = None  # from the dispatch to the combine, as is the next
         self.rows_per_expert: Tensor | None = None
         # 0.16's GroupedMLP takes its counts from there, and TEGroupedMLP makes a list of them.
         self._counts_on_host = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
@@ -127,12 +130,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         else:
             out = ep.dispatch(self.buffer, hidden_states, topk_weights=probs, handle=handle)
         self.handle, self.rows_per_expert = out.handle, out.rows_per_expert
-        self._note_backward(out.x)
+        rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
+        self._note_backward(rows)
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
-            self.shared_experts.linear_fc1_forward_and_act(out.x)
-        return out.x, out.topk_weights
+            self.shared_experts.linear_fc1_forward_and_act(rows)
+        return rows, row_probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
@@ -140,6 +144,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs.
         """
         tokens_per_expert = self.rows_per_expert
+        assert tokens_per_expert is not None  # since token_dispatch
         if self._counts_on_host:
             return hidden_states, tokens_per_expert.cpu(), probs
         _used_here(tokens_per_expert)
@@ -153,6 +158,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
         self._shared_experts_wait()
         handle, self.handle, self.rows_per_expert = self.handle, None, None
+        assert handle is not None  # since token_dispatch
         self.buffer.note = self._where
         combined = ep.combine(self.buffer, hidden_states, handle)
         self._note_backward(combined)

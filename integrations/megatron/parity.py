@@ -97,8 +97,11 @@ def _process_group() -> Iterator[None]:
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if made:
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("nccl" if gpu else "gloo", **alone)
+        backend = "nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -322,7 +325,8 @@ class _Instead(torch.autograd.Function):
 
 def _follow_routing(leader, follower) -> None:
     """The follower takes the leader's last routing logits: a rounded logit would change who gets a token."""
-    gating, own_gating, last = leader.gating, follower.gating, []
+    gating, own_gating = leader.gating, follower.gating
+    last: list[Tensor] = []
 
     def lead(hidden_states):
         logits = gating(hidden_states)
@@ -346,7 +350,7 @@ def _tokens(given: Given, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Output and input gradient; the parameters' gradients are left in them."""
     from megatron.core import tensor_parallel
 
@@ -371,7 +375,11 @@ def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int |
     torch.manual_seed(seed)  # jitter, and routing that is forced at random
     out, x_grad = _forward_backward(layer, x, grad)
     hook.remove()
-    results = {"routing map": (None, maps[0]), "output": (None, out), "input gradient": (None, x_grad)}
+    results: dict[str, tuple[int | None, Tensor | None]] = {
+        "routing map": (None, maps[0]),
+        "output": (None, out),
+        "input gradient": (None, x_grad),
+    }
     for name, parameter in layer.named_parameters():
         results[name] = (_expert_of(layer, name), parameter.grad)
     return results
@@ -380,10 +388,13 @@ def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int |
 def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, tensors: dict[str, Difference]) -> None:
     """Run every layer on the tokens and put what differs into ``tensors``."""
     ours_layer, reference_layer, *float32_layer = layers.values()
-    rounded = _on_device(ours_layer, *tokens)
-    theirs = _results(reference_layer, *rounded, seed)
-    ours = _results(ours_layer, *rounded, seed)
-    exact = _results(float32_layer[0], *_on_device(float32_layer[0], *rounded), seed) if float32_layer else {}
+    x, grad = _on_device(ours_layer, *tokens)
+    theirs = _results(reference_layer, x, grad, seed)
+    ours = _results(ours_layer, x, grad, seed)
+    exact = {}
+    if float32_layer:
+        x, grad = _on_device(float32_layer[0], x, grad)
+        exact = _results(float32_layer[0], x, grad, seed)
     for name, (expert, tensor) in ours.items():
         row = tensors.setdefault(_EXPERT.sub("*", name) if expert is not None else name, Difference(name))
         where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")

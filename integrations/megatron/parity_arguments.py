@@ -124,9 +124,9 @@ def parse(argv: list[str], description: str) -> Given:
     checks_of_own = (("--steps", given.steps, 1), ("--timed-steps", given.timed_steps, 0), ("--seed", given.seed, 0))
     for flag, value, lowest in checks_of_own:
         _integer(flag, value, lowest)
-    for flag, value in (("--seq-length", given.seq_length), ("--micro-batch-size", given.micro_batch_size)):
-        if value is not None:
-            _integer(flag, value, 1)
+    for flag, size in (("--seq-length", given.seq_length), ("--micro-batch-size", given.micro_batch_size)):
+        if size is not None:
+            _integer(flag, size, 1)
     return given
 
 
@@ -184,7 +184,7 @@ def _flag_of(field: dataclasses.Field) -> tuple[list[str], dict[str, Any] | None
 def _options(annotation: Any) -> dict[str, Any] | None:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        inner = [one for one in inner if one is not type(None)]
+        inner = tuple(one for one in inner if one is not type(None))
         return _options(inner[0]) if len(inner) == 1 else None
     if origin is list:
         of_one = _options(inner[0])

@@ -37,9 +37,10 @@ class Difference:
     experts: set[str] = field(default_factory=set)
 
     def add(self, ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, where: str) -> None:
-        if ours is None and theirs is None:
+        either = theirs if theirs is not None else ours
+        if either is None:
             return
-        self._grow((theirs if theirs is not None else ours).shape)
+        self._grow(either.shape)
         if "expert" in where:
             self.experts.add(where.partition("expert ")[2])
         if ours is None or theirs is None or ours.shape != theirs.shape:

@@ -173,7 +173,9 @@ def _patches() -> list[_Patch]:
     scheduler = fine_grained_callables
     if not hasattr(scheduler, "should_free_input"):
         with contextlib.suppress(ImportError):
-            from megatron.core.models.common import utils as scheduler
+            from megatron.core.models.common import utils
+
+            scheduler = utils
     free = getattr(scheduler, "should_free_input", None)
     given = list(inspect.signature(free).parameters)[:3] if free else []
     expect(given == ["name", "is_moe", "config"], f"should_free_input takes {given}, not ['name', 'is_moe', 'config']")
@@ -224,7 +226,8 @@ def _choose_class(old):
 
 
 def _allow_name(old):
-    return Literal[(*get_args(old), NAME)]
+    names = (*get_args(old), NAME)
+    return Literal[names]
 
 
 def _check_config(old):

@@ -73,8 +73,8 @@ class RecomputePlans:
         if not self._kept:  # the same on every rank: all run the same passes
             return None
         no = topk_idx.new_zeros((), dtype=torch.bool)
-        fits = [(k.topk_idx == topk_idx).all() if k.topk_idx.shape == topk_idx.shape else no for k in self._kept]
-        fits = torch.stack(fits).int()
+        fit = [(k.topk_idx == topk_idx).all() if k.topk_idx.shape == topk_idx.shape else no for k in self._kept]
+        fits = torch.stack(fit).int()
         note = f"{layer}, microbatch {self._kept[0].microbatch}, recompute"
         all_reduce(fits, dist.ReduceOp.MIN, group, about="agree on the plan", note=note)
         kept, found = list(self._kept), fits.nonzero().flatten().tolist()
