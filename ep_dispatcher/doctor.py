@@ -127,7 +127,7 @@ def load_module(name: str) -> str:
     """In a process of its own: without the package, and at no risk for this one."""
     path = module_file(name)
     if path is None:
-        others = [other.name for other in PACKAGE.glob(f"{name}.*")]
+        others = [other.name for other in PACKAGE.glob(f"{name}.*") if other.suffix != ".pyi"]  # a stub is no module
         raise Unusable(f"built only for another Python: {', '.join(others)}" if others else "not built")
     code = (
         "import importlib.util as util, sys; spec = util.spec_from_file_location(*sys.argv[1:]); "

@@ -161,6 +161,7 @@ def test_what_is_used(monkeypatch):
 def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
     doctor.PACKAGE.mkdir()
+    (doctor.PACKAGE / "_C_cpu.pyi").touch()  # the stub
     assert found("compiled module cpu").found == "not built"
     (doctor.PACKAGE / "_C_cpu.cpython-27-x86_64-linux-gnu.so").write_bytes(b"")
     assert found("compiled module cpu").found.startswith("built only for another Python: _C_cpu.cpython-27")
