@@ -313,17 +313,17 @@ def dispatch(
 
         backward:  grad x = combine(grad out.x);  grad topk_weights = combine's topk_weights of grad out.topk_weights
 
-    A backward is an operation of all ranks too. Every rank must run the backward of every operation, also a rank
-    without tokens, or whose loss does not use the layer: there add ``0 * y.sum()`` of the layer's result y to the loss.
-    x must require a gradient on all ranks or on none, and so must topk_weights where x does not.
+    A backward is an operation of all ranks too, so every rank must run the backward of every operation. A rank without
+    tokens, or whose loss does not use the layer, adds ``0 * y.sum()`` of the layer's result y to its loss. x must
+    require a gradient on all ranks or on none; if on none, the same holds for topk_weights.
 
     Arguments, results and errors are those of ``Buffer.dispatch``, but for ``async_finish``. To overlap an operation
     with other work on a GPU, call it in a stream of your own (``torch.cuda.stream``), by PyTorch's rules for streams;
     its backward then runs in that stream too.
 
-    With ``quantize`` the gradient passes straight through the rounding: take it with ``ep.dequantize(out.x)``, or give
-    ``out.x.anchor`` to an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are static,
-    and torch.compile keeps the graph whole.
+    With ``quantize`` the gradient passes through the rounding unchanged. It arrives through ``ep.dequantize(out.x)``,
+    or through ``out.x.anchor`` in an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are
+    static, and torch.compile keeps the graph whole.
     """
     _check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
@@ -360,8 +360,8 @@ def combine(
 
         backward:  grad y = dispatch(grad, handle=handle)
 
-    Every rank must run this backward too, or the others wait for it in vain (see ``ep.dispatch``): y must require a
-    gradient on all ranks or on none, and a loss that does not use the result adds ``0 * result.sum()``.
+    Every rank must run this backward too, as in ``ep.dispatch``. y must require a gradient on all ranks or on none. A
+    loss that does not use the result adds ``0 * result.sum()``.
 
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """

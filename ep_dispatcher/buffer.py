@@ -162,14 +162,17 @@ class Buffer:
 
     @property
     def topology(self) -> Topology:
+        """Ranks, nodes and rails of the group."""
         return self._config.topology
 
     @property
     def num_local_experts(self) -> int:
+        """num_experts / num_ranks."""
         return self._config.num_local_experts
 
     @property
     def is_destroyed(self) -> bool:
+        """Whether destroy() was called."""
         return self._engine is None
 
     def dispatch(
@@ -210,8 +213,9 @@ class Buffer:
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
-        num_tokens may differ between ranks and may be 0. Raises ValueError before anything is sent if an argument is
-        not allowed, and PeerTimeoutError if a peer does not arrive in time.
+        num_tokens may differ between ranks and may be 0. ``help(ep.DispatchOutput)`` has the shapes of the results.
+        Raises ValueError before anything is sent if an argument is not allowed, and PeerTimeoutError if a peer does
+        not arrive in time.
         """
         with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
             return self._checked_dispatch(
