@@ -9,7 +9,7 @@
 namespace ep::cuda {
 
 constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
-constexpr int kMaxNodes = 8;  // nodes of one buffer; a rail block has a relay for each other node (rail.cuh)
+constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders
 constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
 constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
@@ -20,13 +20,14 @@ constexpr int kTokenChunk = 1024;
 constexpr int kItemChunk = 512;
 constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
-constexpr int kLine = 1024;       // [bytes] rows begin at multiples, also in shared memory: no request is split
+constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
 constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale
 
 // [host] [thread] Return `n`, rounded up to a multiple.
 EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// [host] [thread] Return the bytes from one row to the next in staging, or from one slot to the next.
+// [host] [thread] Return the bytes from one row to the next in staging, or from one slot to the next. Rows from 4 KiB
+// on begin at whole lines. Pieces of rows in shared memory are cut in the same way.
 EP_HOST_DEVICE constexpr size_t row_stride(size_t row_bytes) {
   return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine);
 }

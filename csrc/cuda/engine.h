@@ -16,20 +16,20 @@ struct DispatchArgs {
   const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: use the plan of a handle
   const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
   const char* rows = nullptr;     // [num_tokens, row_bytes]; with `quantizes` bfloat16 [num_tokens, 2 * row_bytes]
-  const float* scales = nullptr;  // [num_tokens, scale_bytes] or null
+  const float* scales = nullptr;  // [num_tokens, scale_bytes] or null; with `quantizes` null
   bool quantizes = false;         // turn bfloat16 rows into float8 with scales while staging
-  uint32_t row_bytes = 0, scale_bytes = 0;
+  uint32_t row_bytes = 0, scale_bytes = 0;  // of one output row, and of its scales (0: none)
   int32_t num_tokens = 0;
 
-  Layout layout = Layout::kExpert;  // of a new plan
-  int32_t expert_alignment = 1;     // of a new plan
+  Layout layout = Layout::kExpert;  // of the plan, new or old
+  int32_t expert_alignment = 1;     // of the plan, new or old
   int32_t num_rows = -1;            // rows of the output; -1: unknown until counted
-  uint64_t ticket = 0;              // value for Report::counted once a new plan's rows are counted
+  uint64_t ticket = 0;              // with num_rows -1: value for Report::counted once the rows are counted
 
   char* out_rows = nullptr;                  // [num_rows, row_bytes]
   float* out_scales = nullptr;               // [num_rows, scale_bytes]
   float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
-  int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; or null
+  int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; expert layout null
   int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]
   int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
 };
@@ -64,14 +64,15 @@ class Engine {
          int rail_blocks);
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
-  // `plan` is written if there is a topk_idx, else read.
+  // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, but the
+  // second one also the outputs and num_rows.
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   // [host] Launch a combine with the plan of a dispatch.
   void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
-  // abort of this rank, or -2 when the time is up.
+  // abort by a kernel of this rank, or -2 when the time is up. An abort by the host shows as -2.
   int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
   // [host] Allow kernels to publish the next mistake.
   void clear_mistake() const { context_.report->mistake = 0; }

@@ -7,7 +7,8 @@
 
 namespace ep::cuda {
 
-// Start of a plan. Written by block 0 (write_head), read by all later kernels with this plan.
+// Start of a plan. Written by block 0 (write_head), read by other blocks after `listed` of this rank, and by all later
+// kernels with this plan.
 struct PlanHead {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output
@@ -30,7 +31,7 @@ struct Plan {
   int32_t* expert_rows;   // [num_local_experts] received tokens, without padding
   int32_t* expert_begin;  // [num_local_experts + 1] first row of each expert group, then the end
   // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank or of its rail peer there: number of the
-  // token's item at each rank of this node, or -1.
+  // token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;
   uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
   uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes

@@ -8,7 +8,7 @@
 
 namespace ep::cuda {
 
-// Counts of one rank's new plan: int32 [counts_ints]. Written by the source, read by every rank.
+// Counts of one rank's new plan: int32 [counts_ints]. Written by the source or its relay, read by every rank.
 struct Counts {
   int32_t* data;
 
@@ -50,10 +50,10 @@ struct RailArrays {
 // All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
 // the last operation with this flag raised; `aborted` is 0 or 1. A flag about a rank of this node is raised by the rank
 // itself. About a rank of another node it is raised by the rank's relay here, after the wire has delivered the data
-// (rail.cuh).
+// (rail.cuh). Only `aborted` of a rail peer needs no relay: the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay, read by this rank.
-  uint64_t* aborted;  // [num_ranks] the rank, or its host, has aborted: its missing flags may never be raised
+  uint64_t* aborted;  // [num_ranks] the rank, or its host, has aborted: flags missing from this raiser may never rise
   uint64_t* called;   // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
   uint64_t* listed;   // [num_ranks] the rank's items are in its inbox on this node
   uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
@@ -61,8 +61,8 @@ struct Region {
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
   uint64_t* pushed;  // [ranks_per_node, max_item_chunks] the rank's partial sums of a chunk are in this rank's inboxes
   // About another node. Raised by this rank, read by this rank.
-  uint64_t* summed;     // [num_others, max_sum_chunks] this rank's sums of a chunk for that node are in its staging
-  uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums of a chunk are in RailArrays::sums
+  uint64_t* summed;     // [num_others, max_sum_chunks] sums of a chunk for that node are in the staging of its inbox
+  uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
   // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
   uint64_t* items_arrived;  // [num_others] its items and table are here

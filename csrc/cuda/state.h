@@ -77,8 +77,8 @@ struct Report {
   uint64_t counted;  // ticket of the last dispatch with counted rows
   int64_t num_rows;  // rows of this dispatch's output
 
-  uint32_t aborted;           // 1: this rank has aborted
-  uint32_t late[kRankWords];  // a bit per rank waited for in vain
+  uint32_t aborted;           // 1: a kernel has aborted this rank; an abort by the host is not reported
+  uint32_t late[kRankWords];  // a bit per late rank: waited for in vain, or aborted itself
   int32_t operation, phase;
   uint32_t waited_ms;
   uint64_t epoch;
