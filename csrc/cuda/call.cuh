@@ -19,8 +19,9 @@ __device__ inline Counts counts_at(const Op& op, int local, int source) {
 __device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
 
 // [team] Write this rank's Call to every rank of the node, and raise `called` there; one thread per rank does both.
-// Called in one block: by the movers of a dispatch, by warp 0 of a combine. `called` also covers counts written before
-// the last barrier of the team. Senders send Call and counts to other nodes.
+// Called in one block: by the movers of a dispatch, by warp 0 of a combine. Wait for nothing. `called` also covers
+// counts written before the last barrier of the team. The senders wait for `called` of this rank, then send Call and
+// counts to other nodes.
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
 // e - 1, and completed e - 2. The same holds for counts.
@@ -73,8 +74,9 @@ __device__ inline Difference find_difference(const Op& op) {
 }
 
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
-// `keeps`, block 0 keeps a difference as the operation's mistake. After kDiffer all partial sums on their way to this
-// rank have arrived; nothing else is on its way, and nothing is read.
+// `keeps`, block 0 keeps a difference as the operation's mistake.
+// After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
+// After kDiffer all partial sums pushed to this rank have arrived, and no other data is sent to it. No rank reads them.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
   const Context& context = op.context;
   // Wait for the Calls and compare.
@@ -92,7 +94,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
     detail[2] = found.theirs;
     detail[3] = found.first;
   }
-  // Wait for all pushes: after this operation is complete here, no peer may store its data here.
+  // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still store data here.
   ChunkFlags pushed =
       chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank());
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
@@ -100,7 +102,8 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
 
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
-// may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's.
+// may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
+// not for peers.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;

@@ -5,12 +5,14 @@
 
 namespace ep::cuda {
 
-// [thread] Claim the operation's mistake. Return true for the first caller only: it then writes State::facts.
+// [thread] Claim the operation's mistake. Return true for the first caller only: it then writes State::facts. All other
+// mistakes of the operation are dropped.
 __device__ inline bool claim_mistake(const Context& context, Mistake mistake) {
   return atomicCAS(&context.state->mistake, 0u, static_cast<uint32_t>(mistake)) == 0;
 }
 
-// [thread] Keep an invalid entry of topk_idx, or a repeated expert of its token. Called by the first scan, at any time.
+// [thread] Keep an invalid entry of topk_idx, or a repeated expert of its token. Called by any thread of the first
+// scan.
 __device__ __noinline__ inline void keep_bad_entry(const Context& context, int token, int k, bool repeated,
                                                    int64_t entry) {
   if (!claim_mistake(context, Mistake::kBadEntry)) return;
@@ -21,9 +23,9 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
   facts.value = entry;
 }
 
-// [thread] Publish the kept mistake to the host, and clear it for the next operation. Do nothing if the host has not
-// taken an earlier mistake. The caller has synchronized with the finder: by last_block, or as warp 0 of block 0 in
-// make_plan.
+// [thread] Publish the kept mistake to the host, and clear it for the next operation. If the host has not taken an
+// earlier mistake yet, only clear it. Called in `complete`, and by warp 0 of block 0 in write_head. Both come after the
+// finder: in `complete` by last_block, in write_head by `called` of this rank or as the finder.
 __device__ inline void publish_mistake(const Context& context) {
   State* state = context.state;
   const auto kept = static_cast<int32_t>(__ldcg(&state->mistake));

@@ -20,7 +20,7 @@ struct Team {
 };
 
 // [team] Call `wait()` in the first warp, and return its result to all threads. Two barriers of the team. Afterwards
-// all threads may read the awaited memory, also by bulk loads.
+// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: `result` is one per Team.
 template <class Team, class Wait>
 __device__ auto first_warp_waits(const Wait& wait) {
   __shared__ decltype(wait()) result;
@@ -42,7 +42,8 @@ __device__ bool team_waits(const Op& op, Phase phase, const uint64_t* flags, uin
 }
 
 // [team] Count this block in, and reset the counter in the last of `num_blocks` blocks. Return true in the last one:
-// its team sees all earlier stores of the other blocks' teams. Nobody waits for other blocks.
+// its team sees all earlier stores of the other blocks' teams. No block waits for another one. Two barriers of the
+// team.
 template <class Team>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;

@@ -6,8 +6,8 @@
 
 namespace ep::cuda {
 
-// One operation under way, passed to every step. A function without inlining takes it by value: a reference would keep
-// it in memory.
+// One operation under way, passed to every step. A __noinline__ function takes it by value: a reference would keep it
+// in memory.
 struct Op {
   const Context& context;
   Operation operation;
@@ -44,7 +44,8 @@ struct RankMask {
 };
 
 // [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. Only the first call
-// does so. Called by wait_until. Other waits of this rank then end within 32 turns.
+// on a rank does so; after an abort by the host, none. Called by wait_until. Other waits of this rank then end within
+// 32 turns.
 __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
@@ -63,9 +64,10 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
 }
 
 // [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return true for all lanes
-// together: then all lanes may read the memory covered by any lane's flag. Return false after an abort of this rank.
-// This warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted without raising the
-// flag. `rank`: the lane's flag is about it; `raiser`: it raises the flag.
+// together: then all lanes may read the memory covered by any lane's flag, but by bulk loads only after
+// fence_before_bulk. Return false after an abort of this rank. Flags that have arrived count even then, so true is
+// possible too. This warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted
+// without raising the flag. `rank`: the lane's flag is about it; `raiser`: it raises the flag.
 __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                                int raiser) {
   bool waits = flag != nullptr && ptx::load_acquire(flag) < expected;
@@ -126,10 +128,10 @@ __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* f
   return wait_until(op, phase, threadIdx.x % 32 == 0 ? flag : nullptr, expected, rank, raiser);
 }
 
-// Chunk flags of up to 32 raisers, and the last chunks seen by one warp. Each lane has the flags about one rank, or
+// Chunk flags about up to 32 ranks, and the last chunks seen by one warp. Each lane has the flags about one rank, or
 // none.
 struct ChunkFlags {
-  const uint64_t* flags;  // [max_chunks] flags about the lane's rank; null: none
+  const uint64_t* flags;  // [max_chunks] flags about the lane's rank; null: none, and the lane waits only for chunk -1
   int rank, raiser;       // as in wait_until
   int last_seen = -1;     // last chunk seen by this warp; covers all earlier chunks
 
@@ -161,8 +163,8 @@ struct StagedFlags {
   // [warp] Return the last chunk of `rank` seen by this warp. `rank` is the same in all lanes.
   __device__ int seen(int rank) const { return __shfl_sync(~0u, rank < 32 ? of_low : of_high, rank % 32); }
 
-  // [warp] Check all ranks for their last flag, without waiting. After a rank's last flag was seen, all its chunks
-  // count as seen and need no further look.
+  // [warp] Check all ranks for their last flag, without waiting. It rises with the last chunk of the rank's tokens:
+  // once it is seen, all chunks of the rank count as seen and may be read, also by bulk loads.
   __device__ void look(const Op& op) {
     const int lane = threadIdx.x % 32;
     look_at(op, lane, of_low);
