@@ -6,7 +6,7 @@
 namespace ep::cuda {
 
 // [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan;
-// `weights`: of its token. Its tail is staged.
+// `weights`: of its token, read only if the caller wants weights. Its tail is staged then.
 __device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
                                        bool expert_layout, const float* weights) {
   const DispatchArgs& args = params.args;
@@ -40,7 +40,7 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
 }
 
 // [warp] Wait until the tails of up to 32 items are staged. Lane i has token and source of the i-th item, or token -1.
-// Return false after an abort of this rank.
+// Return false after an abort of this rank. After true, all lanes may read the tails.
 __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
   // Items are in the order of sources: only sources from `first` to `last` have items here.
   const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
@@ -55,8 +55,8 @@ __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int tok
   return true;
 }
 
-// [team] Copy the tables of the rail peers to a new plan, for this and later operations. Called by the helpers of each
-// block, after `listed` of all ranks.
+// [team] Copy the tables of the rail peers to a new plan, for later combines: the next dispatch overwrites table_in.
+// Called by the helpers of each block, after `listed` of all ranks.
 __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int step = op.num_blocks * Helpers::kThreads;
@@ -71,9 +71,10 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   }
 }
 
-// [team] Deliver the tails of all received items, 32 items per warp at a time. With a new plan, also copy the items to
-// it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails. Return false after an
-// abort of this rank; a warp may then leave alone.
+// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time. With a new plan, also copy
+// the items to it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails, if there
+// are tails. Return false after an abort of this rank: a warp may then leave alone, so no barrier of the helpers may
+// follow.
 __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
@@ -154,8 +155,9 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
     clear_row(op, params, row);
 }
 
-// [block] After an abort, clear this block's share of the output rows, and all indices. Other blocks may have completed
-// their part and clear nothing. Later readers of the output then stay in bounds.
+// [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
+// stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
+// may stay unwritten.
 __device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
   clear_from<Block>(op, params, 0);
   if (!params.args.out_topk_idx) return;

@@ -24,15 +24,15 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
 }
 
 // [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. Return false
-// after an abort of this rank. Called by movers and helpers of staging blocks.
+// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op) {
   return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
 // [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
-// inboxes. Then all items may be read. Return kAborted after an abort of this rank. Called by the movers and by the
-// helpers of each block.
+// inboxes. After kAgree all items and the head of the plan may be read, after kDiffer neither. Return kAborted after an
+// abort of this rank. Called by the movers and by the helpers of each block.
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
@@ -44,7 +44,8 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 }
 
 // [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
-// after an abort of this rank. Otherwise no load of this block is under way, and its rows are stored.
+// after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
+// is unusable. In all cases no load of the movers is under way.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
   // Plan, or announce. Both raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
@@ -65,7 +66,8 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
 }
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
-// helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written.
+// helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written: zeros if
+// the ranks differ or the plan is unusable.
 __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
   // Stage.
   if (params.stages) {
@@ -87,7 +89,7 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   return verdict;
 }
 
-// [block] Add the bytes read by this rank, by rank of the inbox. Called in the last block.
+// [block] Add the bytes read by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
   const int local = threadIdx.x;
@@ -117,7 +119,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     verdict = op.block >= op.num_blocks ? run_rail(op, params)
               : Movers::has_thread()    ? move(op, params, shared)
                                         : help(op, params, shared);
-  // Complete the operation in the last block. After the first of two launches, the operation goes on.
+  // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no
+  // block is the last one, because this block does not count itself in.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.pulls) return;

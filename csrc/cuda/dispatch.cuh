@@ -67,8 +67,8 @@ struct PieceCursor {
   }
 };
 
-// [thread] Start the load of one piece, and with the last piece the load of the scales. `full` of its place ends its
-// round when both have landed.
+// [thread] Start the load of one piece, and with the last piece the load of the scales. The place is free. `full` of
+// the place ends its round when both have landed.
 __device__ inline void load_piece(const Pieces& pieces, char* ring, uint64_t* full, const PieceCursor& at,
                                   const char* row, const char* scales) {
   const uint32_t place = at.ring.place, bytes = pieces.bytes_of(at.piece);
@@ -92,7 +92,7 @@ struct DispatchParams {
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
   int rail_blocks;              // last blocks of the launch
-  int plan_blocks, plan_warps;  // blocks with movers at work on the plan, and such warps per block
+  int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
   Pieces pulled;                // pieces of a row in the movers' rings

@@ -4,7 +4,7 @@
 
 namespace ep::cuda {
 
-// One item in memory: int32 [item_ints]. Written by the source of the token, read by the receiver.
+// One item in memory: int32 [item_ints]. Written by list_items of the source, read by the receiver.
 struct Item {
   int32_t* data;
   int max_copies;
@@ -75,7 +75,8 @@ struct ItemOrder {
     int source, number;
   };
 
-  // [thread] Return the n-th item of the order. `step`: the caller's warp takes every step-th item.
+  // [thread] Return the n-th item of the order; there are more than n. `step`: the caller's warp takes every step-th
+  // item.
   __device__ Position at(int n, int step) const {
     // Find the section, and n in it.
     const int section = n >= num_in_first, begin = begin_of(section), end = end_of(section);

@@ -22,8 +22,9 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
   }
 }
 
-// [team] Write the block's counts for all planning blocks of this rank. Called by the movers of a planning block. The
-// scratch then holds the sums over earlier warps.
+// [team] Write the counts of this block to block_num_tokens and block_num_items, for the last block to count. Called by
+// the movers of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No
+// barrier at the end.
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
   int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
@@ -52,7 +53,8 @@ __device__ inline Call call_of(const DispatchParams& params) {
 }
 
 // [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the movers of the
-// last block to count. block_num_tokens and block_num_items then hold the sums over earlier blocks.
+// last block to count. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks; `called` of
+// this rank covers them for the other planning blocks.
 __device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
@@ -89,7 +91,8 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
 }
 
 // [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the rows of
-// all groups. With `writes`, also write the groups to the plan and the counts to the caller's outputs.
+// all groups. With `writes`, also write the groups to the plan and the counts to the caller's outputs. Called once for
+// each rank in a planning block.
 __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
@@ -135,8 +138,8 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
   Movers::sync();
 }
 
-// [warp] Return whether the rows of all ranks fit; all ranks get the same result. Called by warp 0 of a planning block.
-// If not, block 0 keeps the mistake.
+// [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
+// keeps the mistake. Called by warp 0 of a planning block, after find_first_rows.
 __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
@@ -151,9 +154,9 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   if (countable && fit) return true;
   if (op.block != 0) return false;
   // Keep the mistake.
-  bool first = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
-  first = __shfl_sync(~0u, first, 0);
-  if (first) {
+  bool claimed = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
+  claimed = __shfl_sync(~0u, claimed, 0);
+  if (claimed) {
     MistakeFacts& facts = context.state->facts;
     facts.detail[0] = params.args.expert_alignment;
 #pragma unroll 1
@@ -168,7 +171,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 }
 
 // [warp] Write the head of the plan. If the host waits for the counts, also publish a mistake and then the number of
-// rows. Called by warp 0 of block 0.
+// rows. Called by warp 0 of block 0. Without `usable` the counts are not read: after a difference they may be stale.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
   const int lane = threadIdx.x % 32;
   PlanHead& head = *params.plan.head;
@@ -211,10 +214,10 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
   *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
 }
 
-// [team] Make the plan. Called by the movers of the planning blocks. Return kDiffer for differing Calls: the plan is
-// then unusable, as it is if the rows do not fit. An unusable plan has no items and its counts are 0. Return kAborted
-// after an abort of this rank. Otherwise the last planning block raises `listed`: by then all lists, tables and the
-// plan's head are written.
+// [team] Make the plan. Called by the movers of the planning blocks, once staging is free. Return kAborted after an
+// abort of this rank. Return kDiffer for differing Calls: the plan is then unusable. It is unusable, too, if the rows
+// do not fit; the verdict is still kAgree. An unusable plan has no items, and the caller's counts are 0. After kAgree
+// and kDiffer the last planning block raises `listed`: by then all lists, tables and the plan's head are written.
 __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
   __shared__ bool usable;
   const Context& context = op.context;

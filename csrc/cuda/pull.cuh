@@ -17,11 +17,11 @@ struct alignas(16) Origin {
 
 // Shared memory of one mover.
 struct PullMemory {
-  char* ring;       // see Pieces
-  Records records;  // items of this mover
-  uint64_t* full;   // [kMaxPlaces] a round ends when the place's piece has landed
-  Origin* origins;  // [2, Records::kBatch] of the items in `records`
-  SourceOrder sources;
+  char* ring;           // see Pieces
+  Records records;      // items of this mover
+  uint64_t* full;       // [kMaxPlaces] a round ends when the place's piece has landed
+  Origin* origins;      // [2, Records::kBatch] of the items in `records`
+  SourceOrder sources;  // order of pulls
 
   // [host] [thread] Lay out the memory of all movers, or measure it. Return that of one mover.
   EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
@@ -79,7 +79,7 @@ struct Puller {
     return memory;
   }
 
-  // [thread] Return the mover's n-th item, and its origin.
+  // [thread] Return the mover's n-th item, once it has landed, and its origin.
   __device__ Item item_at(int n) const {
     return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.max_copies};
   }
@@ -115,15 +115,16 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Wait until an item's row is staged. Return false after an abort of this rank.
+  // [warp] Wait until an item's row is staged. Return false after an abort of this rank. After true, bulk loads may
+  // read the row and its scales.
   __device__ bool wait_for_row(const Origin& origin) {
     if (origin.chunk <= staged.seen(origin.source)) return true;
     staged.look(op);
     return staged.wait(op, origin.source, origin.chunk);
   }
 
-  // [warp] Start loads while the ring has free places and the next item has landed. Wait for rows to be staged. Return
-  // false after an abort of this rank.
+  // [warp] Start loads while the ring has free places and the batch of the next item is fetched. Wait for items to land
+  // and for rows to be staged. Return false after an abort of this rank; loads may then be under way.
   __device__ bool fill_ring() {
     for (; load.item < num && room > 0; load.advance(pieces), --room) {
       if (load.piece == 0) {
@@ -185,7 +186,8 @@ struct Puller {
     return ok;
   }
 
-  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block.
+  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block. Peers
+  // do not have to do anything for that: rows with started loads were staged.
   __device__ void drain() {
     for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);

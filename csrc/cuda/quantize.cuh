@@ -19,8 +19,8 @@ __device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElemen
   for (float& value : values) value = __fdiv_rn(value, by);
 }
 
-// [warp] Return the bits of the largest magnitude among 16 lanes with 8 bfloat16 each. Bits order magnitudes; NaN is
-// the largest.
+// [warp] Return the bits of the largest magnitude among the 16 lanes of a half warp, with 8 bfloat16 each. Bits order
+// magnitudes; NaN is the largest.
 __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   constexpr uint32_t kMagnitudes = 0x7fff7fff;
   uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
@@ -30,7 +30,9 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   return max(most >> 16, most & 0xffff);
 }
 
-// [warp] Quantise one bfloat16 row. Each half of the warp takes scale blocks of 128 elements, kTogether at a time.
+// [warp] Quantise one bfloat16 row: store float8 elements in `to`, and num_scale_blocks scales. Each half of the warp
+// takes every second scale block of 128 elements, kTogether at a time. Both halves make the same turns, because
+// shuffles need all lanes; a half past the end repeats the last scale block and stores nothing.
 __device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_scale_blocks) {
   constexpr float kLargest = 448, kSmallest = 0x1p-126f;
   constexpr int kTogether = 7, kElements = BFloat16::kElements;  // scale blocks at a time
@@ -38,8 +40,9 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
 #pragma unroll 1
   for (int first = half; first - half < num_scale_blocks; first += 2 * kTogether) {
     uint4 vectors[kTogether];
-    uint32_t most = 0;  // of scale block `lane`, among those of this half
-                        // Load, and find the largest magnitude of each scale block.
+    uint32_t most = 0;  // largest magnitude of scale block `lane`, among those of this half
+
+    // Load, and find the largest magnitude of each scale block.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
 #pragma unroll

@@ -6,7 +6,8 @@
 
 namespace ep::cuda {
 
-// Room for two batches: one in use, the next on its way. A `where` returns the address of the n-th record.
+// Room for two batches: one in use, the next on its way. A `where` returns the address of the n-th record; the lane of
+// the record calls it.
 struct Records {
   static constexpr int kBatch = 16;
   using Batches = Ring<2>;
@@ -42,13 +43,14 @@ struct Records {
   // [thread] Return the memory of record n. Valid after wait(n), until the second fetch after that of its batch.
   __device__ char* at(int n) const { return data + (n % (2 * kBatch)) * bytes; }
 
-  // [warp] Start to load the next batch. It overwrites the batch before the last fetched one, used by now.
+  // [warp] Start to load the next batch, if any records are left. It overwrites the batch before the last fetched one:
+  // the warp no longer needs that.
   template <class Where>
   __device__ void fetch(const Where& where) {
     fetch(where, min(kBatch, num - fetched * kBatch));
   }
 
-  // [warp] Start to load a batch of only num_here records.
+  // [warp] Start to load a batch of only num_here records. The next batch begins kBatch numbers later all the same.
   template <class Where>
   __device__ void fetch(const Where& where, int num_here) {
     const int lane = threadIdx.x % 32, begin = fetched * kBatch;

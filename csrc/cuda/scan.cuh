@@ -6,10 +6,11 @@
 //   tokens of a warp     | batch | batch | ...       | 32 tokens, one per lane
 //
 // A batch of topk_idx has these forms, in shared memory and in one register:
-//   choices [lane][k]    the expert of each column, -1 for none: topk_idx as int16
-//   marks   [expert]     a bit per lane with this expert; popc of the lower bits counts the earlier tokens of the
-//   expert ranks   (register)   a bit per rank with an expert of the lane's token numbers [rank][lane] the number of
-//   the lane's item at the rank, and its copies so far
+//
+//   choices [lane][k]     topk_idx as int16: the expert of each column, -1 for none
+//   marks [expert]        a bit per lane with this expert; the bits of lower lanes count its earlier tokens
+//   ranks (register)      a bit per rank with an expert of the lane's token
+//   numbers [rank][lane]  the number of the lane's item at the rank, and its copies so far
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
@@ -98,8 +99,9 @@ struct Scan {
   // [thread] Return the choices of the lane's token.
   __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
 
-  // [warp] Load the batch of tokens from `first` on to shared memory, and mark its experts. Return the ranks of the
-  // lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a mistake.
+  // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts. The marks are 0 before.
+  // Return the ranks of the lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a
+  // mistake.
   __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
@@ -134,7 +136,8 @@ struct Scan {
     return ranks;
   }
 
-  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks.
+  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
+  // lowest lane with an expert does it for this expert, at its own column.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;
@@ -142,7 +145,7 @@ struct Scan {
 #pragma unroll 1
     for (int k = 0; k < context.config.num_topk; ++k) {
       const int expert = has_token ? lane_choices()[k] : -1;
-      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0: another column has cleared them
+      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0: cleared at an earlier column
       __syncwarp();
       if (lane == __ffs(lanes) - 1) {
         expert_offset[expert] += __popc(lanes);
@@ -195,7 +198,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
   Movers::sync();
 }
 
-// [thread] Count a token's experts in [first, expert).
+// [thread] Count a token's experts in [first, expert). `choices`: of the token, in num_vectors vectors.
 __device__ int count_between(const int16_t* choices, int num_vectors, int first, int expert) {
   int count = 0;
   for (int v = 0; v < num_vectors; ++v) {
@@ -211,8 +214,8 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
   return count;
 }
 
-// [thread] Write the nodes of one token, and of each of its columns, to the plan. Senders and a later combine read
-// them.
+// [thread] Write the nodes of one token, and of each of its columns, to the plan: sent_nodes for senders and combines,
+// k_node for combines.
 __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token, const RankSet& ranks) {
   const Context& context = scan.context;
   const int num_topk = context.config.num_topk, locals = context.config.ranks_per_node;
@@ -230,8 +233,9 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token,
 }
 
 // [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
-// find_first_rows. Items go to the own inbox, and for other nodes to items_out. Tables go to the plan, and for other
-// nodes to table_out. The plan also gets sent_k and the nodes. No barrier at the end.
+// find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
+// plan, and for other nodes to table_out. The plan also gets sent_k and the nodes. `agree` has freed all this memory.
+// No barrier at the end.
 __device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= params.plan_warps) return;

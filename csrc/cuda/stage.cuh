@@ -21,7 +21,8 @@ struct StagedChunks {
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(num_token_chunks(num_tokens)) {}
 
-  // [warp] Finish all chunks before `end`: this warp has staged its tokens of them.
+  // [warp] Finish all chunks before `end`: this warp has staged its tokens of them. Chunks without a token of this warp
+  // count too.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();
@@ -46,7 +47,7 @@ struct Share {
   __device__ int token(int i) const { return first + i * step; }
 };
 
-// [warp] Copy `per_token` floats of each of the warp's tokens to its tail, from float `offset` on.
+// [warp] Copy `per_token` floats of each of the warp's tokens into its tail, to float `offset` and behind.
 __device__ inline void copy_to_tails(const DispatchParams& params, const Share& share, char* tails, const float* from,
                                      int per_token, int offset) {
 #pragma unroll 4
@@ -96,9 +97,9 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   });
 }
 
-// [team] Stage rows and tails of all tokens of this rank. Called by the helpers of each block, after
-// wait_for_free_staging. `counters`: [max_token_chunks] in shared memory. Afterwards `staged` rises chunk by chunk,
-// when the helpers of all blocks have finished it.
+// [team] Stage rows and tails of this block's tokens. Called by the helpers of each block, after wait_for_free_staging.
+// `counters`: [max_token_chunks] in shared memory. Wait for nothing. A chunk's `staged` rises once the helpers of all
+// blocks have finished the chunk. No barrier at the end.
 __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
   const DispatchArgs& args = params.args;
   // Clear the counters of this block.
