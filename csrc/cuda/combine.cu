@@ -12,9 +12,9 @@ namespace {
 
 using Block = Team<0, 0, Pipeline::kThreads>;
 
-// [thread] Return the number of pushing blocks, from block 0 on. Pushing and reducing are weighed by their rows to read
-// and to write: a rank with many received items pushes with nearly all blocks. Never use more
-// blocks than saturate the links. All threads of a launch compute the same number.
+// [thread] Return the number of pushing blocks, from block 0 on: at least 1. Pushing and reducing are weighed by their
+// rows to read and to write: a rank with many received items pushes with nearly all blocks. Never use more blocks than
+// saturate the links. All threads of a launch compute the same number.
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all push, then all reduce
   const PlanHead& head = *params.plan.head;
@@ -28,7 +28,8 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   return min(max(share, 1), op.num_blocks - 1);
 }
 
-// [warp] Write this rank's Call to every rank of the node, and raise `called` there. Called in warp 0 of block 0.
+// [warp] Write this rank's Call to every rank of the node, and raise `called` there. Called in warp 0 of block 0, once
+// slots are free: this block pushes.
 __device__ void announce_combine(const Op& op, const CombineParams& params) {
   const PlanHead& head = *params.plan.head;
   Call call{};
@@ -42,8 +43,8 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 }
 
 // [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree.
-// Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the verdict.
-// Return kAborted if this rank aborted at any point.
+// Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the verdict. Return kAborted
+// after an abort of this rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
@@ -55,8 +56,9 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   return verdict;
 }
 
-// [thread] Count this warp in for a milestone, after its last store for that chunk. The last warp of all blocks raises
-// the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. Called in summing warps.
+// [thread] Count this warp in for a milestone, after its last store for this chunk and __syncwarp. The last warp of all
+// blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. Called in summing warps.
+// `pushed` covers the weights of the block too: a barrier of the block has followed push_weights.
 __device__ void finish_milestone(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
                                  int milestone) {
   const Context& context = op.context;
@@ -74,7 +76,7 @@ __device__ void finish_milestone(const Op& op, const CombineMemory& memory, cons
   }
 }
 
-// [block] Count the bytes pushed by this rank, by the local rank of the inbox. Called in the last block.
+// [block] Add the bytes pushed by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
   const int local = threadIdx.x;
   if (local >= op.ranks_per_node()) return;
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
-  if (__syncthreads_or(has_aborted(context))) return;  // all threads or none
+  if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
   const Part pushers{op.block, num_push_blocks(op, params)};
   const bool pushes = pushers.block < pushers.num_blocks, is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.

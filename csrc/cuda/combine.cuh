@@ -18,7 +18,7 @@ struct CombineParams {
   float saturating;           // pushing blocks that saturate the links if they only store
 };
 
-// [thread] Return the chunks of a list: each has a flag of its own.
+// [thread] Return the number of chunks of a list. The n-th chunks of all lists of a section share a flag.
 constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
 
 struct CombineMemory {
@@ -44,7 +44,7 @@ struct CombineMemory {
   }
 };
 
-// Some blocks of a launch, and this block's number among them. A number out of range means: not among them.
+// Some blocks of a launch, and this block's number among them. A number below 0, or from num_blocks on: not among them.
 struct Part {
   int block, num_blocks;
 };

@@ -5,7 +5,7 @@
 namespace ep::cuda {
 
 // [warp] Copy `bytes`, a multiple of sizeof(T). Each thread has kTogether loads under way. With 14 loads of 16 bytes a
-// row of 14336 bytes takes two turns.
+// row of 14336 bytes takes two turns. Loads bypass L1. No __syncwarp at the end.
 template <class T, int kTogether>
 __device__ inline void copy_words(T* to, const T* from, uint32_t bytes) {
   const int num = static_cast<int>(bytes / sizeof(T));

@@ -23,7 +23,7 @@ struct alignas(16) Work {
   int16_t first_bay;  // of its rows; the others follow
   int8_t num_rows;    // number of addends
   bool stops;         // the last work of its team
-  int32_t milestone;  // reached when all earlier works are done
+  int32_t milestone;  // of the sum; before it the warps of the team count themselves in for all lower milestones
 };
 
 struct Pipeline {
@@ -52,10 +52,11 @@ struct Pipeline {
   char* bays;  // [num_bays, bay_bytes]
   int num_bays;
   uint32_t bay_bytes;
+  // Four kinds of mbarriers. A round of each ends when:
   uint64_t* full;        // [kQueue] the rows of the work have landed
-  uint64_t* empty;       // [kQueue] its bays can be used again
+  uint64_t* empty;       // [kQueue] its team has read them, so its bays are free
   uint64_t* prepared;    // [kBatches] the batch is in the queue
-  uint64_t* issued;      // [kBatches] its loads are issued
+  uint64_t* issued;      // [kBatches] its loads are issued, so its place in `batches` and `addends` is free
   Batch* batches;        // [kBatches]
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
@@ -107,8 +108,9 @@ struct Preparer {
   int num_works = 0, num_batches = 0;
   int next_bay = 0;
 
-  // [warp] Queue `num` works: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes` of each
-  // addend, from `offset` on. Wait until the batch before the last is issued: then its places are free.
+  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
+  // of each addend, from `offset` on. Wait until the batch before the last one is issued. Then its place is free, and
+  // so are the places of the works: those of kQueue works ago are done.
   template <class Fill>
   __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
@@ -157,7 +159,8 @@ struct Preparer {
     prepare(work, num_teams, 0, 0, [](const char**) {});
   }
 
-  // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone.
+  // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. Wait only for
+  // places in the queue, as the other functions here.
   __device__ void end() {
     reach(0, true);
     prepare(Work{}, 0, 0, 0, [](const char**) {});
@@ -199,7 +202,7 @@ struct Issuer {
   };
 
   // [warp] Wait until the oldest work is done. Release its bays, and those of the next works as far as these are done.
-  // `num_issued` works have been issued so far.
+  // `num_issued` works have been issued so far, and not all of them are released.
   __device__ void release(int num_issued) {
     const int work = released + lane, place = QueueRing::place(work);
     const int num_rows = work < num_issued ? pipeline.queue[place].num_rows : 0;
@@ -242,7 +245,7 @@ struct Issuer {
     }
   }
 
-  // [warp] Issue all works, until the batch that ends the pipeline. Waits for batches, and for free bays.
+  // [warp] Issue all works, up to the empty batch at the end. Wait for batches, and for free bays.
   __device__ void run() {
     for (int n = 0;; ++n) {
       const int place = BatchRing::place(n);
@@ -276,7 +279,7 @@ struct Issuer {
 
 // [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. `milestone` is the first of this
 // block. Called in summing warps.
-//   finish(milestone): called by one thread of every warp, after all of the warp's stores for this and earlier chunks
+//   finish(milestone): called by lane 0 of each warp for each milestone in turn, after the warp's stores for it
 template <class Summing, class Finish>
 __device__ void consume(const Pipeline& pipeline, int milestone, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;

@@ -6,7 +6,8 @@
 namespace ep::cuda {
 
 // [thread] Return the end of this rank's chunks of a combine: first those of items from other nodes, then, from
-// Config::first_own_chunk on, those of items from this node. This rank raises all of their flags.
+// Config::first_own_chunk on, those of items from this node. This rank raises the flags of all chunks before the end,
+// also of empty ones: Call::num_chunks promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   int most = 0;
   for (int rank = op.first_local_rank(), end = rank + op.ranks_per_node(); rank < end; ++rank)
@@ -14,8 +15,9 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.config.first_own_chunk() + num_item_chunks(most);
 }
 
-// [warp] Queue the sums of this part's items, chunk by chunk, in an order that keeps all links busy. Called in the
-// preparing warp, once slots are free. Wait only for own loads and for room in the queue.
+// [warp] Queue the sums of this part's items, chunk by chunk; ItemOrder keeps all links busy. Called in the preparing
+// warp, once slots are free. Wait only for own loads and for room in the queue. Afterwards no load of items is under
+// way; sums may be.
 __device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
                                   Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;

@@ -5,7 +5,7 @@
 
 namespace ep::cuda {
 
-// [warp] Write the weights of own tokens to the output: 0 where a token chose no expert. The tokens' partial sums have
+// [warp] Write the weights of own tokens to the output: 0 where a column has no expert. The tokens' partial sums have
 // arrived, and the weights with them.
 __device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
   constexpr int kTogether = 4;  // loads of a lane under way
@@ -35,7 +35,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
 struct TokenBatch {
   int node;  // of the tokens' owner; -1: there are no tokens
   int begin, num;
-  int milestone;  // of the sums of a rail peer's tokens; past the last one for own tokens
+  int milestone;  // of the sums of a rail peer's tokens; SumMilestones::end() for own tokens, or for none
 };
 
 // Milestones of the sums for other nodes. They follow those of pushes. They go chunk by chunk, and in a chunk node by
@@ -43,7 +43,7 @@ struct TokenBatch {
 struct SumMilestones {
   const Context& context;
 
-  // [thread] Return the first milestone; past the last one; the i-th other node, in this rank's order.
+  // [thread] Return the first milestone; the end of the milestones; the i-th other node, in this rank's order.
   __device__ int first() const { return context.max_item_chunks; }
   __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
@@ -68,7 +68,7 @@ struct Reducer {
   const int lane, num_tokens;
   const int own_batch;           // own tokens to take at once; fewer for a small dispatch, so that all blocks get some
   ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
-  int milestone, next_begin;     // of the next batch for others: its milestone, its first token in the chunk
+  int milestone, next_begin;     // of the next batch for others: its milestone, its first token counted in the chunk
 
   // [warp] Prepare to reduce, once all ranks agree. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
@@ -129,8 +129,8 @@ struct Reducer {
   }
 
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
-  // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank.
-  // Afterwards the addends may be read by bulk loads.
+  // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank. After
+  // true, bulk loads may read the addends, also those of a warp that synchronizes with this one.
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
@@ -151,7 +151,7 @@ struct Reducer {
   }
 
   // [warp] Queue the sums of a batch; its rows of the table begin at record n. Wait for the addends. Return false after
-  // an abort of this rank.
+  // an abort of this rank: then nothing is queued. Without a usable plan the sums of own tokens have no addends: zeros.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
     const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
     records.wait(n);
@@ -189,9 +189,11 @@ struct Reducer {
   }
 
   // [warp] Queue the sums of all tokens of this block, batch by batch. Wait for free staging if any sum travels, and
-  // for each batch's addends. Return false after an abort of this rank, with no loads left on their way.
+  // for each batch's addends. Return false after an abort of this rank. In both cases no load of table rows is under
+  // way.
   __device__ bool run(Preparer& preparer) {
-    // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there.
+    // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there. `agree` implies
+    // it, so this wait is over at once.
     const bool sends = milestone < milestones.end();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;

@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// [thread] A dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to each
-// element of a word: it turns -0 into +0, as a sum from +0 does.
+// [thread] Convert a dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to
+// each element of a word: it turns -0 into +0, as a sum from +0 does.
 struct Float32 {
   static constexpr int kElements = 4;
   static __device__ void load(const uint4& v, float* to) {
@@ -86,10 +86,11 @@ __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
   return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
 }
 
-// [team] Sum rows of num_vectors vectors from shared memory to global memory, in the order of rows.
+// [team] Sum rows of num_vectors vectors from shared memory to global memory, in the order of rows. Without rows store
+// zeros. No barrier.
 //   thread: number of this thread in its team
 //   row(j): address of row j
-//   release(): called by every thread after its last read of the rows, before its last stores
+//   release(): called once by every thread, after its last read of the rows and before its last stores
 template <class Summing, class Row, class Release>
 __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, uint4* to, int thread,
                                          const Release& release) {

@@ -5,7 +5,8 @@
 namespace ep::cuda {
 
 // [warp] Return the sum of `value` over the lanes up to this one, in steps of `stride` lanes. Only lanes with the same
-// number modulo `stride` share a sum. `stride` is a power of two.
+// number modulo `stride` share a sum. `stride` and `num_lanes` are powers of two. All lanes take part; the result is
+// right in the first num_lanes lanes.
 template <class T>
 __device__ __forceinline__ T inclusive_sum(T value, int stride = 1, int num_lanes = 32) {
   const int lane = threadIdx.x % 32;
