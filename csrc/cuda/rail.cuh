@@ -1,6 +1,6 @@
 // The rail blocks of a rank. Their first warps are relays, one for each other node: a relay waits for data of the rail
 // peer there, and raises ordinary flags for it on this node. All other warps are senders: they put this rank's data to
-// its rail peers.
+// its rail peers. One rail block has 15 or 16 warps, more than kMaxNodes - 1 relays, so there is always a sender.
 //
 //   sender                                           relay for node m, on the receiving rank
 //   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
@@ -59,9 +59,10 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Wait for a flag raised by other blocks of this rank. Return false after an abort of this rank. The wait has
-  // no limit of its own: those blocks wait for peers with a limit, and abort this rank when it is over. A limit here
-  // could end first, and would then report this rank as late.
+  // [warp] Wait for a flag raised by other blocks of this rank; all lanes read it. Return false after an abort of this
+  // rank, else true: all lanes may read the memory covered by the flag. The wait has no limit of its own: those blocks
+  // wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and would then
+  // report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
     bool here;
     do here = ptx::load_acquire(flag) >= op.epoch;
@@ -100,9 +101,9 @@ struct RailWarp {
     if (lane == 0 && bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), bytes);
   }
 
-  // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; one sender serves one peer. Wait
-  // until this rank has announced them. Afterwards `call_arrived` is raised there. Return false after an abort of this
-  // rank. Called in senders.
+  // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; the senders take the peers in turn.
+  // Wait until this rank has announced them, then signal `call_arrived` behind them. Return false after an abort of
+  // this rank. Called in senders.
   __device__ bool send_call(bool has_counts) const {
     if (sender() >= num_others) return true;
     if (!wait_for_self(context.own.called + op.rank())) return false;
@@ -120,7 +121,8 @@ struct RailWarp {
   }
 
   // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the other
-  // ranks of this node, and raise `called`. Return false after an abort of this rank. Called in a relay.
+  // ranks of this node, and raise `called` at all of them and here. Return false after an abort of this rank. Called in
+  // a relay. If the peer makes no new plan, the copied counts are stale: the Calls differ, so no rank reads them.
   __device__ bool relay_call(int node, bool has_counts) const {
     if (!wait_for_peer(phase_of_calls(), node, context.own.call_arrived)) return false;
     const int source = context.rail_peer(node);

@@ -9,7 +9,7 @@ struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
-  // `piece` counts them over all arrays. Return the bytes put. No waiting.
+  // `piece` counts them over all arrays, the same in all senders. Return the bytes put. Wait for nothing.
   __device__ uint64_t send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece) const {
     constexpr uint32_t kPiece = 8192;
     uint64_t sent = 0;
@@ -46,7 +46,8 @@ struct DispatchRailWarp : RailWarp {
   }
 
   // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
-  // They keep their place: row and tail of a token have the same offset in the rail peer's inbox. Called in senders.
+  // Row and tail of a token have the same offset in the rail peer's inbox as here. Called in senders, after `staged` of
+  // this rank.
   __device__ void send_tokens(const DispatchParams& params, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
@@ -66,8 +67,9 @@ struct DispatchRailWarp : RailWarp {
     add_bytes(context.state->bytes_sent, to, num * (params.args.row_bytes + params.tail_bytes));
   }
 
-  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for each chunk until this rank has staged it.
-  // Return false after an abort of this rank. Called in senders, once all ranks agree.
+  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for `listed` of this rank, then for each
+  // chunk until this rank has staged it. Return false after an abort of this rank. Called in senders, once all ranks
+  // agree.
   __device__ bool send_rows(const DispatchParams& params) const {
     if (params.new_plan && !wait_for_self(context.own.listed + op.rank())) return false;
     const bool usable = params.plan.head->usable;
@@ -87,8 +89,8 @@ struct DispatchRailWarp : RailWarp {
   }
 
   // [warp] Wait for the items of the rail peer on `node`, then for each chunk of its rows. Raise `listed`, then
-  // `staged`, at every rank of this node. Return false after an abort of this rank. Called in a relay, once all ranks
-  // agree.
+  // `staged`, at every rank of this node. Without a usable plan the peer sends no rows: raise only `listed`. Return
+  // false after an abort of this rank. Called in a relay, once all ranks agree.
   __device__ bool relay_rows(const DispatchParams& params, int node) const {
     const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
     if (params.new_plan) {

@@ -10,7 +10,8 @@ struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
-  // experts on this node. Called in senders.
+  // experts on this node. Weights go by whole tokens; the owner reads only the columns with experts here. Called in
+  // senders, after `summed`.
   __device__ void send_sums_of(const CombineParams& params, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;

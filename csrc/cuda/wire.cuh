@@ -4,8 +4,8 @@
 //   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
 //   put_words  [warp] the same, with multiples of 4
 //   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
-//   arrived    [thread] make the data covered by a flag visible; the flag has been seen here
-//   quiet      [thread] wait until all puts of this rank have read their source
+//   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
+//   quiet      [thread] wait until all puts of this rank, by any block, have read their source; only own puts
 //
 // One module is compiled for each wire, with the same kernels.
 #pragma once

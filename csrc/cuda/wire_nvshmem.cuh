@@ -32,12 +32,12 @@ struct NvshmemWire {
     nvshmemx_signal_op(flag_there, value, NVSHMEM_SIGNAL_SET, context.wire.pe[node]);
   }
 
-  // [thread] Make the data covered by the flag visible, through NVSHMEM's own wait for the flag.
+  // [thread] Make the data covered by the flag visible, through NVSHMEM's own wait. The flag has arrived: no real wait.
   __device__ void arrived(uint64_t* flag, uint64_t value) const {
     nvshmem_uint64_wait_until(flag, NVSHMEM_CMP_GE, value);  // returns at once
   }
 
-  // [thread] Wait until all puts of this rank are complete.
+  // [thread] Wait until all puts of this rank are complete at their targets, so they have read their source.
   __device__ void quiet() const { nvshmem_quiet(); }
 };
 
