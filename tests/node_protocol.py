@@ -1,19 +1,20 @@
 """The protocol between nodes, written as programs of agents for the search in node_model.py.
 
-A rank is a pair (node, local). Names of flags and cells are those of the engine. A cell lies in the memory of the rank
-that its name is followed by; ``node`` is the inbox:
+A rank is a pair (node, local). Flags and cells have the names of csrc/cuda/region.h. A cell lies in the memory of the
+rank that its name is followed by; ``node`` is the inbox, or the rail peer's node:
 
-    call, head     rank, place, source        Call and counts; the place is the parity of the epoch
+    call, counts   rank, parity, source       by the parity of the epoch
     items          rank, node, receiver       items of the inbox's source for one receiver, by its local index
-    table          rank, node                 item numbers for the sums on the way back
-    outbox         rank, node, receiver       items for a receiver of another node, as the source lists them
-    out table      rank, node
+    table_in       rank, node                 item numbers for the sums on the way back
+    items_out      rank, node, receiver       items for a receiver of another node, as the source lists them
+    table_out      rank, node
     staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums
     slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index
-    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes place k
-    home           rank, node, chunk          sums from another node
-    home weights   rank, node, k, chunk
+    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k
+    sums           rank, node, chunk          sums from another node
+    rail weights   rank, node, k, chunk       weights from another node: RailArrays::weights
 
+The owner waits for the wire flag sums_arrived itself. In the engine its relay does, and raises sums_here for it.
 One token stands for each chunk. Routings say which ranks receive it, so an item of a receiver is a chunk of its own.
 """
 
@@ -31,20 +32,20 @@ FENCE = "a fence stands between data and signal"
 QUIET = "the rail waits until its puts are delivered before the operation ends"
 RAIL_ENDS = "an operation ends after its rail blocks"
 TWO_CALLS = "Calls lie in two places"
-TWO_HEADS = "heads lie in two places"
-CONSUMED_BEFORE_CALL = "a dispatch waits for consumed before its head and Call are sent"
+TWO_COUNTS = "counts lie in two places"
+CONSUMED_BEFORE_CALL = "a dispatch waits for consumed before its counts and Call are sent"
 SLOTS_FREE = "a combine waits for slots_free before it pushes and before its Call is sent"
 CONSUMED_BEFORE_SUMS = "outgoing sums wait for consumed"
 AGREE_ALL = "Calls of all ranks are waited for, not only those of the own node"
 AGREE_BEFORE_LISTS = "lists and rows are sent after all agreed"
 AGREE_BEFORE_SUMS = "sums are made and sent after all agreed"
-CALL_HERE_BEFORE_LISTS = "lists are sent after call_here of the receiving node"
-CALL_HERE_BEFORE_SUMS = "sums are sent after call_here of the owner's node"
-RELAY_CALLS = "the relay of called waits for call_here"
-RELAY_LISTS = "the relay of listed waits for lists_here"
-RELAY_ROWS = "the relay of staged waits for rows_here"
+CALL_ARRIVED_BEFORE_LISTS = "lists are sent after call_arrived of the receiving node"
+CALL_ARRIVED_BEFORE_SUMS = "sums are sent after call_arrived of the owner's node"
+RELAY_CALLS = "the relay of called waits for call_arrived"
+RELAY_LISTS = "the relay of listed waits for items_arrived"
+RELAY_ROWS = "the relay of staged waits for rows_arrived"
 RELAY_IN_ORDER = "the relay of staged goes chunk by chunk"
-SUMS_HERE = "the owner waits for sums_here"
+SUMS_ARRIVED = "the owner waits for sums_arrived"
 SUMMED = "the rail waits for summed"
 DRAIN = "after a difference all wait for the chunks that were promised to them"
 FREE_AFTER_DIFFERENCE = "after a difference both consumed and slots_free rise"
@@ -164,10 +165,10 @@ class Operation:
             agent.wait(("slots_free", self.me, local), self.pushed_epoch)
 
     def call_cells(self, at: Rank, source: Rank) -> list[Place]:
-        """Return where the Call of a source lies, and the head if its plan is new."""
-        places = {"call": self.epoch % 2 * self.keeps(TWO_CALLS), "head": self.epoch % 2 * self.keeps(TWO_HEADS)}
-        names = ["call", "head"] if self.protocol.kind(source, self.epoch) == DISPATCH else ["call"]
-        return [(name, at, places[name], source) for name in names]
+        """Return where the Call of a source lies, and the counts if its plan is new."""
+        parities = {"call": self.epoch % 2 * self.keeps(TWO_CALLS), "counts": self.epoch % 2 * self.keeps(TWO_COUNTS)}
+        names = ["call", "counts"] if self.protocol.kind(source, self.epoch) == DISPATCH else ["call"]
+        return [(name, at, parities[name], source) for name in names]
 
     def announce(self, agent: Agent) -> None:
         for rank in self.neighbours:
@@ -197,7 +198,7 @@ class Operation:
             peer = (node, self.local)
             for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
                 agent.put(there, here, self.epoch)
-            self.signal(agent, ("call_here", peer, self.node))
+            self.signal(agent, ("call_arrived", peer, self.node))
 
     def signal(self, agent: Agent, flag: Place) -> None:
         if self.keeps(FENCE):
@@ -207,7 +208,7 @@ class Operation:
     def relay_call(self, agent: Agent, node: int) -> None:
         source = (node, self.local)
         if self.keeps(RELAY_CALLS):
-            agent.wait(("call_here", self.me, node), self.epoch)
+            agent.wait(("call_arrived", self.me, node), self.epoch)
         here = self.call_cells(self.me, source)
         for cell in here:
             agent.read(cell, self.epoch)
@@ -269,9 +270,9 @@ class Operation:
         for _, receiver in self.neighbours:
             agent.write(("items", self.me, self.node, receiver), self.epoch)
         for node in self.others:
-            agent.write(("out table", self.me, node), self.epoch)
+            agent.write(("table_out", self.me, node), self.epoch)
             for receiver in self.protocol.locals:
-                agent.write(("outbox", self.me, node, receiver), self.epoch)
+                agent.write(("items_out", self.me, node, receiver), self.epoch)
         self.raise_at_neighbours(agent, "listed", self.me)
 
     def read_counts(self, agent: Agent) -> None:
@@ -294,7 +295,7 @@ class Operation:
             agent.wait(("listed", self.me, source), self.epoch)
             agent.read(("items", holder, node, self.local), self.epoch)
             if node != self.node and holder == self.me:
-                agent.read(("table", self.me, node), self.epoch)  # the plan keeps a copy
+                agent.read(("table_in", self.me, node), self.epoch)  # the plan keeps a copy
         mine = [chunk for chunk in self.chunks if self.me in self.routing[source, chunk]]
         for chunk in [self.chunks[-1]] if looks else mine:
             agent.wait(("staged", self.me, source, chunk), self.epoch)
@@ -309,18 +310,18 @@ class Operation:
             return
         peer = (node, self.local)
         agent.wait(("listed", self.me, self.me), self.epoch)
-        if self.keeps(CALL_HERE_BEFORE_LISTS):
-            agent.wait(("call_here", self.me, node), self.epoch)
+        if self.keeps(CALL_ARRIVED_BEFORE_LISTS):
+            agent.wait(("call_arrived", self.me, node), self.epoch)
         for receiver in self.protocol.locals:
-            agent.put(("items", peer, self.node, receiver), ("outbox", self.me, node, receiver), self.epoch)
-        agent.put(("table", peer, self.node), ("out table", self.me, node), self.epoch)
-        self.signal(agent, ("lists_here", peer, self.node))
+            agent.put(("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch)
+        agent.put(("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
+        self.signal(agent, ("items_arrived", peer, self.node))
 
     def relay_list(self, agent: Agent, node: int) -> None:
         if not self.is_new or not self.agree(agent):
             return
         if self.keeps(RELAY_LISTS):
-            agent.wait(("lists_here", self.me, node), self.epoch)
+            agent.wait(("items_arrived", self.me, node), self.epoch)
         self.raise_at_neighbours(agent, "listed", (node, self.local))
 
     def send_rows(self, agent: Agent, node: int, chunk: int) -> None:
@@ -330,14 +331,14 @@ class Operation:
         agent.wait(("staged", self.me, self.me, chunk), self.epoch)
         if any(receiver[0] == node for receiver in self.routing[self.me, chunk]):
             agent.put(("staging", peer, self.node, chunk), ("staging", self.me, self.node, chunk), self.epoch)
-        self.signal(agent, ("rows_here", peer, self.node, chunk))
+        self.signal(agent, ("rows_arrived", peer, self.node, chunk))
 
     def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
         if not self.agree(agent):
             return
         for chunk in chunks:
             if self.keeps(RELAY_ROWS):
-                agent.wait(("rows_here", self.me, node, chunk), self.epoch)
+                agent.wait(("rows_arrived", self.me, node, chunk), self.epoch)
             self.raise_at_neighbours(agent, "staged", (node, self.local), chunk)
 
     def send_lists(self, agent: Agent) -> None:
@@ -423,15 +424,15 @@ class Operation:
         mine = [k for k, receiver in enumerate(self.receivers(owner, chunk)) if receiver in self.neighbours]
         if not mine:
             return
-        if self.keeps(CALL_HERE_BEFORE_SUMS):
-            agent.wait(("call_here", self.me, node), self.epoch)
+        if self.keeps(CALL_ARRIVED_BEFORE_SUMS):
+            agent.wait(("call_arrived", self.me, node), self.epoch)
         if self.keeps(SUMMED):
             agent.wait(("summed", self.me, node, chunk), self.epoch)
-        agent.put(("home", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
+        agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
         for k in mine:
             here = ("weights", self.me, node, k, chunk)
-            agent.put(("home weights", owner, self.node, k, chunk), here, self.epoch)
-        self.signal(agent, ("sums_here", owner, self.node, chunk))
+            agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
+        self.signal(agent, ("sums_arrived", owner, self.node, chunk))
 
     def reduce_own(self, agent: Agent, chunk: int) -> None:
         if not self.agree(agent):
@@ -439,11 +440,11 @@ class Operation:
         receivers = self.receivers(self.me, chunk)
         pushers = self.wait_for_pushed(agent, self.node, chunk)
         nodes = sorted({node for node, _ in receivers} - {self.node})
-        for node in nodes if self.keeps(SUMS_HERE) else ():
-            agent.wait(("sums_here", self.me, node, chunk), self.epoch)
+        for node in nodes if self.keeps(SUMS_ARRIVED) else ():
+            agent.wait(("sums_arrived", self.me, node, chunk), self.epoch)
         for local in pushers:
             agent.read(("slots", self.me, self.node, local, chunk), self.epoch)
         for node in nodes:
-            agent.read(("home", self.me, node, chunk), self.epoch)
+            agent.read(("sums", self.me, node, chunk), self.epoch)
         for k, (node, _) in enumerate(receivers):
-            agent.read(("weights" if node == self.node else "home weights", self.me, node, k, chunk), self.epoch)
+            agent.read(("weights" if node == self.node else "rail weights", self.me, node, k, chunk), self.epoch)

@@ -109,14 +109,14 @@ def test_the_model_is_not_empty():
     written, read = ({name for kind, name in accesses if kind == wanted} for wanted in ("write", "read"))
     assert written == read
     assert read == {
-        *("call", "head", "items", "table", "outbox", "out table", "staging"),
-        *("slots", "weights", "home", "home weights"),
+        *("call", "counts", "items", "table_in", "items_out", "table_out", "staging"),
+        *("slots", "weights", "sums", "rail weights"),
     }
     raised = {flag[0] for event in events for flag, _ in event.raises}
     waited_for = {flag[0] for event in events for flag, _ in event.waits}
     assert raised == waited_for == {
         *("called", "listed", "staged", "pushed", "consumed", "slots_free", "summed"),
-        *("call_here", "lists_here", "rows_here", "sums_here"),
+        *("call_arrived", "items_arrived", "rows_arrived", "sums_arrived"),
         *("begun", "launched", "arrived", COMPLETE),
     }  # fmt: skip
 
@@ -124,30 +124,30 @@ def test_the_model_is_not_empty():
 # What goes wrong in some order when a rule is missing.
 NEEDED = {
     protocol.FENCE: {
-        *("late call", "late head", "late items", "late table", "late staging", "late home", "late home weights"),
+        *("late call", "late counts", "late items", "late table_in", "late staging", "late sums", "late rail weights"),
         *(
             "stale call",
-            "stale head",
+            "stale counts",
             "stale items",
-            "stale table",
+            "stale table_in",
             "stale staging",
-            "stale home",
-            "stale home weights",
+            "stale sums",
+            "stale rail weights",
         ),
     },
-    protocol.QUIET: {"stale staging", "stale weights", "falling call_here"},
-    protocol.RAIL_ENDS: {"stale call", "stale staging", "stale weights", "falling call_here"},
+    protocol.QUIET: {"stale staging", "stale weights", "falling call_arrived"},
+    protocol.RAIL_ENDS: {"stale call", "stale staging", "stale weights", "falling call_arrived"},
     protocol.TWO_CALLS: {"stale call"},
-    protocol.TWO_HEADS: {"stale head"},
+    protocol.TWO_COUNTS: {"stale counts"},
     protocol.SLOTS_FREE: {"stale slots", "stale weights"},
-    protocol.AGREE_ALL: {"early begun", "late call", "late head", "stale head", "stale staging"},
+    protocol.AGREE_ALL: {"early begun", "late call", "late counts", "stale counts", "stale staging"},
     protocol.AGREE_BEFORE_LISTS: {"deadlock", "late staging", "stale staging"},
-    protocol.AGREE_BEFORE_SUMS: {"deadlock", "late home", "late home weights"},
-    protocol.RELAY_CALLS: {"early begun", "late call", "late head", "stale call", "stale head", "stale staging"},
-    protocol.RELAY_LISTS: {"late items", "late table", "stale items", "stale table"},
+    protocol.AGREE_BEFORE_SUMS: {"deadlock", "late sums", "late rail weights"},
+    protocol.RELAY_CALLS: {"early begun", "late call", "late counts", "stale call", "stale counts", "stale staging"},
+    protocol.RELAY_LISTS: {"late items", "late table_in", "stale items", "stale table_in"},
     protocol.RELAY_ROWS: {"late staging", "stale staging"},
     protocol.RELAY_IN_ORDER: {"stale staging"},
-    protocol.SUMS_HERE: {"late home", "late home weights", "stale home", "stale home weights"},
+    protocol.SUMS_ARRIVED: {"late sums", "late rail weights", "stale sums", "stale rail weights"},
     protocol.SUMMED: {"stale staging", "stale weights"},
     protocol.DRAIN: {"late slots", "late weights"},
     protocol.FREE_AFTER_DIFFERENCE: {"deadlock"},
@@ -158,8 +158,8 @@ NEEDED = {
 # operations before. Each with the rule that covers it, and what goes wrong without both but not without that one.
 COVERED = {
     protocol.CONSUMED_BEFORE_CALL: (protocol.AGREE_ALL, {"stale items"}),
-    protocol.CALL_HERE_BEFORE_LISTS: (protocol.AGREE_ALL, {"stale items", "stale table"}),
-    protocol.CALL_HERE_BEFORE_SUMS: (protocol.AGREE_BEFORE_SUMS, {"stale home", "stale home weights"}),
+    protocol.CALL_ARRIVED_BEFORE_LISTS: (protocol.AGREE_ALL, {"stale items", "stale table_in"}),
+    protocol.CALL_ARRIVED_BEFORE_SUMS: (protocol.AGREE_BEFORE_SUMS, {"stale sums", "stale rail weights"}),
     protocol.CONSUMED_BEFORE_SUMS: (protocol.AGREE_BEFORE_SUMS, {"stale staging"}),
 }
 
