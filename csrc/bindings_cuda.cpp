@@ -162,7 +162,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("dispatch", launch_dispatch<true, true>)
       .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
                          Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
-      // Return the rows of the dispatch with this ticket, -1 after an abort, -2 after slice_s without either.
+      // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).
       .def("late",

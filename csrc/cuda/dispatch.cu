@@ -45,7 +45,7 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 
 // [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
 // after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
-// is unusable. In all cases no load of the movers is under way.
+// is unusable or another launch pulls. In all cases no load of the movers is under way.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
   // Plan, or announce. Both raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
