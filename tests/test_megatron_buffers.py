@@ -386,7 +386,7 @@ def test_with_variable_lengths_one_rank_may_bring_more(settings):
 
 def agree_beside_nccl(rank: int) -> None:
     """With a group that takes no tensors on the CPU, as NCCL's: through one of the same ranks that does."""
-    from ep_dispatcher.integrations.megatron import agree
+    from ep_dispatcher.integrations import agree
 
     with pytest.MonkeyPatch.context() as patch, environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
         patch.setattr(agree, "_takes_cpu_tensors", lambda group: False)

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
+from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-from ep_dispatcher.integrations.megatron.agree import all_reduce
 
 
 class Key(NamedTuple):

@@ -17,8 +17,8 @@ from torch.distributed import PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import count_attempt
+from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import limits, overfull, plugin
-from ep_dispatcher.integrations.megatron.agree import all_reduce
 
 logger = logging.getLogger(__name__)
 

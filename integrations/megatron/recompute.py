@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron.agree import all_reduce
+from ep_dispatcher.integrations.agree import all_reduce
 
 
 @dataclass(frozen=True, eq=False)
