@@ -13,6 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+# Default arguments of this module hold the default group that exists when it is imported, and torch._dynamo imports it.
+# Import it before there is a group: a group that is held keeps its threads, and they can abort the process at its end.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 

@@ -210,6 +210,7 @@ def test_another_buffer(pools, engine, backend, dynamic, as_argument):
 
 WHEN_DYNAMO_IS_IMPORTED = """
 import sys
+import weakref
 import torch
 import torch.distributed as dist
 import ep_dispatcher as ep
@@ -226,14 +227,23 @@ x = torch.ones(8, 64, requires_grad=True)
 out = ep.dispatch(buffer, x, torch.ones(8, 1, dtype=torch.long))
 ep.combine(buffer, out.x, out.handle).sum().backward()
 print("operations", [name for name in sys.modules if name.startswith("torch._dynamo") and name not in modules])
+group = weakref.ref(dist.group.WORLD)
+buffer.destroy()
+del buffer, out
+dist.destroy_process_group()
+print("group is held", group() is not None)
 """
 
 
 def test_dynamo_is_imported_with_the_first_buffer():
-    """Not by the first operation, whose peers would wait for it, nor by those who only import the package."""
+    """Not by the first operation, whose peers would wait for it, nor by those who only import the package.
+
+    And it does not hold the group: destroy_process_group would leave its threads, which can abort a process at its end.
+    """
     command = [sys.executable, "-c", WHEN_DYNAMO_IS_IMPORTED]
     result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
-    assert result.stdout.splitlines() == ["before False", "buffer True", "operations []"], result.stderr
+    expected = ["before False", "buffer True", "operations []", "group is held False"]
+    assert result.stdout.splitlines() == expected, result.stderr
 
 
 def test_inductor(pools):
