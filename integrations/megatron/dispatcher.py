@@ -73,7 +73,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return hidden_states, weights
 
     def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts in ascending order, -1 for none, and their probabilities.
+        """The experts of each token, -1 for none, and their probabilities.
 
         With expert tensor parallelism an expert's ranks each hold a slice of it and each get its tokens. The group's
         ranks count the slices fastest, so slice t of expert e is expert ``(e // L * T + t) * L + e % L`` of the group,
@@ -81,22 +81,20 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
         columns = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
-        numbers = torch.arange(num_experts, device=routing_map.device, dtype=torch.int16)  # faster to sort than int64
-        idx = torch.where(routing_map, numbers, num_experts)
-        idx = idx.topk(columns, dim=1, largest=False, sorted=True).values.long()
-        idx, is_overfull = idx[:, :topk], idx[:, topk:] < num_experts
-        if overfull.host_looks(routing_map) and is_overfull.any():
+        ones, idx = routing_map.view(torch.int8).topk(columns, dim=1)  # a token's experts, then others
+        idx, chosen, is_overfull = idx[:, :topk], ones.view(torch.bool)[:, :topk], ones[:, topk:]
+        host_looks = overfull.host_looks(routing_map)
+        if host_looks and is_overfull.any():
             overfull.refuse(routing_map, topk)
-        none = idx == num_experts
-        weights = probs.gather(1, idx.masked_fill(none, 0)).masked_fill(none, 0).float()
+        weights = torch.where(chosen, probs.gather(1, idx), 0).float()
         per_rank, slices = self.num_local_experts, self.tp_size
         if slices > 1:
             first = idx // per_rank * (slices * per_rank) + idx % per_rank
             idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
-            none, weights = none.repeat(1, slices), weights.repeat(1, slices)
-        idx = idx.masked_fill(none, -1)
-        if columns > topk:
-            overfull.mark(idx, is_overfull, num_experts * slices)
+            chosen, weights = chosen.repeat(1, slices), weights.repeat(1, slices)
+        idx = torch.where(chosen, idx, -1)
+        if columns > topk and not host_looks:
+            overfull.mark(idx, is_overfull.bool(), num_experts * slices)
         return idx, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
