@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import TracebackType
 from typing import Any, NoReturn
@@ -266,8 +266,10 @@ class Buffer:
         Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
-        with self._noted():
+        try:
             self._live_engine().check()
+        except (PeerTimeoutError, ValueError) as error:
+            self._raise_explained(error)
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes this rank has moved since the buffer was made: lists by the other rank, in group order.
@@ -416,21 +418,23 @@ class Buffer:
         return CombineOutput(combined.x, weights, self._live_engine().event())
 
     def _launch_dispatch(self, request: DispatchRequest) -> Received:
-        with self._noted():
+        try:
             return self._live_engine().dispatch(request.plain())
+        except (PeerTimeoutError, ValueError) as error:
+            self._raise_explained(error)
 
     def _launch_combine(self, request: CombineRequest) -> Combined:
-        with self._noted():
-            return self._live_engine().combine(request.plain())
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
         try:
-            yield
-        except PeerTimeoutError as error:
+            return self._live_engine().combine(request.plain())
+        except (PeerTimeoutError, ValueError) as error:
+            self._raise_explained(error)
+
+    def _raise_explained(self, error: PeerTimeoutError | ValueError) -> NoReturn:
+        """Raise an engine's error in the caller's terms."""
+        if isinstance(error, PeerTimeoutError):
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
-            raise
+        raise error
 
 
 def _limit_s(timeout_s: float | None) -> float:

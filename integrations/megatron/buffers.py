@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,16 @@ class MegatronBuffer(ep.Buffer):
 
     router_topk: int = 0
 
-    @contextmanager
-    def _noted(self):
-        with overfull.explained(self.router_topk), super()._noted():
-            yield
+    def _raise_explained(self, error: ep.PeerTimeoutError | ValueError) -> NoReturn:
+        if isinstance(error, ValueError) and (told := overfull.explained(error, self.router_topk)) is not error:
+            raise told from error
+        super()._raise_explained(error)
 
     def destroy(self) -> None:
-        with overfull.explained(self.router_topk):
+        try:
             super().destroy()
+        except ValueError as error:
+            self._raise_explained(error)
 
 
 @dataclass

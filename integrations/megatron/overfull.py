@@ -8,8 +8,6 @@ dispatch itself, or from a later call where the number of rows is given. ``expla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -34,15 +32,11 @@ def mark(topk_idx: Tensor, is_overfull: Tensor, num_experts: int) -> None:
     topk_idx[:, -1:].masked_fill_(is_overfull, num_experts)
 
 
-@contextmanager
-def explained(topk: int) -> Iterator[None]:
-    """Let an engine's error about a marked token speak of the routing map."""
-    try:
-        yield
-    except ValueError as error:
-        found = _BAD_ENTRY.match(str(error))
-        if found is None:
-            raise
-        given = f"token {found[1]} with more than {topk} experts"
-        mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
-        raise ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})") from error
+def explained(error: ValueError, topk: int) -> ValueError:
+    """Return an engine's error; of a marked token, one that speaks of the routing map."""
+    found = _BAD_ENTRY.match(str(error))
+    if found is None:
+        return error
+    given = f"token {found[1]} with more than {topk} experts"
+    mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
+    return ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
