@@ -161,7 +161,10 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("incoming_lists", [](const Engine& e, int node) { return view(e.incoming_lists(node)); })
       .def("lists_arrived", &Engine::lists_arrived)
       .def("finish_plan", &Engine::finish_plan, Unlocked())
-      .def("counts_per_expert", &Engine::counts_per_expert)  // (true, padded)
+      .def("counts_per_expert",
+           [](const Engine& e, Address tokens, Address rows) {
+             e.counts_per_expert(pointer<int64_t>(tokens), pointer<int64_t>(rows));
+           })
       .def("pack_payload",
            [](Engine& e, int node, const RowArrays& rows, Address topk_weights, int num_tokens) {
              const DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);

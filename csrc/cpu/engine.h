@@ -104,8 +104,8 @@ class Engine {
   void start_plan(int32_t* plan);
   // Wait for all lists, then write the rest of the plan.
   void finish_plan();
-  // Return the plan's tokens per local expert, and its rows per local expert (with padding).
-  std::pair<std::vector<int64_t>, std::vector<int64_t>> counts_per_expert() const;
+  // Write the plan's tokens per local expert, and its rows per local expert (with padding).
+  void counts_per_expert(int64_t* tokens, int64_t* rows) const;
   // Return the payload for the rail peer on `node`: Calls, rows, scales and weights.
   Span pack_payload(int node, const DispatchArgs& args);
   // Return room for the payload of the rail peer on `node`.

@@ -269,9 +269,9 @@ void Engine::finish_plan() {
   plan_.reduced_begin[config_.num_nodes] = reduced;
 }
 
-std::pair<std::vector<int64_t>, std::vector<int64_t>> Engine::counts_per_expert() const {
-  const int n = num_experts_local();
-  return {{plan_.tokens_per_expert, plan_.tokens_per_expert + n}, {plan_.rows_per_expert, plan_.rows_per_expert + n}};
+void Engine::counts_per_expert(int64_t* tokens, int64_t* rows) const {
+  std::copy_n(plan_.tokens_per_expert, num_experts_local(), tokens);
+  std::copy_n(plan_.rows_per_expert, num_experts_local(), rows);
 }
 
 void Engine::reuse(int64_t operation, const int32_t* block, const std::vector<size_t>& bytes_per_row,

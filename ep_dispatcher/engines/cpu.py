@@ -192,7 +192,8 @@ class CpuEngine:
 
     def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor) -> Received:
         config, rows, scales = self._config, request.rows, request.scales
-        tokens, padded = (torch.tensor(counts) for counts in self._c.counts_per_expert())
+        tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64) for _ in range(2))
+        self._c.counts_per_expert(_address(tokens), _address(padded))
         by_rank = request.layout == "rank"
         weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
         return Received(
