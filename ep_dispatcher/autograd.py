@@ -123,24 +123,34 @@ def _(
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
+# What a request holds where no subclass of Tensor, and no size of a traced graph, is among its fields.
+_PLAIN_TYPES = frozenset((Tensor, Parameter, type(None), int, str, bool))
+
+
 def _is_observed(request: DispatchRequest | CombineRequest) -> bool:
     """Return whether something looks at operators: a compiler, a dispatch mode, a transform, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in request)
+        or not _PLAIN_TYPES.issuperset(map(type, request))
     )
 
 
 def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
-    run = dispatch_op if _is_observed(request) else _EagerDispatch.apply
-    return Received(*run(*request, buffer_id, None))
+    if _is_observed(request):
+        return Received(*dispatch_op(*request, buffer_id, None))
+    if not torch.is_grad_enabled():  # as in a backward
+        return Received(*_dispatch_fields(*request, buffer_id))
+    return Received(*_EagerDispatch.apply(request.rows, request.topk_weights, request, buffer_id))
 
 
 def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
-    run = combine_op if _is_observed(request) else _EagerCombine.apply
-    return Combined(*run(*request, buffer_id, None))
+    if _is_observed(request):
+        return Combined(*combine_op(*request, buffer_id, None))
+    if not torch.is_grad_enabled():
+        return Combined(*_combine_fields(*request, buffer_id))
+    return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer_id))
 
 
 def _saved_plan(ctx: Any) -> Tensor:
@@ -153,15 +163,15 @@ def _saved_plan(ctx: Any) -> Tensor:
     return plan
 
 
-def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *fields, ctx.buffer_id, _ = inputs
-    request = DispatchRequest(*fields)
-    ctx.save_for_backward(Received(*output).plan if request.plan is None else request.plan)
+def _keep_for_combine(ctx: Any, request: DispatchRequest, plan: Tensor, buffer_id: str) -> None:
+    """Keep what the backward of a dispatch needs."""
+    ctx.save_for_backward(plan)
     ctx.num_tokens, ctx.layout, ctx.quantize = request.rows.shape[0], request.layout, request.quantize
-    ctx.has_weights = request.topk_weights is not None
+    ctx.has_weights, ctx.buffer_id = request.topk_weights is not None, buffer_id
 
 
-def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of rows and topk_weights."""
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
     received = Received(*gradients)
     grad = gradients[-1] if ctx.quantize else received.rows  # the anchor's stands for that of the exact rows
@@ -173,18 +183,18 @@ def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...
         layout=ctx.layout,
     )
     combined = _run_combine(ctx.buffer_id, request)
-    of_weights = combined.topk_weights if ctx.has_weights else None
-    return combined.x, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
+    return combined.x, combined.topk_weights if ctx.has_weights else None
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *fields, ctx.buffer_id, _ = inputs
-    request = CombineRequest(*fields)
+def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer_id: str) -> None:
+    """Keep what the backward of a combine needs."""
     ctx.save_for_backward(request.plan)
     ctx.num_rows, ctx.layout, ctx.has_weights = request.y.shape[0], request.layout, request.topk_weights is not None
+    ctx.buffer_id = buffer_id
 
 
-def _combine_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+def _combine_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of y and topk_weights."""
     combined = Combined(*gradients)
     request = DispatchRequest(
         rows=combined.x,
@@ -198,36 +208,68 @@ def _combine_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]
         quantize=False,
     )
     received = _run_dispatch(ctx.buffer_id, request)
-    of_weights = received.topk_weights if ctx.has_weights else None
-    return received.rows, None, of_weights, *[None] * 4  # in the order of the operator's arguments
-
-
-dispatch_op.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
-combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)
+    return received.rows, received.topk_weights if ctx.has_weights else None
 
 
 class _EagerDispatch(torch.autograd.Function):
     """dispatch_op with its gradient, without torch.library."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _dispatch_fields(*inputs)
-        _dispatch_setup(ctx, inputs, output)
+    def forward(
+        ctx: Any, rows: Tensor, topk_weights: Tensor | None, request: DispatchRequest, buffer_id: str
+    ) -> tuple[Tensor, ...]:
+        output = _dispatch_fields(*request, buffer_id)
+        _keep_for_combine(ctx, request, _plan_of(request, output), buffer_id)
         return output
 
-    backward = staticmethod(_dispatch_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_dispatch_backward(ctx, *gradients), None, None
 
 
 class _EagerCombine(torch.autograd.Function):
     """combine_op with its gradient, without torch.library."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        output = _combine_fields(*inputs)
-        _combine_setup(ctx, inputs, output)
+    def forward(
+        ctx: Any, y: Tensor, topk_weights: Tensor | None, request: CombineRequest, buffer_id: str
+    ) -> tuple[Tensor, Tensor]:
+        output = _combine_fields(*request, buffer_id)
+        _keep_for_dispatch(ctx, request, buffer_id)
         return output
 
-    backward = staticmethod(_combine_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *_combine_backward(ctx, *gradients), None, None
+
+
+def _plan_of(request: DispatchRequest, output: tuple[Tensor, ...]) -> Tensor:
+    return Received(*output).plan if request.plan is None else request.plan
+
+
+def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *fields, buffer_id, _ = inputs
+    request = DispatchRequest(*fields)
+    _keep_for_combine(ctx, request, _plan_of(request, output), buffer_id)
+
+
+def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    of_rows, of_weights = _dispatch_backward(ctx, *gradients)
+    return of_rows, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
+
+
+def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *fields, buffer_id, _ = inputs
+    _keep_for_dispatch(ctx, CombineRequest(*fields), buffer_id)
+
+
+def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    of_y, of_weights = _combine_backward(ctx, *gradients)
+    return of_y, None, of_weights, *[None] * 4  # in the order of the operator's arguments
+
+
+dispatch_op.register_autograd(_dispatch_op_backward, setup_context=_dispatch_op_setup)
+combine_op.register_autograd(_combine_op_backward, setup_context=_combine_op_setup)
 
 
 def _keep_order(operator: CustomOpDef, small_output: int) -> None:

@@ -127,8 +127,10 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
     if not isinstance(value, Tensor):
         given = type(value).__name__
     else:
-        fits = value.dim() == len(shape) and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape))
-        dense = value.layout == torch.strided
+        fits, dense = value.dim() == len(shape), value.layout == torch.strided
+        for wanted, size in zip(shape, value.shape):
+            if not isinstance(wanted, str) and wanted != size:
+                fits = False
         if fits and dense and value.dtype in dtypes and value.device.type == device:
             return  # before any text is made: torch.compile cannot put unknown sizes into a text
         given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"

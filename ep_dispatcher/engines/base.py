@@ -83,9 +83,8 @@ class CombineRequest(NamedTuple):
 
 def _plain(t: Tensor) -> Tensor:
     """Return the values as they lie in contiguous memory, without a lazy change of sign and outside of autograd."""
-    if t.is_contiguous() and not t.is_neg() and not t.requires_grad:
-        return t  # three calls into PyTorch less, in every operation
-    return t.detach().contiguous().resolve_neg()
+    t = t.detach() if t.requires_grad else t  # every call into PyTorch counts: this runs in every operation
+    return t if t.is_contiguous() and not t.is_neg() else t.contiguous().resolve_neg()
 
 
 class Received(NamedTuple):
