@@ -334,7 +334,7 @@ def _refuse_transforms(**arguments: object) -> None:
                 checks.fail(argument, "a gradient of torch.func (grad, vjp, jacrev)", _REVERSE)
 
 
-def _check_buffer(buffer: Buffer) -> None:
+def check_buffer(buffer: Buffer) -> None:
     if not isinstance(buffer, Buffer):
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
 
@@ -367,7 +367,7 @@ def dispatch(
     or through ``out.x.anchor`` in an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are
     static, and torch.compile keeps the graph whole.
     """
-    _check_buffer(buffer)
+    check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
     out = buffer._checked_dispatch(
         partial(_run_dispatch, buffer.id),
@@ -407,7 +407,7 @@ def combine(
 
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """
-    _check_buffer(buffer)
+    check_buffer(buffer)
     _refuse_transforms(y=y, topk_weights=topk_weights)
     res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

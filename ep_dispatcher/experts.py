@@ -1,0 +1,109 @@
+"""A whole layer of experts in one call: dispatch, two grouped GEMMs with the activation between them, combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import checks
+from ep_dispatcher.autograd import check_buffer, combine, dispatch
+from ep_dispatcher.buffer import Buffer
+
+ACTIVATIONS = ("swiglu",)
+# [bytes] Grouped GEMMs on a GPU load lines of this size: the rows of both operands have to begin at a multiple of it.
+GEMM_LINE = 16
+
+
+def moe_mlp(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    activation: str = "swiglu",
+    max_recv_rows: int | None = None,
+) -> Tensor:
+    """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
+
+        gate, up = w1[e] @ x[t]                                   the first half of the entries, and the second
+        y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(gate) * up),  e = topk_idx[t, k]
+
+    x              [num_tokens, hidden] of the buffer's dtype
+    topk_idx       int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none
+    topk_weights   float32 [num_tokens, num_topk]
+    w1             [num_local_experts, 2 * intermediate, hidden] of the buffer's dtype: for each expert of this rank the
+                   weight of a linear layer, as torch.nn.Linear has it
+    w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
+    activation     "swiglu"
+    max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16
+
+    GEMMs accumulate in float32 and round once. The activation and the multiplication by topk_weights are in float32
+    too, and are rounded once together, before the second GEMM: so one less factor is in memory, and the sum is not
+    weighted.
+
+    Gradients reach x, topk_weights, w1 and w2. The backward keeps the received rows, the results of the first GEMM and
+    those of the activation, all in the buffer's dtype. It has no derivative of its own. As in ep.dispatch, every rank
+    must run it, and x must require a gradient on all ranks or on none.
+
+    The five steps run one after the other. Errors are those of ep.dispatch; a wrong argument is a ValueError before
+    anything is sent.
+    """
+    check_buffer(buffer)
+    checks.one_of("activation", activation, ACTIVATIONS)
+    config, experts = buffer._config, buffer.num_local_experts
+    device = buffer._live_engine().device
+    checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
+    checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
+    checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
+    intermediate = w2.shape[2]
+    checks.tensor("w1", w1, (config.dtype,), (experts, 2 * intermediate, config.hidden), device)
+    if device == "cuda" and intermediate * w2.itemsize % GEMM_LINE:
+        allowed = f"a multiple of {GEMM_LINE // w2.itemsize} with {config.dtype} on a GPU"
+        checks.fail("w2", f"intermediate {intermediate}", allowed)
+    out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+    assert isinstance(out.x, Tensor)  # as x was given
+    ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+    hidden_rows = _grouped_linear(out.x, w1, ends)
+    activated = _WeightedSwiglu.apply(hidden_rows, out.topk_weights)
+    return combine(buffer, _grouped_linear(activated, w2, ends), out.handle)
+
+
+def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return rows [rows, k] times weight[e].T of each row's expert, [rows, n]. Rows behind the last expert are any.
+
+    weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
+    """
+    if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    end = ends.tolist()
+    parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
+    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """silu(gate) * up * weight for rows (gate, up), in float32. It keeps its arguments, and nothing in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        gate, up = rows.chunk(2, dim=1)
+        return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        gate, up = rows.float().chunk(2, dim=1)
+        grad, sigmoid = grad.float(), gate.sigmoid()
+        silu = gate * sigmoid
+        of_weights = (grad * silu * up).sum(1)
+        grad = grad * weights[:, None]
+        # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
+        of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((of_gate, grad * silu), dim=1).to(rows.dtype), of_weights

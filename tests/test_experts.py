@@ -1,0 +1,168 @@
+"""moe_mlp: results and gradients of a dense layer of the same experts, whatever the ranks, dtypes and routings."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_autograd import normal
+from test_dispatch_combine import Case, Inputs, make_buffer, make_inputs
+from test_errors import error_of
+from torch.utils.checkpoint import checkpoint
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import device_of
+
+INTERMEDIATE = 24
+MAX_TOKENS = 64
+MAX_RECV_ROWS = 200
+CLOSE = {
+    torch.float32: dict(rtol=1e-4, atol=1e-5),
+    torch.float16: dict(rtol=2e-2, atol=2e-2),
+    torch.bfloat16: dict(rtol=1e-1, atol=1e-1),
+}
+
+
+def make_case(num_ranks: int, ranks_per_node: int, dtype: torch.dtype = torch.float32) -> tuple[Case, Inputs]:
+    case = Case(num_ranks, ranks_per_node, dtype, num_topk=3, experts_per_rank=3, hidden=16, tokens="uneven")
+    inputs = make_inputs(dataclasses.replace(case, routing="masked"))
+    inputs.x[:] = [normal(x.shape, 20 + rank, dtype) for rank, x in enumerate(inputs.x)]
+    return case, inputs
+
+
+def weights_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """w1 and w2 of all experts."""
+    w1 = normal((case.num_experts, 2 * INTERMEDIATE, case.hidden), 7) / case.hidden**0.5
+    w2 = normal((case.num_experts, case.hidden, INTERMEDIATE), 8) / INTERMEDIATE**0.5
+    return w1.to(case.dtype), w2.to(case.dtype)
+
+
+@contextlib.contextmanager
+def uninitialised_memory_is_nan():
+    """Rows that nobody writes must not reach a result."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def without_grouped_mm():
+    """As on PyTorch before 2.10."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(F, "grouped_mm")
+        yield
+
+
+def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
+    """Return y, and the gradients of x, topk_weights, w1 and w2; the loss is y times fixed random numbers."""
+    device, first = device_of(engine, rank), rank * case.experts_per_rank
+    own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
+    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
+    topk_idx = inputs.topk_idx[rank].to(device)
+    options = {"max_recv_rows": MAX_RECV_ROWS} if how in ("fixed rows", "compiled") else {}
+
+    def forward(x, topk_weights, w1, w2):
+        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
+
+    around = {"fixed rows": uninitialised_memory_is_nan, "loop": without_grouped_mm}
+    with make_buffer(case, engine, MAX_TOKENS) as buffer, around.get(how, contextlib.nullcontext)():
+        if how == "recomputed":
+            y = checkpoint(forward, *leaves, use_reentrant=False)
+        elif how == "compiled":
+            y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
+        else:
+            y = forward(*leaves)
+        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
+    return y.detach(), *(leaf.grad for leaf in leaves)
+
+
+def dense_layer(case: Case, inputs: Inputs):
+    """The same in float64 in one process: y, and the gradients of x and topk_weights by rank, of w1 and w2 of all."""
+    w1, w2 = (w.double().requires_grad_() for w in weights_of(case))
+    results, leaves = [], []
+    for rank, (x, idx, weights) in enumerate(zip(inputs.x, inputs.topk_idx, inputs.topk_weights)):
+        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+        gate, up = torch.einsum("th,eih->tei", x, w1).chunk(2, dim=2)
+        each = torch.einsum("tei,ehi->teh", F.silu(gate) * up, w2)
+        chosen = each.gather(1, idx.clamp(min=0).long()[:, :, None].expand(-1, -1, case.hidden))
+        y = (chosen * torch.where(idx >= 0, weights, 0)[:, :, None]).sum(1)
+        (y * normal(y.shape, 50 + rank)).sum().backward()
+        results.append(y.detach())
+        leaves.append((x, weights))
+    return results, [x.grad for x, _ in leaves], [w.grad for _, w in leaves], w1.grad, w2.grad
+
+
+@pytest.mark.parametrize(
+    "num_ranks,ranks_per_node,dtype,how",
+    [
+        (1, 1, torch.float32, "plain"),
+        (2, 2, torch.float32, "fixed rows"),
+        (2, 2, torch.float32, "loop"),
+        (2, 2, torch.bfloat16, "compiled"),
+        (3, 3, torch.float16, "plain"),
+        (4, 2, torch.float32, "recomputed"),
+        (4, 1, torch.bfloat16, "fixed rows"),
+    ],
+    ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
+)
+def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
+    case, inputs = make_case(num_ranks, ranks_per_node, dtype)
+    ranks = pools(num_ranks).run(layer, engine, case, inputs, how)
+    results, x_grads, weight_grads, w1_grad, w2_grad = dense_layer(case, inputs)
+    assert all(float(grad.abs().sum()) > 1 for grad in (x_grads[0], weight_grads[0], w1_grad, w2_grad))
+    for rank, seen in enumerate(ranks):
+        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+        expected = results[rank], x_grads[rank], weight_grads[rank], w1_grad[own], w2_grad[own]
+        dtypes = dtype, dtype, torch.float32, dtype, dtype
+        for value, right, of_dtype in zip(seen, expected, dtypes):
+            assert value.dtype == of_dtype
+            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE[dtype])
+
+
+def bits(rank: int, engine: str, case: Case, inputs: Inputs, hows: list[str]):
+    return [layer(rank, engine, case, inputs, how) for how in hows]
+
+
+def test_every_way_gives_the_same_bits(pools, engine):
+    """A recompute, static shapes and a second run: the same operations in the same order."""
+    case, inputs = make_case(2, 1, torch.bfloat16)
+    for plain, *others in pools(2).run(bits, engine, case, inputs, ["plain", "plain", "fixed rows", "recomputed"]):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(plain, other))
+
+
+def wrong_arguments(rank: int, engine: str) -> None:
+    case, inputs = make_case(1, 1)
+    device = device_of(engine, rank)
+    w1, w2 = (w.to(device) for w in weights_of(case))
+    given = dict(x=inputs.x[0], topk_idx=inputs.topk_idx[0], topk_weights=inputs.topk_weights[0])
+    right = {name: value.to(device) for name, value in given.items()} | dict(w1=w1, w2=w2)
+    pair = (right["x"].to(torch.float8_e4m3fn), right["topk_weights"])
+    wrong = [
+        ("activation", dict(activation="gelu"), "'gelu'", "'swiglu'"),
+        ("w1", dict(w1=w1[:, 1:]), f"[3, {2 * INTERMEDIATE - 1}, 16]", f"[3, {2 * INTERMEDIATE}, 16]"),
+        ("w1", dict(w1=w1[:2]), "[2, ", "[3, "),
+        ("w1", dict(w1=w1.double()), "float64", "float32"),
+        ("w2", dict(w2=w2.transpose(1, 2)), f"[3, {INTERMEDIATE}, 16]", "[3, 16, intermediate]"),
+        ("w2", dict(w2=None), "NoneType", "[3, 16, intermediate]"),
+        ("x", dict(x=pair), "tuple", "[num_tokens, 16]"),
+        ("topk_weights", dict(topk_weights=None), "NoneType", "[num_tokens, 3]"),
+        ("topk_idx", dict(topk_idx=right["topk_idx"][1:]), "[22, 3]", "[23, 3]"),
+        ("buffer", dict(buffer=None), "NoneType", "ep_dispatcher.Buffer"),
+    ]
+    if engine == "cuda":
+        wrong.append(("w2", dict(w1=w1[:, :4], w2=w2[:, :, :2]), "intermediate 2", "a multiple of 4"))
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        for argument, change, before, after in wrong:
+            text = error_of(lambda change=change: ep.moe_mlp(**(dict(right, buffer=buffer) | change)))
+            assert text.startswith(f"{argument}: given "), text
+            given_text, allowed = text.split("allowed:")
+            assert before in given_text and after in allowed, text
+        ep.moe_mlp(buffer, **right)  # nothing was sent
+
+
+def test_wrong_arguments_are_value_errors(pools, engine):
+    pools(1).run(wrong_arguments, engine)
