@@ -22,7 +22,8 @@ inline void bind_types(pybind11::module_& m) {
       .value("float16", DType::kFloat16);
   pybind11::enum_<Layout>(m, "Layout", pybind11::module_local())
       .value("rank", Layout::kRank)
-      .value("expert", Layout::kExpert);
+      .value("expert", Layout::kExpert)
+      .value("decode", Layout::kDecode);
 }
 
 }  // namespace ep

@@ -26,6 +26,7 @@ class DType:
     def value(self) -> int: ...
 
 class Layout:
+    decode: ClassVar[Layout]
     expert: ClassVar[Layout]
     rank: ClassVar[Layout]
     @property

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import CustomOpDef
 from torch.nn import Parameter
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, decode
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
@@ -339,6 +339,13 @@ def check_buffer(buffer: Buffer) -> None:
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
 
 
+def _refuse_decode(layout: str, handle: object) -> None:
+    if decode.is_decode(layout, handle):
+        checks.fail(
+            "layout", "'decode'", "'expert', 'rank': decode layout has no gradients, use buffer.dispatch and combine"
+        )
+
+
 def dispatch(
     buffer: Buffer,
     x: Tensor | tuple[Tensor, Tensor],
@@ -369,6 +376,7 @@ def dispatch(
     """
     check_buffer(buffer)
     _refuse_transforms(x=x, topk_weights=topk_weights)
+    _refuse_decode(layout, handle)
     out = buffer._checked_dispatch(
         partial(_run_dispatch, buffer.id),
         x,
@@ -409,5 +417,6 @@ def combine(
     """
     check_buffer(buffer)
     _refuse_transforms(y=y, topk_weights=topk_weights)
+    _refuse_decode("expert", handle)
     res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

@@ -20,7 +20,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
-from ep_dispatcher import checks, engines, envs, float8
+from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.errors import PeerTimeoutError
@@ -191,11 +191,14 @@ class Buffer:
         handle: Handle | None = None,
         max_recv_rows: int | None = None,
         async_finish: bool = False,
+        scale_format: str = "float32",
+        return_hook: bool = False,
     ) -> DispatchOutput:
         """Bring every token to the ranks of its experts, without gradients (``ep.dispatch`` has them).
 
             expert layout:  out.x[row of (token, expert)] = x[token]  for every expert of the token that lives here
             rank layout:    out.x[row of token] = x[token]            for every token that has an expert here
+            decode layout:  out.x[expert, i] = x[the expert's i-th token]  for i < out.tokens_per_expert[expert]
 
         x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
                       float32 [num_tokens, hidden / 128]); out.x is of the same kind
@@ -205,7 +208,10 @@ class Buffer:
         layout        "expert": rows are grouped by local expert in ascending order, and ordered by (source rank, source
                       token) inside a group. Zero rows pad every group to a multiple of expert_alignment.
                       "rank": rows are ordered by (source rank, source token). There is no padding;
-                      expert_alignment only rounds rows_per_expert up
+                      expert_alignment only rounds rows_per_expert up.
+                      "decode": every local expert has room for all tokens of all ranks, so shapes do not depend on
+                      counts, as masked grouped GEMMs want it. Rows are ordered as in expert layout. There is no
+                      topk_weights, and nothing has a gradient. The CPU engine alone has it so far
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must be None then, and all
                       ranks must pass the handle of the same dispatch
@@ -214,6 +220,9 @@ class Buffer:
                       then, so this error and others appear later, in whichever comes first: check() or
                       out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
                       or destroy() (the buffer is finished). Discard the outputs
+        scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
+                      exponents in an int32; then hidden is a multiple of 512
+        return_hook   decode layout: the call sends, and out.hook() receives. The CPU engine does both in the call
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -222,6 +231,23 @@ class Buffer:
         not arrive in time.
         """
         with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
+            if decode.is_decode(layout, handle):
+                return decode.dispatch(
+                    self,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout="decode",
+                    expert_alignment=expert_alignment,
+                    quantize=quantize,
+                    scale_format=scale_format,
+                    handle=handle,
+                    max_recv_rows=max_recv_rows,
+                    return_hook=return_hook,
+                )
+            decode.refuse_elsewhere(
+                scale_format=None if scale_format == "float32" else scale_format, return_hook=return_hook
+            )
             return self._checked_dispatch(
                 self._launch_dispatch,
                 x,
@@ -235,12 +261,21 @@ class Buffer:
             )
 
     def combine(
-        self, y: Tensor, handle: Handle, *, topk_weights: Tensor | None = None, async_finish: bool = False
+        self,
+        y: Tensor,
+        handle: Handle,
+        *,
+        topk_weights: Tensor | None = None,
+        async_finish: bool = False,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        return_hook: bool = False,
     ) -> CombineOutput:
         """Sum every token's rows on the token's own rank, without gradients (``ep.combine`` has them).
 
             res.x[token] = sum of y[row] over the token's rows on all ranks
             res.topk_weights[token, k] = topk_weights[row of (token, k)]
+            decode layout: res.x[token] = sum of weights[token, k] * y[row of (token, k)]
 
         y             [rows, hidden] of the buffer's dtype, in the order of dispatch's rows. Padding is not read. In
                       rank layout each row is the caller's sum over the token's local experts
@@ -250,10 +285,19 @@ class Buffer:
                       tokens; a backward needs that
         async_finish  as in dispatch
 
-        The sum is not weighted. It is computed in float32, in the order of ``ep_dispatcher.reference``. Raises
-        ValueError and PeerTimeoutError as dispatch does.
+        weights       decode layout: float32 [num_tokens, num_topk] of this rank's tokens; not read where topk_idx is -1
+        out           decode layout: [num_tokens, hidden] of the buffer's dtype, which becomes res.x
+        return_hook   decode layout: as in dispatch
+
+        In other layouts the sum is not weighted. It is computed in float32, in the order of
+        ``ep_dispatcher.reference``. Raises ValueError and PeerTimeoutError as dispatch does.
         """
-        with self._when_asked(async_finish, y, topk_weights, getattr(handle, "plan", None)):
+        with self._when_asked(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
+            if decode.is_decode("", handle):
+                return decode.combine(
+                    self, y, handle, topk_weights=topk_weights, weights=weights, out=out, return_hook=return_hook
+                )
+            decode.refuse_elsewhere(weights=weights, out=out, return_hook=return_hook)
             return self._checked_combine(self._launch_combine, y, handle, topk_weights)
 
     def check(self) -> None:
@@ -423,9 +467,9 @@ class Buffer:
         except (PeerTimeoutError, ValueError) as error:
             self._raise_explained(error)
 
-    def _launch_combine(self, request: CombineRequest) -> Combined:
+    def _launch_combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
         try:
-            return self._live_engine().combine(request.plain())
+            return self._live_engine().combine(request.plain(), weights)
         except (PeerTimeoutError, ValueError) as error:
             self._raise_explained(error)
 

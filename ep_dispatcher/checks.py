@@ -16,7 +16,8 @@ from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = ("expert", "rank")
+LAYOUTS = ("expert", "rank", "decode")
+
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
 MAX_TIMEOUT_S = 1e9
@@ -207,7 +208,7 @@ def _them(given: int) -> str:
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine")[n],
     "handle": _plan,
-    "layout": lambda n: ("'rank'", "'expert'")[n],
+    "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,
     "max_recv_rows": str,
     "topk_weights": _them,

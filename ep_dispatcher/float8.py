@@ -7,6 +7,8 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+SCALES_OF_INT = 4  # packed exponents in an int32
+_MANTISSA = 0x007FFFFF  # of a float32
 
 
 class QuantizedRows(tuple):
@@ -40,19 +42,39 @@ class QuantizedRows(tuple):
         return self[1]
 
 
-def quantize(x: Tensor) -> QuantizedRows:
+def quantize(x: Tensor, *, powers_of_two: bool = False) -> QuantizedRows:
     """scale = max(amax(|block|) / 448, 2^-126);  row = float8_e4m3fn(block / scale)
 
     x: floating point [n, hidden], hidden a multiple of 128. The result has no gradient. Blocks are 1 x 128 as in
     DeepSeek-V3 (technical report, section 3.3.2); the largest magnitude of each becomes 448, the largest of e4m3. All
-    steps are in float32.
+    steps are in float32. With ``powers_of_two`` a scale is the next power of two, and the largest magnitude at most
+    448.
     """
     blocks = x.detach().float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)
     # Divide by a tensor: for a number, PyTorch on GPUs multiplies by its reciprocal and rounds differently.
     scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(torch.finfo(torch.float32).tiny)
+    if powers_of_two:
+        scales = next_power_of_two(scales)
     rows = (blocks / scales).to(torch.float8_e4m3fn).flatten(-2)
     return QuantizedRows(rows, scales.squeeze(-1))
+
+
+def next_power_of_two(scales: Tensor) -> Tensor:
+    """The least power of two that is not below each normal, positive float32."""
+    bits = scales.view(torch.int32) + _MANTISSA  # carries into the exponent unless the mantissa is 0
+    return (bits & ~_MANTISSA).view(torch.float32)
+
+
+def packed_exponents(scales: Tensor) -> Tensor:
+    """float32 [..., n], powers of two -> their exponents, int32 [..., n / 4] with the first of four in the low byte."""
+    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8).contiguous()
+    return exponents.view(torch.int32)
+
+
+def column_major(scales: Tensor) -> Tensor:
+    """The same values [groups, rows, n], with the rows of a group beside each other in memory."""
+    return scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:

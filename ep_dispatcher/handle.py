@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class Handle(_ShortRepr):
     """
 
     buffer_id: str
-    layout: str  # "expert" | "rank"
+    layout: str  # "expert" | "rank" | "decode"
     expert_alignment: int
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
@@ -81,6 +82,15 @@ class DispatchOutput(_ShortRepr):
     rows_per_expert   int64 [num_local_experts], the same rounded up to expert_alignment
     handle            for combine, and for another dispatch with the same routing
     event             completion of this dispatch
+    hook              None, or with ``return_hook`` the function to call before anything here is read
+
+    In decode layout with S = num_ranks * max_tokens_per_rank:
+
+    x                 [num_local_experts, S, hidden], or the pair of float8 rows and scales [num_local_experts, S,
+                      hidden / 128], the scales of an expert with its rows beside each other in memory: float32, or
+                      int32 [num_local_experts, S, hidden / 512] of four exponents each. Rows behind an expert's count
+                      are not written
+    tokens_per_expert int32 [num_local_experts]; rows_per_expert is the same
     """
 
     x: Tensor | tuple[Tensor, Tensor]
@@ -90,6 +100,7 @@ class DispatchOutput(_ShortRepr):
     rows_per_expert: Tensor
     handle: Handle
     event: Event
+    hook: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,8 +110,10 @@ class CombineOutput(_ShortRepr):
     x             [num_tokens, hidden] of the buffer's dtype
     topk_weights  float32 [num_tokens, num_topk]; None if combine got none
     event         completion of this combine
+    hook          None, or with ``return_hook`` the function to call before x is read
     """
 
     x: Tensor
     topk_weights: Tensor | None
     event: Event
+    hook: Callable[[], None] | None = None

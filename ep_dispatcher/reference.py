@@ -29,8 +29,13 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _place_rows(topk_idx: list[Tensor], first_expert: int, num_local_experts: int, layout: str, alignment: int):
-    """Rows of one receiving rank: ``row_of`` per source, the number of rows, true and padded counts per expert."""
+def _place_rows(
+    topk_idx: list[Tensor], first_expert: int, num_local_experts: int, layout: str, alignment: int, slots: int
+):
+    """Rows of one receiving rank: ``row_of`` per source, the number of rows, true and padded counts per expert.
+
+    slots: rows of an expert's group in decode layout
+    """
     experts = range(first_expert, first_expert + num_local_experts)
     row_of = [torch.full_like(idx, -1, dtype=torch.int64) for idx in topk_idx]
     counts = [sum(int((idx == e).sum()) for idx in topk_idx) for e in experts]
@@ -50,7 +55,7 @@ def _place_rows(topk_idx: list[Tensor], first_expert: int, num_local_experts: in
             tokens, ks = (idx == e).nonzero(as_tuple=True)
             rows[tokens, ks] = torch.arange(row, row + tokens.numel())
             row += tokens.numel()
-        begin += group
+        begin += slots if layout == "decode" else group
     return row_of, begin, counts, padded
 
 
@@ -63,13 +68,18 @@ def dispatch(
     layout: str = "expert",
     expert_alignment: int = 1,
     max_recv_rows: int | None = None,
+    max_tokens_per_rank: int = 0,
 ) -> list[Dispatched]:
-    """Bring every token to the ranks that own its experts; returns one ``Dispatched`` per rank."""
-    num_local = num_experts // len(topk_idx)
+    """Bring every token to the ranks that own its experts; returns one ``Dispatched`` per rank.
+
+    In decode layout rows are numbered through all groups, each of ``max_tokens_per_rank`` times the ranks, and those
+    behind a group's count are any.
+    """
+    num_local, slots = num_experts // len(topk_idx), len(topk_idx) * max_tokens_per_rank
     received = []
     for rank in range(len(topk_idx)):
         first = rank * num_local
-        row_of, num_rows, counts, padded = _place_rows(topk_idx, first, num_local, layout, expert_alignment)
+        row_of, num_rows, counts, padded = _place_rows(topk_idx, first, num_local, layout, expert_alignment, slots)
         if max_recv_rows is not None:
             if num_rows > max_recv_rows:
                 raise ValueError(f"max_recv_rows: rank {rank} needs {num_rows} rows, given {max_recv_rows}")
@@ -77,7 +87,7 @@ def dispatch(
         tensors = [xs if isinstance(xs, tuple) else (xs,) for xs in x]
         out = tuple(t.new_zeros(num_rows, t.shape[1]) for t in tensors[0])
         num_topk = topk_idx[0].shape[1]
-        weights = torch.zeros((num_rows,) if layout == "expert" else (num_rows, num_topk))
+        weights = torch.zeros((num_rows, num_topk) if layout == "rank" else (num_rows,))
         local_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int64)
         for src, rows in enumerate(row_of):
             tokens, ks = (rows >= 0).nonzero(as_tuple=True)
@@ -86,7 +96,7 @@ def dispatch(
                 o[to] = t[tokens]
             local_idx[to, ks] = topk_idx[src][tokens, ks].long() - first
             if topk_weights is not None:
-                weights[to if layout == "expert" else (to, ks)] = topk_weights[src][tokens, ks]
+                weights[(to, ks) if layout == "rank" else to] = topk_weights[src][tokens, ks]
         received.append(
             Dispatched(
                 x=(out[0], out[1]) if isinstance(x[0], tuple) else out[0],
@@ -109,12 +119,14 @@ def combine(
     num_experts: int,
     node_of: list[int],
     layout: str = "expert",
+    factors: list[Tensor] | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Sum every token's expert rows on the rank that owns the token; returns (x, topk_weights) per rank.
 
     All sums run in float32 and in ascending order: a rank's local experts, rounded once to the dtype of
     ``y``; between nodes, the partial sums of a remote node's ranks, rounded once; then on the owner one
-    addend per remote node and one per rank of its own node, nodes in ascending order.
+    addend per remote node and one per rank of its own node, nodes in ascending order. With ``factors`` (decode layout;
+    float32, as topk_idx) the first of these sums is of products, each rounded to float32.
     """
     num_local = num_experts // len(y)
     results = []
@@ -129,12 +141,15 @@ def combine(
                 for e in range(dst * num_local, (dst + 1) * num_local):
                     tokens, ks = (idx == e).nonzero(as_tuple=True)
                     rows = row_of[tokens, ks]
-                    if layout == "expert":
-                        partial[tokens] += y[dst][rows].float()
-                    else:  # the caller has summed a token's local experts into its one row
-                        partial[tokens] = y[dst][rows].float()
+                    addends = y[dst][rows].float()
+                    if factors is not None:
+                        addends = addends * factors[src][tokens, ks, None]
+                    if layout == "rank":  # the caller has summed a token's local experts into its one row
+                        partial[tokens] = addends
+                    else:
+                        partial[tokens] += addends
                     if topk_weights is not None:
-                        weights[tokens, ks] = topk_weights[dst][rows if layout == "expert" else (rows, ks)]
+                        weights[tokens, ks] = topk_weights[dst][(rows, ks) if layout == "rank" else rows]
                 partial = partial.to(dtype).float()
                 if node == node_of[src]:
                     total += partial

@@ -14,29 +14,42 @@ void Engine::push(int node, const CombineArgs& args) {
   pushed_epoch_ = epoch_;
   const int num_topk = config_.num_topk;
   const size_t row_bytes = config_.row_bytes();
-  const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_rows = has_expert_rows(*plan_.head), multiplies = decodes(*plan_.head);
   const bool has_weights = args.topk_weights != nullptr;
+  if (multiplies) {
+    compare_on_node("weights");
+    wait_for(&Region::staged, node, "weights");
+  }
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different rail
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Slots& slots = inbox_of(source).slots;
+    const Payload payload = multiplies ? payload_of(source) : Payload{};
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
     {
       std::vector<const char*> rows(num_topk);
+      std::vector<float> factors(num_topk);
 #pragma omp for
       for (int item = begin; item < end; ++item) {
         const size_t slot = plan_.item_slot[item];
         const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
-        const int num_rows = expert_layout ? end_copy - first_copy : 1;
+        const int num_rows = expert_rows ? end_copy - first_copy : 1;
         for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.output_row[first_copy + j] * row_bytes;
-        sum_rows(rows.data(), num_rows, slots.rows + slot * row_bytes, config_.hidden, config_.dtype);
+        char* const sum = slots.rows + slot * row_bytes;
+        if (multiplies) {
+          const float* weights = payload.weights + static_cast<size_t>(plan_.payload_row[item]) * num_topk;
+          for (int j = 0; j < num_rows; ++j) factors[j] = weights[plan_.copy_k[first_copy + j]];
+          sum_weighted_rows(rows.data(), factors.data(), num_rows, sum, config_.hidden, config_.dtype);
+        } else {
+          sum_rows(rows.data(), num_rows, sum, config_.hidden, config_.dtype);
+        }
         if (!has_weights) continue;
         float* weights = slots.weights + slot * num_topk;
         std::fill_n(weights, num_topk, 0.0f);
         for (int copy = first_copy; copy < end_copy; ++copy) {
           const size_t row = plan_.output_row[copy], k = plan_.copy_k[copy];
-          weights[k] = args.topk_weights[expert_layout ? row : row * num_topk + k];
+          weights[k] = args.topk_weights[expert_rows ? row : row * num_topk + k];
         }
       }
     }

@@ -1,6 +1,7 @@
 // The sizes of a buffer, and where this rank stands in it.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "common/types.h"
@@ -24,6 +25,9 @@ struct Config {
 
   int num_ranks() const { return num_nodes * ranks_per_node; }
   int num_local_experts() const { return num_experts / num_ranks(); }
+  // Decode layout: return the rows of a local expert's group, and of the output.
+  int rows_per_group() const { return num_ranks() * max_tokens; }
+  int64_t decode_rows() const { return int64_t{num_local_experts()} * rows_per_group(); }
   size_t row_bytes() const { return hidden * size_of(dtype); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Return how many partial sums of one token can meet on one rank of a node.

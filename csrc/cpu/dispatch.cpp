@@ -28,8 +28,10 @@ void Engine::stage(const DispatchArgs& args) {
 }
 
 Span Engine::pack_payload(int node, const DispatchArgs& args) {
-  Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
-  char* const data = payload_out_[node].get();
+  // A combine of decode layout sends its sums from payload_out_ while the weights may still be on their way.
+  auto& memory = args.rows.empty() ? weights_out_ : payload_out_;
+  Cursor c(message_memory(memory, node, max_payload_bytes(config_)));
+  char* const data = memory[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
   *payload.calls = {own_call(), own_call()};  // the receivers read those of all ranks of this node
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
@@ -54,7 +56,8 @@ void Engine::payload_arrived(int node) { raise_flag(own().staged[node], epoch_);
 
 void Engine::prepare_output(const PullArgs& args) {
   const PlanHead& head = *plan_.head;
-  const bool expert_layout = head.layout == static_cast<int32_t>(Layout::kExpert);
+  if (decodes(head)) return;
+  const bool expert_layout = has_expert_rows(head);
   for (size_t i = 0; i < args.out.size(); ++i) prefer_huge_pages(args.out[i], head.num_rows * bytes_per_row_[i]);
   const auto clear = [&](size_t begin, size_t end) {
     for (size_t i = 0; i < args.out.size(); ++i)
@@ -91,7 +94,7 @@ void Engine::pull(int node, const PullArgs& args) {
 
   // Copy the rows, weights and experts of each source's items.
   const int num_topk = config_.num_topk;
-  const bool expert_layout = plan_.head->layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_rows = has_expert_rows(*plan_.head);
   size_t item_bytes = has_weights_ ? config_.weights_bytes() : 0;
   for (size_t bytes : bytes_per_row_) item_bytes += bytes;
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different source
@@ -103,7 +106,7 @@ void Engine::pull(int node, const PullArgs& args) {
     for (int item = begin; item < end; ++item) {
       const size_t from = plan_.payload_row[item];
       const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
-      const int end_row = expert_layout ? end_copy : first_copy + 1;  // rank layout: one row for all copies
+      const int end_row = expert_rows ? end_copy : first_copy + 1;  // rank layout: one row for all copies
       for (size_t r = 0; r < args.out.size(); ++r) {
         const size_t bytes = bytes_per_row_[r];
         for (int copy = first_copy; copy < end_row; ++copy)
@@ -112,7 +115,7 @@ void Engine::pull(int node, const PullArgs& args) {
       for (int copy = first_copy; copy < end_copy; ++copy) {
         const size_t row = plan_.output_row[copy], entry = row * num_topk + plan_.copy_k[copy];
         if (args.out_weights)
-          args.out_weights[expert_layout ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
+          args.out_weights[expert_rows ? row : entry] = payload.weights[from * num_topk + plan_.copy_k[copy]];
         if (args.out_topk_idx) args.out_topk_idx[entry] = plan_.copy_expert[copy];
       }
     }

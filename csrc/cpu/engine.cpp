@@ -19,6 +19,7 @@ Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
       local_of_(config_.num_ranks()),
       lists_out_(config_.num_nodes),
       payload_out_(config_.num_nodes),
+      weights_out_(config_.num_nodes),
       sums_in_(config_.num_nodes),
       on_look_(on_look),
       calls_(config_.num_ranks()) {
@@ -50,7 +51,7 @@ void Engine::close() {
   regions_.clear();
   peer_memory_.clear();
   own_memory_.unmap();
-  for (auto* messages : {&lists_out_, &payload_out_, &sums_in_}) messages->clear();
+  for (auto* messages : {&lists_out_, &payload_out_, &weights_out_, &sums_in_}) messages->clear();
 }
 
 uint32_t Engine::begin(double timeout_s, int num_threads) {

@@ -8,6 +8,8 @@
 //   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
 //             [payload_arrived, pull] per other node, agree, finish
 //   combine   begin, reuse, [push and reduce] per other node, push own node, sum, finish
+//   combine   of decode layout, which multiplies by weights: begin, reuse, stage (the weights), [pack_payload,
+//             payload_arrived], [push and reduce] per other node, push own node, sum, finish
 #pragma once
 #include <atomic>
 #include <memory>
@@ -157,10 +159,11 @@ class Engine {
   int64_t buffer_uid_;
   SharedMemory own_memory_;
   std::vector<SharedMemory> peer_memory_;
-  std::vector<Region> regions_;                                             // [ranks_per_node]
-  std::vector<Process> processes_;                                          // [ranks_per_node]
-  std::vector<int> node_of_, local_of_;                                     // [num_ranks]
-  std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, sums_in_;  // [num_nodes] messages, by rail peer
+  std::vector<Region> regions_;          // [ranks_per_node]
+  std::vector<Process> processes_;       // [ranks_per_node]
+  std::vector<int> node_of_, local_of_;  // [num_ranks]
+  // [num_nodes] Messages, by rail peer.
+  std::vector<std::unique_ptr<char[]>> lists_out_, payload_out_, weights_out_, sums_in_;
   PeerTraffic traffic_;
   void (*on_look_)();
   std::atomic<bool> stopped_{false};

@@ -156,7 +156,9 @@ OutputSizes Engine::count() {
       copies += tokens;
       padded += round_up(tokens, alignment);
     }
-    const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert) ? padded : items;
+    const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert)   ? padded
+                           : layout == static_cast<int64_t>(Layout::kDecode) ? config_.decode_rows()
+                                                                             : items;
     const int64_t given = inbox_of(rank).counts.start->max_recv_rows;
     if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
     if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
@@ -232,11 +234,11 @@ void Engine::finish_plan() {
     plan_.tokens_per_expert[e] = tokens;
     plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, new_head_.expert_alignment));
     next_row[e] = static_cast<int32_t>(group_begin);
-    group_begin += plan_.rows_per_expert[e];
+    group_begin += decodes(new_head_) ? config_.rows_per_group() : plan_.rows_per_expert[e];
   }
 
   // Join the lists of all sources, and give every copy its row.
-  const bool expert_layout = new_head_.layout == static_cast<int32_t>(Layout::kExpert);
+  const bool expert_rows = has_expert_rows(new_head_);
   int32_t item = 0, copy = 0;
   for (int source = 0; source < num_ranks; ++source) {
     Cursor c(inbox_of(source).lists);
@@ -250,7 +252,7 @@ void Engine::finish_plan() {
     for (int i = 0; i < of.num_items; ++i, ++item) {
       plan_.copy_begin[item] = copy;
       for (int n = of.copy_begin[i + 1] - of.copy_begin[i]; n > 0; --n, ++copy)
-        plan_.output_row[copy] = expert_layout ? next_row[plan_.copy_expert[copy]]++ : item;
+        plan_.output_row[copy] = expert_rows ? next_row[plan_.copy_expert[copy]]++ : item;
     }
   }
   plan_.item_begin[num_ranks] = item;
@@ -281,6 +283,10 @@ void Engine::reuse(int64_t operation, const int32_t* block, const std::vector<si
   has_weights_ = has_weights;
   const PlanHead& head = *plan_.head;
   announce(call_of(operation, head.plan_id, head.layout, head.expert_alignment));
+  // A combine of decode layout begins with a payload of its own: the weights of this rank's tokens.
+  if (operation != Call::kCombine || !decodes(head)) return;
+  bytes_per_row_.clear();
+  has_weights_ = true;
 }
 
 }  // namespace ep::cpu

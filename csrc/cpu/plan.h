@@ -23,6 +23,10 @@ struct PlanHead {
   int32_t num_reduced;  // tokens reduced here: this rank's own, and those of its rail peers
 };
 
+// Return whether a received row belongs to one local expert, not to all of a token's.
+inline bool has_expert_rows(const PlanHead& head) { return head.layout != static_cast<int32_t>(Layout::kRank); }
+inline bool decodes(const PlanHead& head) { return head.layout == static_cast<int32_t>(Layout::kDecode); }
+
 struct Plan {
   PlanHead* head;
   int32_t* tokens_per_expert;  // [num_local_experts]

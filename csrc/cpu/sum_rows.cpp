@@ -100,6 +100,25 @@ EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t
   }
 }
 
+// As sum_many, with a factor for each row.
+template <class T>
+EP_INLINE void sum_weighted(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
+  using Storage = typename T::Storage;
+  constexpr size_t kBlock = 512;
+  float total[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t count = n - begin < kBlock ? n - begin : kBlock;
+    for (size_t i = 0; i < count; ++i) total[i] = 0.0f;
+    for (int r = 0; r < num_rows; ++r) {
+      const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
+      const float factor = factors[r];
+      for (size_t i = 0; i < count; ++i) total[i] += factor * T::load(row[i]);
+    }
+    Storage* to = reinterpret_cast<Storage*>(out) + begin;
+    for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
+  }
+}
+
 // Sum one row: copy it, and turn -0.0 into +0.0, as a sum from +0.0 does.
 template <class Bits>
 EP_INLINE void copy_row(const char* row, char* out, size_t n) {
@@ -133,6 +152,16 @@ EP_SIMD void sum_float16(const char* const* rows, int num_rows, char* out, size_
   sum<Float16>(rows, num_rows, out, n);
 }
 
+EP_SIMD void sum_weighted_float32(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
+  sum_weighted<Float32>(rows, factors, num_rows, out, n);
+}
+EP_SIMD void sum_weighted_bfloat16(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
+  sum_weighted<BFloat16>(rows, factors, num_rows, out, n);
+}
+EP_SIMD void sum_weighted_float16(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
+  sum_weighted<Float16>(rows, factors, num_rows, out, n);
+}
+
 EP_SIMD void copy_row16(const char* row, char* out, size_t n) { copy_row<uint16_t>(row, out, n); }
 EP_SIMD void copy_row32(const char* row, char* out, size_t n) { copy_row<uint32_t>(row, out, n); }
 
@@ -153,6 +182,13 @@ void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType 
   } else {
     sum_float16(rows, num_rows, out, n);
   }
+}
+
+void sum_weighted_rows(const char* const* rows, const float* factors, int num_rows, char* out, size_t n, DType dtype) {
+  const auto sum = dtype == DType::kFloat32    ? sum_weighted_float32
+                   : dtype == DType::kBFloat16 ? sum_weighted_bfloat16
+                                               : sum_weighted_float16;
+  sum(rows, factors, num_rows, out, n);
 }
 
 }  // namespace ep::cpu

@@ -10,4 +10,8 @@ namespace ep::cpu {
 // may not overlap `out`.
 void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype);
 
+// Sum rows times factors: out = 0 + factors[0] * rows[0] + factors[1] * rows[1] + ..., every product rounded to
+// float32.
+void sum_weighted_rows(const char* const* rows, const float* factors, int num_rows, char* out, size_t n, DType dtype);
+
 }  // namespace ep::cpu

@@ -57,11 +57,11 @@ class DispatchRequest(NamedTuple):
     def plain(self) -> DispatchRequest:
         """Return it with tensors as engines read them: by address, topk_idx as int64."""
         return DispatchRequest(
-            _plain(self.rows),
-            None if self.scales is None else _plain(self.scales),
-            None if self.topk_idx is None else _plain(self.topk_idx).long(),
-            None if self.topk_weights is None else _plain(self.topk_weights),
-            None if self.plan is None else _plain(self.plan),
+            plain(self.rows),
+            None if self.scales is None else plain(self.scales),
+            None if self.topk_idx is None else plain(self.topk_idx).long(),
+            None if self.topk_weights is None else plain(self.topk_weights),
+            None if self.plan is None else plain(self.plan),
             *self[5:],
         )
 
@@ -77,11 +77,11 @@ class CombineRequest(NamedTuple):
 
     def plain(self) -> CombineRequest:
         """Return it with tensors as engines read them, by address."""
-        weights = None if self.topk_weights is None else _plain(self.topk_weights)
-        return CombineRequest(_plain(self.y), _plain(self.plan), weights, self.num_tokens, self.layout)
+        weights = None if self.topk_weights is None else plain(self.topk_weights)
+        return CombineRequest(plain(self.y), plain(self.plan), weights, self.num_tokens, self.layout)
 
 
-def _plain(t: Tensor) -> Tensor:
+def plain(t: Tensor) -> Tensor:
     """Return the values as they lie in contiguous memory, without a lazy change of sign and outside of autograd."""
     t = t.detach() if t.requires_grad else t  # every call into PyTorch counts: this runs in every operation
     return t if t.is_contiguous() and not t.is_neg() else t.contiguous().resolve_neg()
@@ -109,11 +109,13 @@ class Combined(NamedTuple):
 
 class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
+    layouts: tuple[str, ...]
     summary: str  # for people: what it is, and what it sends through
 
     def dispatch(self, request: DispatchRequest) -> Received: ...
 
-    def combine(self, request: CombineRequest) -> Combined: ...
+    # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
+    def combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined: ...
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 

@@ -28,7 +28,7 @@ _DTYPES = {
     torch.bfloat16: _C_cpu.DType.bfloat16,
     torch.float16: _C_cpu.DType.float16,
 }
-_LAYOUTS = {"rank": _C_cpu.Layout.rank, "expert": _C_cpu.Layout.expert}
+_LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
 _COUNTS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
 
 
@@ -74,6 +74,7 @@ class _Peers:
 
 class CpuEngine:
     device = "cpu"
+    layouts: tuple[str, ...] = tuple(_LAYOUTS)
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -206,28 +207,44 @@ class CpuEngine:
             plan=plan,
         )
 
-    def combine(self, request: CombineRequest) -> Combined:
+    def combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden)
         weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
-        weights = _address(request.topk_weights)
+        topk_weights = _address(request.topk_weights)
         with self._operation("combine", request.plan) as step:
-            step("push")
             c.reuse(_C_cpu.COMBINE, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+            if weights is not None:
+                self._send_weights(weights, step)
+            step("push")
             phase, tag = "sums between nodes", self._tag(_SUMS)
             pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
-                c.push(m, _address(y), weights)
+                c.push(m, _address(y), topk_weights)
             step("send")
             for m in rail.others:
                 rail.send(phase, m, c.reduce(m, has_weights), tag)
             step("push")
-            c.push(self._topology.node, _address(y), weights)
+            c.push(self._topology.node, _address(y), topk_weights)
             step("sum")
             for receive in pending:
                 rail.wait(receive)
-            c.sum(weights, _address(x), _address(weights_out))
+            c.sum(topk_weights, _address(x), _address(weights_out))
         return Combined(x, weights_out)
+
+    def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
+        """Give the weights of this rank's tokens to the ranks of their experts."""
+        c, rail, address, num_tokens = self._c, self._rail, _address(weights), weights.shape[0]
+        step("stage")
+        c.stage([], address, num_tokens)
+        step("send")
+        phase, tag = "weights between nodes", self._tag(_ROWS)
+        pending = {m: rail.receive(phase, m, c.incoming_payload(m), tag) for m in rail.others}
+        for m in rail.others:
+            rail.send(phase, m, c.pack_payload(m, [], address, num_tokens), tag)
+        for m in rail.others:
+            rail.wait(pending[m])
+            c.payload_arrived(m)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])

@@ -73,6 +73,7 @@ class StreamEvent:
 
 class CudaEngine:
     device = "cuda"
+    layouts: tuple[str, ...] = ("expert", "rank")
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -214,7 +215,8 @@ class CudaEngine:
             raise RuntimeError("the kernels were aborted")
         return num_rows
 
-    def combine(self, request: CombineRequest) -> Combined:
+    def combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
+        assert weights is None  # there is no decode layout
         y, plan, topk_weights, num_tokens, _ = request
         with self._operation("combine", y, plan, topk_weights) as (stream, _):
             y = _aligned(y)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep import float8
+from ep_dispatcher import checks, float8
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
+from ep_dispatcher.integrations.deep_ep.float8 import quantize
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.refuse import refuse
 from ep_dispatcher.integrations.deep_ep.rows import Kind
@@ -129,7 +129,7 @@ class LowLatency:
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
         with self._comm.operation(x, topk_idx, stats, previous_event=None, async_finish=async_finish) as operation:
-            data = float8.quantize(x, round_scale=round_scale) if use_fp8 else x
+            data = quantize(x, round_scale=round_scale) if use_fp8 else x
             source = self.rank * most + torch.arange(num_tokens, dtype=torch.float32, device=x.device)
             out = sized.buffer.dispatch(
                 data,

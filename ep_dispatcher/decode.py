@@ -1,0 +1,147 @@
+"""Decode layout: a place for every row that an expert may get, so that nothing depends on counts. Without gradients.
+
+``Buffer.dispatch`` and ``Buffer.combine`` come here with ``layout="decode"`` and with handles of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import checks, float8
+from ep_dispatcher.engines import CombineRequest
+from ep_dispatcher.engines.base import plain
+from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+
+if TYPE_CHECKING:
+    from ep_dispatcher.buffer import Buffer
+
+SCALE_FORMATS = ("float32", "ue8m0")
+
+
+def is_decode(layout: str, handle: object) -> bool:
+    """Return whether these arguments of an operation mean decode layout."""
+    return layout == "decode" or getattr(handle, "layout", None) == "decode"
+
+
+def refuse_elsewhere(**arguments: object) -> None:
+    """Refuse what only decode layout has, in the other layouts. None and False are not given."""
+    for argument, value in arguments.items():
+        if value is not None and value is not False:
+            given = "a tensor" if isinstance(value, Tensor) else repr(value)
+            checks.fail(argument, given, "it in decode layout alone")
+
+
+def dispatch(
+    buffer: Buffer,
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    *,
+    layout: str,
+    expert_alignment: int,
+    quantize: str | None,
+    scale_format: str,
+    handle: Handle | None,
+    max_recv_rows: int | None,
+    return_hook: bool,
+) -> DispatchOutput:
+    """Check what decode layout alone refuses, run the dispatch, and give its rows their shape."""
+    config, engine = buffer._config, buffer._live_engine()
+    checks.one_of("layout", "decode", engine.layouts)
+    if topk_weights is not None:
+        checks.fail("topk_weights", "them", "None with layout='decode': its combine takes the weights")
+    if max_recv_rows is not None:
+        checks.fail("max_recv_rows", max_recv_rows, "None with layout='decode': its shapes do not depend on counts")
+    if expert_alignment != 1:
+        checks.fail("expert_alignment", expert_alignment, "1 with layout='decode': its groups begin at fixed rows")
+    slots = config.topology.num_ranks * config.max_tokens_per_rank
+    num_rows = config.num_local_experts * slots
+    if num_rows > checks.MAX_INT:
+        given = f"{config.max_tokens_per_rank} and layout='decode', for which a rank has {num_rows} rows"
+        checks.fail("max_tokens_per_rank", given, f"what makes at most {checks.MAX_INT} rows")
+    checks.one_of("scale_format", scale_format, SCALE_FORMATS)
+    if scale_format == "ue8m0":
+        x = _with_powers_of_two(buffer, x, quantize)
+        quantize = None
+    out = buffer._checked_dispatch(
+        buffer._launch_dispatch,
+        x,
+        topk_idx,
+        None,
+        layout=layout,
+        expert_alignment=1,
+        quantize=quantize,
+        handle=handle,
+        max_recv_rows=num_rows if handle is None else None,
+    )
+
+    def by_expert(rows: Tensor) -> Tensor:
+        return rows.view(config.num_local_experts, slots, rows.shape[1])
+
+    rows: Tensor | tuple[Tensor, Tensor]
+    if isinstance(out.x, Tensor):
+        rows = by_expert(out.x)
+    else:
+        scales = float8.packed_exponents(out.x[1]) if scale_format == "ue8m0" else out.x[1]
+        rows = float8.QuantizedRows(by_expert(out.x[0]), float8.column_major(by_expert(scales)))
+    counts = out.tokens_per_expert.int()
+    return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=_hook(return_hook))
+
+
+def combine(
+    buffer: Buffer,
+    y: Tensor,
+    handle: Handle,
+    *,
+    topk_weights: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor | None,
+    return_hook: bool,
+) -> CombineOutput:
+    """Check the arguments, and run the combine of decode layout."""
+    config, engine = buffer._config, buffer._live_engine()
+    checks.handle(handle, buffer.id)
+    if topk_weights is not None:
+        checks.fail("topk_weights", "them", "None with a handle of layout='decode', which takes weights")
+    slots = handle.num_rows // config.num_local_experts
+    checks.tensor("y", y, (config.dtype,), (config.num_local_experts, slots, config.hidden), engine.device)
+    checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), engine.device)
+    assert weights is not None  # since it is a tensor
+    if out is not None:
+        checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), engine.device)
+    request = CombineRequest(plain(y).view(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
+    combined = buffer._launch_combine(request, plain(weights))
+    x = combined.x if out is None else out.copy_(combined.x)
+    return CombineOutput(x, None, engine.event(), _hook(return_hook))
+
+
+def _with_powers_of_two(
+    buffer: Buffer, x: Tensor | tuple[Tensor, Tensor], quantize: str | None
+) -> float8.QuantizedRows:
+    """Quantise the tokens with scales of which an exponent is all."""
+    config = buffer._config
+    if quantize is None:
+        checks.fail("scale_format", "'ue8m0'", "'float32' without quantize: a pair brings its own scales")
+    block = float8.BLOCK * float8.SCALES_OF_INT
+    if config.hidden % block:
+        checks.fail("scale_format", f"'ue8m0' with hidden={config.hidden}", f"it with a multiple of {block}")
+    checks.rows(
+        x,
+        hidden=config.hidden,
+        dtype=config.dtype,
+        device=buffer._live_engine().device,
+        max_tokens=config.max_tokens_per_rank,
+        quantize=quantize,
+    )
+    assert isinstance(x, Tensor)  # since quantize is given
+    return float8.quantize(x, powers_of_two=True)
+
+
+def _hook(wanted: bool) -> Callable[[], None] | None:
+    """The rows have arrived when the call returns: the CPU engine receives in the call."""
+    return (lambda: None) if wanted else None

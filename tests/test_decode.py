@@ -1,0 +1,285 @@
+"""Decode layout: fixed places for rows, and a weighted combine, bit by bit as ep_dispatcher/reference.py has them."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from conftest import on
+from test_dispatch_combine import (
+    Case,
+    Inputs,
+    assert_same,
+    make_buffer,
+    make_inputs,
+    pairwise,
+    quantized,
+    random_rows,
+    to,
+)
+from test_errors import error_of
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import PeerTimeoutError, float8, reference
+from ep_dispatcher.testing import ROUTINGS
+
+LIMIT_S = 1.0
+
+GRID = pairwise(
+    {
+        "ranks": [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16],
+        "payload": ["rows", "pair", "quantize"],
+        "num_topk": [1, 3, 8],
+        "hidden": [64, 512, 1000],
+        "experts_per_rank": [1, 3, 8],
+        "layout": ["decode"],
+        "routing": list(ROUTINGS),
+        "index_dtype": [torch.int64, torch.int32],
+        "weighted": [False],
+        "tokens": ["even", "uneven"],
+        "threads": [1, 3],
+    }
+)
+
+
+def most_tokens(inputs: Inputs) -> int:
+    return max(1, *(idx.shape[0] for idx in inputs.topk_idx))
+
+
+def results_of_experts(case: Case, counts: list[int], slots: int, rank: int) -> Tensor:
+    """Random [num_local_experts, slots, hidden], NaN where there is no token."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    y = torch.randn(case.experts_per_rank, slots, case.hidden, generator=generator).to(case.dtype)
+    for group, count in zip(y, counts):
+        group[count:] = float("nan")
+    return y
+
+
+def weights_of(case: Case, inputs: Inputs, rank: int) -> Tensor:
+    """Random, with zeros and negative ones; NaN where the token has no expert."""
+    idx = inputs.topk_idx[rank]
+    weights = torch.randn(idx.shape, generator=torch.Generator().manual_seed(2000 + rank))
+    weights[::5] = 0
+    return weights.masked_fill(idx < 0, float("nan"))
+
+
+def run_case(rank: int, case: Case, inputs: Inputs, again: list, options: dict):
+    """Dispatch and combine, then the same with other rows on the cached handle. Unwritten memory is NaN."""
+    torch.set_num_threads(case.threads)
+    torch.use_deterministic_algorithms(True)
+    quantize = "e4m3_1x128" if case.payload == "quantize" else None
+    results, handle = [], None
+    with make_buffer(case, "cpu", most_tokens(inputs)) as buffer:
+        for x in (inputs.x[rank], again[rank]):
+            topk_idx = inputs.topk_idx[rank] if handle is None else None
+            layout = {} if handle else {"layout": "decode"}
+            received = buffer.dispatch(x, topk_idx, quantize=quantize, handle=handle, **layout, **options)
+            handle = received.handle
+            if received.hook is not None:
+                received.hook()
+            counts = received.tokens_per_expert
+            rows = received.x if isinstance(received.x, tuple) else (received.x,)
+            y = results_of_experts(case, counts.tolist(), rows[0].shape[1], rank)
+            out = torch.empty(topk_shape(case, inputs, rank)) if "return_hook" in options else None
+            out = None if out is None else out.to(case.dtype)
+            combined = buffer.combine(y, handle, weights=weights_of(case, inputs, rank), out=out)
+            assert out is None or combined.x is out
+            assert received.rows_per_expert is counts and counts.dtype == torch.int32
+            assert received.topk_weights is received.topk_idx is combined.topk_weights is None
+            results.append((tuple(rows), counts, combined.x))
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    return results
+
+
+def topk_shape(case: Case, inputs: Inputs, rank: int) -> tuple[int, int]:
+    return inputs.topk_idx[rank].shape[0], case.hidden
+
+
+def expected_of(case: Case, inputs: Inputs, x: list):
+    options = dict(num_experts=case.num_experts, layout="decode")
+    x = [quantized(rows) for rows in x] if case.payload == "quantize" else x
+    received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=most_tokens(inputs), **options)
+    slots = case.num_ranks * most_tokens(inputs)
+    y = [results_of_experts(case, out.tokens_per_expert.tolist(), slots, r) for r, out in enumerate(received)]
+    factors = [weights_of(case, inputs, rank) for rank in range(case.num_ranks)]
+    flat = [rows.flatten(0, 1) for rows in y]
+    combined = reference.combine(flat, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
+    return received, [x for x, _ in combined]
+
+
+def assert_case(case: Case, inputs: Inputs, again: list, ranks: list) -> None:
+    slots = case.num_ranks * most_tokens(inputs)
+    for use, x in enumerate((inputs.x, again)):
+        received, combined = expected_of(case, inputs, x)
+        for rank, results in enumerate(ranks):
+            rows, counts, sums = results[use]
+            right = received[rank]
+            assert_same(counts.long(), right.tokens_per_expert, f"rank {rank}: counts")
+            assert_same(sums, combined[rank], f"rank {rank}, use {use}: sums")
+            right_rows = right.x if isinstance(right.x, tuple) else (right.x,)
+            for seen, wanted in zip(rows, right_rows, strict=True):
+                assert seen.shape == (case.experts_per_rank, slots, wanted.shape[1])
+                for e, count in enumerate(counts.tolist()):
+                    assert_same(seen[e, :count], wanted[e * slots : e * slots + count], f"rank {rank}, expert {e}")
+                    assert seen[e, count:].float().isnan().all(), "a row behind the count was written"
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_every_bit(pools, case):
+    inputs = make_inputs(case)
+    again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
+    assert_case(case, inputs, again, pools(case.num_ranks).run(run_case, case, inputs, again, {}))
+
+
+def test_hooks_and_given_outputs_change_no_bit(pools):
+    case = Case(2, 1, torch.bfloat16, layout="decode", weighted=False, tokens="uneven")
+    inputs = make_inputs(case)
+    again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
+    assert_case(case, inputs, again, pools(2).run(run_case, case, inputs, again, {"return_hook": True}))
+
+
+def packed_scales(rank: int, case: Case, inputs: Inputs):
+    with make_buffer(case, "cpu", most_tokens(inputs)) as buffer:
+        options = dict(layout="decode", quantize="e4m3_1x128")
+        plain = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], **options).x[1]
+        out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], scale_format="ue8m0", **options)
+        return out.tokens_per_expert, tuple(out.x), plain.stride(), out.x[1].stride()
+
+
+def test_packed_scales(pools):
+    """Powers of two, four exponents in an int32; the rows of an expert lie beside each other in memory."""
+    case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=1024, layout="decode", weighted=False)
+    inputs = make_inputs(case)
+    slots = 2 * most_tokens(inputs)
+    pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
+    options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=most_tokens(inputs))
+    received = reference.dispatch(pairs, inputs.topk_idx, None, **options)
+    for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(pools(2).run(packed_scales, case, inputs)):
+        assert plain_stride == (slots * 8, 1, slots) and stride == (slots * 2, 1, slots)
+        assert packed.dtype == torch.int32 and packed.shape == (2, slots, 2)
+        for e, count in enumerate(counts.tolist()):
+            own = slice(e * slots, e * slots + count)
+            right_rows, right_scales = (part[own] for part in received[rank].x)
+            exponents = packed[e, :count].contiguous().view(torch.uint8)
+            assert_same(rows[e, :count], right_rows, f"rank {rank}, expert {e}: rows")
+            assert_same((exponents.float() - 127).exp2(), right_scales, f"rank {rank}, expert {e}: scales")
+
+
+def test_powers_of_two_are_the_next_ones():
+    x = torch.tensor([448.0, 449.0, 224.0, 0.0, 2.0**-130, 3e38])[:, None].repeat(1, 128)
+    rows, scales = ep.quantize(x, powers_of_two=True)
+    assert scales.flatten().tolist() == [1.0, 2.0, 0.5, 2.0**-126, 2.0**-126, 2.0**120]
+    assert (ep.dequantize((rows, scales), torch.float32) - x).abs().le(x / 16).all()
+
+
+def many_steps(rank: int, case: Case, steps: list[Inputs]):
+    with make_buffer(case, "cpu", 64) as buffer:
+        results = []
+        for inputs in steps:
+            out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
+            other = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank])  # operations of all layouts take turns
+            buffer.combine(other.x, other.handle)
+            weights = weights_of(case, inputs, rank)
+            results.append(buffer.combine(torch.nan_to_num(out.x), out.handle, weights=weights).x)
+        return results
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_many_steps(pools, ranks_per_node):
+    """Tokens come back as themselves times the sum of their weights, step after step."""
+    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
+    steps = [make_inputs(dataclasses.replace(case, routing="masked"), seed) for seed in range(25)]
+    for rank, results in enumerate(pools(4).run(many_steps, case, steps)):
+        for inputs, result in zip(steps, results, strict=True):
+            x = torch.nan_to_num(inputs.x[rank])
+            expected = x * torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
+    x, idx = inputs.x[rank], inputs.topk_idx[rank]
+    weights = weights_of(case, inputs, rank)
+    with make_buffer(case, "cpu", 32) as buffer:
+        out = buffer.dispatch(x, idx, layout="decode")
+        y, flat = torch.zeros_like(out.x), buffer.dispatch(x, idx)
+        gradient = "'expert', 'rank'"
+        wrong = [
+            (buffer.dispatch, (x, idx, weights), dict(layout="decode"), "topk_weights: given them"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", max_recv_rows=9), "max_recv_rows: given 9"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", expert_alignment=8), "expert_alignment: given 8"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="e8"), "scale_format: given 'e8'"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="ue8m0"), "'float32' without quantize"),
+            (buffer.dispatch, (x, idx), dict(scale_format="ue8m0"), "scale_format: given 'ue8m0'"),
+            (buffer.dispatch, (x, idx), dict(return_hook=True), "return_hook: given True"),
+            (buffer.dispatch, (x[1:],), dict(handle=out.handle), f"x: given {len(x) - 1} rows"),
+            (buffer.combine, (y, out.handle), {}, "weights: given NoneType"),
+            (buffer.combine, (y, out.handle), dict(weights=weights[1:]), f"weights: given [{len(x) - 1}, 2]"),
+            (buffer.combine, (y.flatten(0, 1), out.handle), dict(weights=weights), "y: given [128, 64]"),
+            (buffer.combine, (y, out.handle), dict(weights=weights, topk_weights=weights), "topk_weights: given them"),
+            (buffer.combine, (y, out.handle), dict(weights=weights, out=x[1:]), f"out: given [{len(x) - 1}, 64]"),
+            (buffer.combine, (flat.x, flat.handle), dict(weights=weights), "weights: given a tensor"),
+            (buffer.combine, (flat.x, flat.handle), dict(out=x), "out: given a tensor"),
+            (buffer.combine, (flat.x, flat.handle), dict(return_hook=True), "return_hook: given True"),
+            (ep.dispatch, (buffer, x, idx), dict(layout="decode"), gradient),
+            (ep.dispatch, (buffer, x), dict(handle=out.handle), gradient),
+            (ep.combine, (buffer, y, out.handle), {}, gradient),
+        ]
+        for call, given, options, words in wrong:
+            text = error_of(call, *given, **options)
+            assert words in text and "allowed:" in text, text
+        buffer.combine(y, out.handle, weights=weights)  # nothing was sent
+
+
+def test_wrong_arguments_are_value_errors(pools):
+    case = Case(2, 2, layout="decode", weighted=False)
+    pools(2).run(wrong_arguments, case, make_inputs(case))
+
+
+def too_many_rows(rank: int) -> str:
+    options = dict(hidden=8, num_experts=1024, num_topk=1, max_tokens_per_rank=2**22, dtype=torch.float32)
+    with ep.Buffer(engine="cpu", **options) as buffer:
+        topk_idx = torch.zeros(1, 1, dtype=torch.long)
+        return error_of(buffer.dispatch, torch.zeros(1, 8), topk_idx, layout="decode")
+
+
+def test_more_rows_than_an_engine_counts(pools):
+    (text,) = pools(1).run(too_many_rows)
+    assert text.startswith(
+        "max_tokens_per_rank: given 4194304 and layout='decode', for which a rank has 4294967296 rows"
+    )
+
+
+def late_for_the_weights(rank: int, case: Case, inputs: Inputs) -> PeerTimeoutError | None:
+    buffer = make_buffer(case, "cpu", 32)
+    buffer._config = buffer._engine._config = dataclasses.replace(buffer._config, timeout_s=LIMIT_S)
+    with buffer:
+        out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
+        if rank == 1:
+            time.sleep(3 * LIMIT_S)
+            return None
+        try:
+            buffer.combine(torch.zeros_like(out.x), out.handle, weights=weights_of(case, inputs, rank))
+        except PeerTimeoutError as error:
+            return error
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("ranks_per_node,phase", [(2, "weights"), (1, "weights between nodes")])
+def test_a_rank_that_is_late_with_its_weights_is_named(pools, ranks_per_node, phase):
+    case = Case(2, ranks_per_node, layout="decode", weighted=False)
+    error, _ = pools(2).run(late_for_the_weights, case, make_inputs(case))
+    assert (error.operation, error.phase, error.late_ranks) == ("combine", phase, (1,))
+
+
+def refused(rank: int, case: Case, inputs: Inputs) -> str:
+    with make_buffer(case, "cuda", 32) as buffer:
+        return error_of(buffer.dispatch, to("cuda", inputs.x[0]), to("cuda", inputs.topk_idx[0]), layout="decode")
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_the_cuda_engine_says_that_it_has_no_decode_layout(pools, engine):
+    case = Case(1, 1, layout="decode", weighted=False)
+    assert pools(1).run(refused, case, make_inputs(case)) == ["layout: given 'decode', allowed: 'expert', 'rank'"]
