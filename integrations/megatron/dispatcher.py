@@ -81,7 +81,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
         columns = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
-        ones, idx = routing_map.view(torch.int8).topk(columns, dim=1)  # a token's experts, then others
+        ones, idx = routing_map.view(torch.uint8).topk(columns, dim=1)  # a token's experts, then others
         idx, chosen, is_overfull = idx[:, :topk], ones.view(torch.bool)[:, :topk], ones[:, topk:]
         host_looks = overfull.host_looks(routing_map)
         if host_looks and is_overfull.any():
