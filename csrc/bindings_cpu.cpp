@@ -93,6 +93,7 @@ PYBIND11_MODULE(_C_cpu, m) {
   py::enum_<AbortReason>(m, "AbortReason").value("waited", kWaitedInVain).value("left", kLeft);
   m.attr("DISPATCH") = Call::kDispatch;
   m.attr("COMBINE") = Call::kCombine;
+  m.attr("WEIGHTED_COMBINE") = Call::kWeightedCombine;
   m.attr("COMPARED") = std::vector<std::string>(std::begin(Call::kNames), std::end(Call::kNames));
 
   // Return (token, k, expert, repeated) of the first invalid entry of topk_idx (int64 [num_tokens, num_topk]), or None.
@@ -190,6 +191,7 @@ PYBIND11_MODULE(_C_cpu, m) {
           },
           Unlocked())
       .def("agree", &Engine::agree)
+      .def("compare_on_node", &Engine::compare_on_node, Unlocked())
       .def(
           "push",
           [](Engine& e, int node, Address y, Address topk_weights) {

@@ -123,7 +123,7 @@ def _(
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
-# What a request holds where no subclass of Tensor, and no size of a traced graph, is among its fields.
+# Types of a request's fields, if none is a subclass of Tensor or a size of a traced graph.
 _PLAIN_TYPES = frozenset((Tensor, Parameter, type(None), int, str, bool))
 
 
@@ -137,10 +137,15 @@ def _is_observed(request: DispatchRequest | CombineRequest) -> bool:
     )
 
 
+def _needs_no_autograd() -> bool:
+    """Return whether neither gradients nor tangents are wanted here, as in a backward."""
+    return not torch.is_grad_enabled() and forward_ad._current_level < 0
+
+
 def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
     if _is_observed(request):
         return Received(*dispatch_op(*request, buffer_id, None))
-    if not torch.is_grad_enabled():  # as in a backward
+    if _needs_no_autograd():
         return Received(*_dispatch_fields(*request, buffer_id))
     return Received(*_EagerDispatch.apply(request.rows, request.topk_weights, request, buffer_id))
 
@@ -148,7 +153,7 @@ def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
 def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
     if _is_observed(request):
         return Combined(*combine_op(*request, buffer_id, None))
-    if not torch.is_grad_enabled():
+    if _needs_no_autograd():
         return Combined(*_combine_fields(*request, buffer_id))
     return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer_id))
 
@@ -319,7 +324,7 @@ class _Float8Rows(torch.autograd.Function):
 _REVERSE = "reverse mode: backward() or torch.autograd.grad"
 
 
-def _refuse_transforms(**arguments: object) -> None:
+def refuse_transforms(**arguments: object) -> None:
     """Refuse what custom operators do not differentiate: PyTorch drops tangents, and has no torch.func.grad of them."""
     transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     if forward_ad._current_level < 0 and not transformed:
@@ -339,11 +344,7 @@ def check_buffer(buffer: Buffer) -> None:
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
 
 
-def _refuse_decode(layout: str, handle: object) -> None:
-    if decode.is_decode(layout, handle):
-        checks.fail(
-            "layout", "'decode'", "'expert', 'rank': decode layout has no gradients, use buffer.dispatch and combine"
-        )
+_NO_DECODE = "decode layout has no gradients: use buffer.dispatch and buffer.combine"
 
 
 def dispatch(
@@ -375,8 +376,9 @@ def dispatch(
     static, and torch.compile keeps the graph whole.
     """
     check_buffer(buffer)
-    _refuse_transforms(x=x, topk_weights=topk_weights)
-    _refuse_decode(layout, handle)
+    refuse_transforms(x=x, topk_weights=topk_weights)
+    if decode.is_decode(layout, handle):
+        checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_DECODE}")
     out = buffer._checked_dispatch(
         partial(_run_dispatch, buffer.id),
         x,
@@ -416,7 +418,8 @@ def combine(
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """
     check_buffer(buffer)
-    _refuse_transforms(y=y, topk_weights=topk_weights)
-    _refuse_decode("expert", handle)
+    refuse_transforms(y=y, topk_weights=topk_weights)
+    if decode.is_decode("", handle):
+        checks.fail("handle", "one of layout='decode'", f"one of layout='expert' or 'rank': {_NO_DECODE}")
     res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

@@ -13,10 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
-# Default arguments of this module hold the default group that exists when it is imported, and torch._dynamo imports it.
-# Import it before there is a group: a group that is held keeps its threads, and they can abort the process at its end.
-import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
@@ -27,6 +23,12 @@ from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
+
+if not dist.is_initialized():
+    # torch._dynamo imports this module, whose default arguments hold the default group of that moment. Import it while
+    # there is none. A group that is held keeps its threads after destroy_process_group, and they can abort the process
+    # at its end.
+    import_module("torch.distributed.nn.functional")
 
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
@@ -210,8 +212,9 @@ class Buffer:
                       "rank": rows are ordered by (source rank, source token). There is no padding;
                       expert_alignment only rounds rows_per_expert up.
                       "decode": every local expert has room for all tokens of all ranks, so shapes do not depend on
-                      counts, as masked grouped GEMMs want it. Rows are ordered as in expert layout. There is no
-                      topk_weights, and nothing has a gradient. The CPU engine alone has it so far
+                      counts, as masked grouped GEMMs want it. Rows are ordered as in expert layout. Give no
+                      topk_weights, max_recv_rows or expert_alignment. Nothing has a gradient. The CPU engine alone
+                      has this layout so far
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must be None then, and all
                       ranks must pass the handle of the same dispatch
@@ -222,7 +225,8 @@ class Buffer:
                       or destroy() (the buffer is finished). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; then hidden is a multiple of 512
-        return_hook   decode layout: the call sends, and out.hook() receives. The CPU engine does both in the call
+        return_hook   decode layout: the call sends, and out.hook() receives. The CPU engine does both in the call. Not
+                      together with async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -232,12 +236,13 @@ class Buffer:
         """
         with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
             if decode.is_decode(layout, handle):
+                decode.check_hook(return_hook, async_finish)
                 return decode.dispatch(
                     self,
                     x,
                     topk_idx,
                     topk_weights,
-                    layout="decode",
+                    layout=layout,
                     expert_alignment=expert_alignment,
                     quantize=quantize,
                     scale_format=scale_format,
@@ -278,22 +283,24 @@ class Buffer:
             decode layout: res.x[token] = sum of weights[token, k] * y[row of (token, k)]
 
         y             [rows, hidden] of the buffer's dtype, in the order of dispatch's rows. Padding is not read. In
-                      rank layout each row is the caller's sum over the token's local experts
+                      rank layout each row is the caller's sum over the token's local experts. In decode layout it has
+                      the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]
         handle        of the dispatch, the same dispatch on all ranks. The CUDA engine reports a difference late, like
                       the errors of max_recv_rows
         topk_weights  float32, in the shape that dispatch returned, or None on every rank. They travel back to their
-                      tokens; a backward needs that
-        async_finish  as in dispatch
-
-        weights       decode layout: float32 [num_tokens, num_topk] of this rank's tokens; not read where topk_idx is -1
+                      tokens; a backward needs that. Decode layout has none
+        weights       decode layout, and needed there: float32 [num_tokens, num_topk] of this rank's tokens. It is not
+                      read where topk_idx is -1
         out           decode layout: [num_tokens, hidden] of the buffer's dtype, which becomes res.x
         return_hook   decode layout: as in dispatch
+        async_finish  as in dispatch
 
-        In other layouts the sum is not weighted. It is computed in float32, in the order of
-        ``ep_dispatcher.reference``. Raises ValueError and PeerTimeoutError as dispatch does.
+        Only decode layout multiplies by weights. Sums are in float32, in the order of ``ep_dispatcher.reference``.
+        Raises ValueError and PeerTimeoutError as dispatch does.
         """
         with self._when_asked(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
             if decode.is_decode("", handle):
+                decode.check_hook(return_hook, async_finish)
                 return decode.combine(
                     self, y, handle, topk_weights=topk_weights, weights=weights, out=out, return_hook=return_hook
                 )
@@ -313,7 +320,7 @@ class Buffer:
         try:
             self._live_engine().check()
         except (PeerTimeoutError, ValueError) as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes this rank has moved since the buffer was made: lists by the other rank, in group order.
@@ -409,7 +416,7 @@ class Buffer:
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), per_choice, device)
         if handle is None:
-            checks.one_of("layout", layout, checks.LAYOUTS)
+            checks.one_of("layout", layout, self._live_engine().layouts)
             expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
             if max_recv_rows is not None:
                 max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
@@ -465,20 +472,20 @@ class Buffer:
         try:
             return self._live_engine().dispatch(request.plain())
         except (PeerTimeoutError, ValueError) as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
     def _launch_combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
         try:
             return self._live_engine().combine(request.plain(), weights)
         except (PeerTimeoutError, ValueError) as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
-    def _raise_explained(self, error: PeerTimeoutError | ValueError) -> NoReturn:
-        """Raise an engine's error in the caller's terms."""
+    def _explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
+        """Return an engine's error in the caller's terms."""
         if isinstance(error, PeerTimeoutError):
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
-        raise error
+        return error
 
 
 def _limit_s(timeout_s: float | None) -> float:

@@ -16,8 +16,6 @@ from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = ("expert", "rank", "decode")
-
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
 MAX_TIMEOUT_S = 1e9
@@ -206,7 +204,7 @@ def _them(given: int) -> str:
 
 # Fields that all ranks must give alike, in the order in which engines compare them. Each function words a value.
 AGREED: dict[str, Callable[[int], str]] = {
-    "operation": lambda n: ("a dispatch", "a combine")[n],
+    "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout")[n],
     "handle": _plan,
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,

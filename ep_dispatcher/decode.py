@@ -33,7 +33,12 @@ def refuse_elsewhere(**arguments: object) -> None:
     for argument, value in arguments.items():
         if value is not None and value is not False:
             given = "a tensor" if isinstance(value, Tensor) else repr(value)
-            checks.fail(argument, given, "it in decode layout alone")
+            checks.fail(argument, given, f"{'False' if value is True else 'None'}: only layout='decode' has it")
+
+
+def check_hook(return_hook: bool, async_finish: bool) -> None:
+    if return_hook and async_finish:
+        checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
 
 
 def dispatch(
@@ -52,7 +57,8 @@ def dispatch(
 ) -> DispatchOutput:
     """Check what decode layout alone refuses, run the dispatch, and give its rows their shape."""
     config, engine = buffer._config, buffer._live_engine()
-    checks.one_of("layout", "decode", engine.layouts)
+    if handle is None:
+        checks.one_of("layout", layout, engine.layouts)
     if topk_weights is not None:
         checks.fail("topk_weights", "them", "None with layout='decode': its combine takes the weights")
     if max_recv_rows is not None:
@@ -65,7 +71,8 @@ def dispatch(
         given = f"{config.max_tokens_per_rank} and layout='decode', for which a rank has {num_rows} rows"
         checks.fail("max_tokens_per_rank", given, f"what makes at most {checks.MAX_INT} rows")
     checks.one_of("scale_format", scale_format, SCALE_FORMATS)
-    if scale_format == "ue8m0":
+    packs = scale_format == "ue8m0"
+    if packs:
         x = _with_powers_of_two(buffer, x, quantize)
         quantize = None
     out = buffer._checked_dispatch(
@@ -87,8 +94,9 @@ def dispatch(
     if isinstance(out.x, Tensor):
         rows = by_expert(out.x)
     else:
-        scales = float8.packed_exponents(out.x[1]) if scale_format == "ue8m0" else out.x[1]
-        rows = float8.QuantizedRows(by_expert(out.x[0]), float8.column_major(by_expert(scales)))
+        scales = by_expert(float8.packed_exponents(out.x[1]) if packs else out.x[1])
+        pair = by_expert(out.x[0]), float8.column_major(scales)
+        rows = pair if packs else float8.QuantizedRows(*pair)
     counts = out.tokens_per_expert.int()
     return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=_hook(return_hook))
 
@@ -111,22 +119,23 @@ def combine(
     slots = handle.num_rows // config.num_local_experts
     checks.tensor("y", y, (config.dtype,), (config.num_local_experts, slots, config.hidden), engine.device)
     checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), engine.device)
-    assert weights is not None  # since it is a tensor
+    assert weights is not None  # as it is a tensor
     if out is not None:
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), engine.device)
-    request = CombineRequest(plain(y).view(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
+    request = CombineRequest(y.reshape(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
     combined = buffer._launch_combine(request, plain(weights))
-    x = combined.x if out is None else out.copy_(combined.x)
-    return CombineOutput(x, None, engine.event(), _hook(return_hook))
+    if out is not None:
+        out.detach().copy_(combined.x)
+    return CombineOutput(combined.x if out is None else out, None, engine.event(), _hook(return_hook))
 
 
 def _with_powers_of_two(
     buffer: Buffer, x: Tensor | tuple[Tensor, Tensor], quantize: str | None
 ) -> float8.QuantizedRows:
-    """Quantise the tokens with scales of which an exponent is all."""
+    """Quantise the tokens with scales that are powers of two."""
     config = buffer._config
     if quantize is None:
-        checks.fail("scale_format", "'ue8m0'", "'float32' without quantize: a pair brings its own scales")
+        checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize='e4m3_1x128'")
     block = float8.BLOCK * float8.SCALES_OF_INT
     if config.hidden % block:
         checks.fail("scale_format", f"'ue8m0' with hidden={config.hidden}", f"it with a multiple of {block}")
@@ -143,5 +152,5 @@ def _with_powers_of_two(
 
 
 def _hook(wanted: bool) -> Callable[[], None] | None:
-    """The rows have arrived when the call returns: the CPU engine receives in the call."""
+    """Return a function that does nothing, if one is wanted: the CPU engine has received when its call returns."""
     return (lambda: None) if wanted else None

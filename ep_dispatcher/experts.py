@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks
-from ep_dispatcher.autograd import check_buffer, combine, dispatch
+from ep_dispatcher.autograd import check_buffer, combine, dispatch, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 
 ACTIVATIONS = ("swiglu",)
@@ -43,18 +43,19 @@ def moe_mlp(
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16
 
-    GEMMs accumulate in float32 and round once. The activation and the multiplication by topk_weights are in float32
-    too, and are rounded once together, before the second GEMM: so one less factor is in memory, and the sum is not
-    weighted.
+    GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
+    then rounded. The second GEMM follows.
 
-    Gradients reach x, topk_weights, w1 and w2. The backward keeps the received rows, the results of the first GEMM and
-    those of the activation, all in the buffer's dtype. It has no derivative of its own. As in ep.dispatch, every rank
-    must run it, and x must require a gradient on all ranks or on none.
+    Gradients reach x, topk_weights, w1 and w2. For the backward the received rows, the results of the first GEMM and
+    those of the activation are kept, all in the buffer's dtype. There are no second derivatives. As in ep.dispatch,
+    every rank must run the backward. Each of x, topk_weights and the pair (w1, w2) must require a gradient on all
+    ranks or on none.
 
-    The five steps run one after the other. Errors are those of ep.dispatch; a wrong argument is a ValueError before
-    anything is sent.
+    Dispatch, GEMM, activation, GEMM and combine run one after the other. Errors are those of ep.dispatch. A wrong
+    argument is a ValueError before anything is sent.
     """
     check_buffer(buffer)
+    refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
     checks.one_of("activation", activation, ACTIVATIONS)
     config, experts = buffer._config, buffer.num_local_experts
     device = buffer._live_engine().device
@@ -75,7 +76,7 @@ def moe_mlp(
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return rows [rows, k] times weight[e].T of each row's expert, [rows, n]. Rows behind the last expert are any.
+    """Return rows [rows, k] times weight[e].T of each row's expert, [rows, n]. Rows of no expert are not computed.
 
     weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
     """

@@ -61,7 +61,7 @@ def quantize(x: Tensor, *, powers_of_two: bool = False) -> QuantizedRows:
 
 
 def next_power_of_two(scales: Tensor) -> Tensor:
-    """The least power of two that is not below each normal, positive float32."""
+    """Round each scale up to a power of two: normal, positive float32 of any shape."""
     bits = scales.view(torch.int32) + _MANTISSA  # carries into the exponent unless the mantissa is 0
     return (bits & ~_MANTISSA).view(torch.float32)
 
@@ -84,6 +84,8 @@ def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16)
     ``ep.dispatch``.
     """
     rows, scales = pair
+    if scales.dtype != torch.float32:
+        raise ValueError(f"pair: given scales of {scales.dtype}, allowed: torch.float32")
     x = (rows.detach().float().unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
     anchor = getattr(pair, "anchor", None)
     return x if anchor is None else x + anchor.to(dtype)

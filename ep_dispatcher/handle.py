@@ -84,13 +84,14 @@ class DispatchOutput(_ShortRepr):
     event             completion of this dispatch
     hook              None, or with ``return_hook`` the function to call before anything here is read
 
-    In decode layout with S = num_ranks * max_tokens_per_rank:
+    In decode layout, with S = num_ranks * max_tokens_per_rank:
 
-    x                 [num_local_experts, S, hidden], or the pair of float8 rows and scales [num_local_experts, S,
-                      hidden / 128], the scales of an expert with its rows beside each other in memory: float32, or
-                      int32 [num_local_experts, S, hidden / 512] of four exponents each. Rows behind an expert's count
-                      are not written
+    x                 [num_local_experts, S, hidden], or QuantizedRows of it and float32 scales [num_local_experts, S,
+                      hidden / 128]. With scale_format="ue8m0" a plain pair with int32 scales [num_local_experts, S,
+                      hidden / 512], four exponents in each. Scales of one column are beside each other in memory. Rows
+                      behind an expert's count are not written
     tokens_per_expert int32 [num_local_experts]; rows_per_expert is the same
+    topk_weights      None, as topk_idx is
     """
 
     x: Tensor | tuple[Tensor, Tensor]

@@ -246,6 +246,24 @@ def test_dynamo_is_imported_with_the_first_buffer():
     assert result.stdout.splitlines() == expected, result.stderr
 
 
+LATE_IMPORT = """
+import weakref
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import ep_dispatcher
+
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("group is held", group() is not None)
+"""
+
+
+def test_an_import_holds_no_group():
+    result = subprocess.run([sys.executable, "-c", LATE_IMPORT], capture_output=True, text=True, timeout=COMPILE_S)
+    assert result.stdout == "group is held False\n", result.stderr
+
+
 def test_inductor(pools):
     """Its own kernels round otherwise than PyTorch's, so close is all that can be asked."""
     ranks = run_compare(pools, "cpu", two_layers, "inductor")

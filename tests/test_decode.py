@@ -6,6 +6,9 @@ import time
 import pytest
 import torch
 from conftest import on
+from round_trip import inputs as inputs_of
+from round_trip import make_buffer as make_small_buffer
+from round_trip import round_trip
 from test_dispatch_combine import (
     Case,
     Inputs,
@@ -17,7 +20,7 @@ from test_dispatch_combine import (
     random_rows,
     to,
 )
-from test_errors import error_of
+from test_errors import assert_on_no_rank, error_of, mix_operations, mix_operations_on_one_node
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -77,25 +80,24 @@ def run_case(rank: int, case: Case, inputs: Inputs, again: list, options: dict):
             layout = {} if handle else {"layout": "decode"}
             received = buffer.dispatch(x, topk_idx, quantize=quantize, handle=handle, **layout, **options)
             handle = received.handle
-            if received.hook is not None:
+            if options:
                 received.hook()
             counts = received.tokens_per_expert
             rows = received.x if isinstance(received.x, tuple) else (received.x,)
             y = results_of_experts(case, counts.tolist(), rows[0].shape[1], rank)
-            out = torch.empty(topk_shape(case, inputs, rank)) if "return_hook" in options else None
-            out = None if out is None else out.to(case.dtype)
-            combined = buffer.combine(y, handle, weights=weights_of(case, inputs, rank), out=out)
-            assert out is None or combined.x is out
+            out = torch.empty(len(x), case.hidden, dtype=case.dtype, requires_grad=True) if options else None
+            combined = buffer.combine(y, handle, weights=weights_of(case, inputs, rank), out=out, **options)
+            if options:
+                combined.hook()
+                assert combined.x is out
+            else:
+                assert received.hook is combined.hook is None
             assert received.rows_per_expert is counts and counts.dtype == torch.int32
             assert received.topk_weights is received.topk_idx is combined.topk_weights is None
-            results.append((tuple(rows), counts, combined.x))
+            results.append((tuple(rows), counts, combined.x.detach()))
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     return results
-
-
-def topk_shape(case: Case, inputs: Inputs, rank: int) -> tuple[int, int]:
-    return inputs.topk_idx[rank].shape[0], case.hidden
 
 
 def expected_of(case: Case, inputs: Inputs, x: list):
@@ -146,7 +148,8 @@ def packed_scales(rank: int, case: Case, inputs: Inputs):
         options = dict(layout="decode", quantize="e4m3_1x128")
         plain = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], **options).x[1]
         out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], scale_format="ue8m0", **options)
-        return out.tokens_per_expert, tuple(out.x), plain.stride(), out.x[1].stride()
+        assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
+        return out.tokens_per_expert, out.x, plain.stride(), out.x[1].stride()
 
 
 def test_packed_scales(pools):
@@ -205,16 +208,21 @@ def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
     with make_buffer(case, "cpu", 32) as buffer:
         out = buffer.dispatch(x, idx, layout="decode")
         y, flat = torch.zeros_like(out.x), buffer.dispatch(x, idx)
-        gradient = "'expert', 'rank'"
+        gradient, both = "decode layout has no gradients", dict(return_hook=True, async_finish=True)
+        before = buffer._engine._c.epoch
         wrong = [
             (buffer.dispatch, (x, idx, weights), dict(layout="decode"), "topk_weights: given them"),
             (buffer.dispatch, (x, idx), dict(layout="decode", max_recv_rows=9), "max_recv_rows: given 9"),
             (buffer.dispatch, (x, idx), dict(layout="decode", expert_alignment=8), "expert_alignment: given 8"),
             (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="e8"), "scale_format: given 'e8'"),
-            (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="ue8m0"), "'float32' without quantize"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="ue8m0"), "'ue8m0' without quantize"),
             (buffer.dispatch, (x, idx), dict(scale_format="ue8m0"), "scale_format: given 'ue8m0'"),
             (buffer.dispatch, (x, idx), dict(return_hook=True), "return_hook: given True"),
             (buffer.dispatch, (x[1:],), dict(handle=out.handle), f"x: given {len(x) - 1} rows"),
+            (buffer.dispatch, (x,), dict(handle=out.handle, layout="rank"), "layout: given 'rank'"),
+            (buffer.dispatch, (x, idx), dict(layout="dense"), "'expert', 'rank', 'decode'"),
+            (buffer.dispatch, (x, idx), dict(layout="decode", **both), "async_finish: given True"),
+            (buffer.combine, (y, out.handle), dict(weights=weights, **both), "async_finish: given True"),
             (buffer.combine, (y, out.handle), {}, "weights: given NoneType"),
             (buffer.combine, (y, out.handle), dict(weights=weights[1:]), f"weights: given [{len(x) - 1}, 2]"),
             (buffer.combine, (y.flatten(0, 1), out.handle), dict(weights=weights), "y: given [128, 64]"),
@@ -230,7 +238,8 @@ def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
         for call, given, options, words in wrong:
             text = error_of(call, *given, **options)
             assert words in text and "allowed:" in text, text
-        buffer.combine(y, out.handle, weights=weights)  # nothing was sent
+        assert buffer._engine._c.epoch == before, "something was sent"
+        buffer.combine(y, out.handle, weights=weights)
 
 
 def test_wrong_arguments_are_value_errors(pools):
@@ -250,6 +259,53 @@ def test_more_rows_than_an_engine_counts(pools):
     assert text.startswith(
         "max_tokens_per_rank: given 4194304 and layout='decode', for which a rank has 4294967296 rows"
     )
+
+
+def bytes_of_weights(rank: int, case: Case, inputs: Inputs) -> tuple[int, int]:
+    """Bytes that a combine reads, and this rank's items."""
+    with make_buffer(case, "cpu", 32) as buffer:
+        items = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="rank").x.shape[0]
+        out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
+        before = sum(buffer.counters()["intra_node_bytes_read"])
+        buffer.combine(torch.zeros_like(out.x), out.handle, weights=weights_of(case, inputs, rank))
+        return sum(buffer.counters()["intra_node_bytes_read"]) - before, items
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_counters_have_the_weights(pools, ranks_per_node):
+    case = Case(2, ranks_per_node, layout="decode", weighted=False, num_topk=3)
+    for read, items in pools(2).run(bytes_of_weights, case, make_inputs(case)):
+        assert read == items * 3 * 4 > 0
+
+
+def other_handle(rank: int, ranks_per_node: int) -> str:
+    """Rank 3 combines with another dispatch than the others. Returns the error; the buffer works afterwards."""
+    x, topk_idx, topk_weights = inputs_of(rank)
+    with make_small_buffer(engine="cpu", ranks_per_node=ranks_per_node) as buffer:
+        first, second = (buffer.dispatch(x, topk_idx, layout="decode") for _ in range(2))
+        handle = (second if rank == 3 else first).handle
+        text = error_of(buffer.combine, torch.zeros_like(first.x), handle, weights=topk_weights)
+        round_trip(buffer)
+        return text
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+def test_another_handle_is_an_error_on_all_ranks(pools, ranks_per_node):
+    (text,) = set(pools(4).run(other_handle, ranks_per_node))
+    assert text.startswith("handle: rank 3 gave the plan of epoch 2, rank 0 gave the plan of epoch 1")
+
+
+@pytest.mark.parametrize("other", ["combine", "cached dispatch", "dispatch"])
+def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, other):
+    ranks = pools(4).run(mix_operations_on_one_node, "cpu", "decode combine", other, 3)
+    (text,) = {message for messages in ranks for message in messages}
+    assert text.startswith("operation: rank 3 is in a ") and "rank 0 is in a combine of decode layout" in text
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("other", ["combine", "cached dispatch"])
+def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, other, ranks_per_node):
+    assert_on_no_rank(pools(4).run(mix_operations, "decode combine", other, ranks_per_node), ranks_per_node)
 
 
 def late_for_the_weights(rank: int, case: Case, inputs: Inputs) -> PeerTimeoutError | None:

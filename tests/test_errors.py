@@ -1,7 +1,9 @@
 """Every mistake of a caller is a ValueError that says what was given and what is allowed, and breaks nothing."""
 
+import gc
 import re
 import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -574,6 +576,9 @@ def operations_of(buffer: ep.Buffer, rank: int):
         "cached dispatch": lambda: buffer.dispatch(given[0], None, given[2], handle=out.handle),
         "combine": lambda: buffer.combine(out.x, out.handle),
     }
+    if buffer.engine == "cpu":
+        decoded = buffer.dispatch(*given[:2], layout="decode")
+        calls["decode combine"] = lambda: buffer.combine(decoded.x, decoded.handle, weights=given[2])
     return {name: lambda call=call: call().event.synchronize() for name, call in calls.items()}
 
 
@@ -620,14 +625,39 @@ def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("operation,other", MIXED)
 def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, operation, other, ranks_per_node):
+    assert_on_no_rank(pools(4).run(mix_operations, operation, other, ranks_per_node), ranks_per_node)
+
+
+def assert_on_no_rank(ranks: list, ranks_per_node: int) -> None:
     """No process dies, and no rank takes rows of another operation for its own. The buffer has ended."""
-    for rank, ((first, text), (second, again)) in enumerate(
-        pools(4).run(mix_operations, operation, other, ranks_per_node)
-    ):
+    for rank, ((first, text), (second, again)) in enumerate(ranks):
         assert first in ("ValueError", "PeerTimeoutError") and "destroy() this buffer" in text
         assert (second, again) == (first, text)
         if ranks_per_node == 2 and first == "ValueError":
             assert rank < 2 and "rank 1 " in text and "all ranks must" in text
+
+
+# ---- what an error keeps --------------------------------------------------------------------------------------------
+
+
+def alive_after_an_error(rank: int) -> list[bool]:
+    """A caught error must not keep the buffer and the tensors until the next garbage collection."""
+    gc.disable()
+    try:
+        x, topk_idx, topk_weights = inputs(rank)
+        topk_idx[0, 0] = -7
+        buffer = make_buffer(engine="cpu")
+        error_of(buffer.dispatch, x, topk_idx, topk_weights)
+        buffer.destroy()
+        references = [weakref.ref(buffer), weakref.ref(x)]
+        del buffer, x
+        return [reference() is not None for reference in references]
+    finally:
+        gc.enable()
+
+
+def test_a_caught_error_keeps_nothing_alive(pools):
+    assert pools(1).run(alive_after_an_error) == [[False, False]]
 
 
 # ---- too few rows ---------------------------------------------------------------------------------------------------

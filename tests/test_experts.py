@@ -156,12 +156,17 @@ def wrong_arguments(rank: int, engine: str) -> None:
     if engine == "cuda":
         wrong.append(("w2", dict(w1=w1[:, :4], w2=w2[:, :, :2]), "intermediate 2", "a multiple of 4"))
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        epoch = buffer._engine._c.epoch if engine == "cpu" else 0
         for argument, change, before, after in wrong:
             text = error_of(lambda change=change: ep.moe_mlp(**(dict(right, buffer=buffer) | change)))
             assert text.startswith(f"{argument}: given "), text
             given_text, allowed = text.split("allowed:")
             assert before in given_text and after in allowed, text
-        ep.moe_mlp(buffer, **right)  # nothing was sent
+        with pytest.raises(ValueError, match="torch.func"):
+            torch.func.grad(lambda w: ep.moe_mlp(buffer, **(right | dict(w1=w))).sum())(w1)
+        if engine == "cpu":
+            assert buffer._engine._c.epoch == epoch, "something was sent"
+        ep.moe_mlp(buffer, **right)
 
 
 def test_wrong_arguments_are_value_errors(pools, engine):

@@ -14,7 +14,7 @@ struct Call {
   // As ep_dispatcher/checks.py names them (AGREED).
   static constexpr const char* kNames[kNumFields] = {
       "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: bytes of scales"};
-  static constexpr int64_t kDispatch = 0, kCombine = 1;  // values of kOperation
+  static constexpr int64_t kDispatch = 0, kCombine = 1, kWeightedCombine = 2;  // values of kOperation
 
   int64_t rank;
   int64_t given[kNumFields];  // kHandle: 0 for a new plan, else the epoch of the plan's dispatch

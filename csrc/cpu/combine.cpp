@@ -14,17 +14,18 @@ void Engine::push(int node, const CombineArgs& args) {
   pushed_epoch_ = epoch_;
   const int num_topk = config_.num_topk;
   const size_t row_bytes = config_.row_bytes();
-  const bool expert_rows = has_expert_rows(*plan_.head), multiplies = decodes(*plan_.head);
+  const bool expert_rows = has_expert_rows(*plan_.head);
   const bool has_weights = args.topk_weights != nullptr;
-  if (multiplies) {
+  if (weighted_) {
     compare_on_node("weights");
     wait_for(&Region::staged, node, "weights");
+    compare_payloads(node);
   }
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different rail
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Slots& slots = inbox_of(source).slots;
-    const Payload payload = multiplies ? payload_of(source) : Payload{};
+    const Payload payload = weighted_ ? payload_of(source) : Payload{};
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
     {
@@ -37,7 +38,7 @@ void Engine::push(int node, const CombineArgs& args) {
         const int num_rows = expert_rows ? end_copy - first_copy : 1;
         for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.output_row[first_copy + j] * row_bytes;
         char* const sum = slots.rows + slot * row_bytes;
-        if (multiplies) {
+        if (weighted_) {
           const float* weights = payload.weights + static_cast<size_t>(plan_.payload_row[item]) * num_topk;
           for (int j = 0; j < num_rows; ++j) factors[j] = weights[plan_.copy_k[first_copy + j]];
           sum_weighted_rows(rows.data(), factors.data(), num_rows, sum, config_.hidden, config_.dtype);
@@ -53,8 +54,9 @@ void Engine::push(int node, const CombineArgs& args) {
         }
       }
     }
-    traffic_.bytes_written[config_.rank_at[this->node() * config_.ranks_per_node + local]] +=
-        (end - begin) * (row_bytes + (has_weights ? config_.weights_bytes() : 0));
+    const int inbox_rank = config_.rank_at[this->node() * config_.ranks_per_node + local];
+    traffic_.bytes_written[inbox_rank] += (end - begin) * (row_bytes + (has_weights ? config_.weights_bytes() : 0));
+    if (weighted_) traffic_.bytes_read[inbox_rank] += (end - begin) * config_.weights_bytes();
   }
   raise_flag(own().pushed[node], epoch_);
 }

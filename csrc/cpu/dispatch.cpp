@@ -28,8 +28,8 @@ void Engine::stage(const DispatchArgs& args) {
 }
 
 Span Engine::pack_payload(int node, const DispatchArgs& args) {
-  // A combine of decode layout sends its sums from payload_out_ while the weights may still be on their way.
-  auto& memory = args.rows.empty() ? weights_out_ : payload_out_;
+  // A weighted combine sends its sums from payload_out_ while the weights may still be on their way.
+  auto& memory = weighted_ ? weights_out_ : payload_out_;
   Cursor c(message_memory(memory, node, max_payload_bytes(config_)));
   char* const data = memory[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
@@ -83,13 +83,7 @@ void Engine::prepare_output(const PullArgs& args) {
 void Engine::pull(int node, const PullArgs& args) {
   compare_on_node("rows");
   wait_for(&Region::staged, node, "rows");
-  // Compare the Calls of the other node's ranks.
-  if (node != this->node()) {
-    for (const Region& peer : regions_) {
-      Cursor c(peer.inbox[node].payload);
-      compare(carve_calls(c)->sender);
-    }
-  }
+  compare_payloads(node);
   if (disagrees_) return;
 
   // Copy the rows, weights and experts of each source's items.

@@ -96,6 +96,7 @@ void Engine::announce(const Call& call) {
   for (Call& seen : calls_) seen.rank = -1;
   other_call_ = calls_[call.rank] = call;
   disagrees_ = false;
+  weighted_ = call.given[Call::kOperation] == Call::kWeightedCombine;
 }
 
 // Wait for the Calls of this node and compare them, once an epoch, before any wait for this epoch. With one node all
@@ -128,6 +129,15 @@ void Engine::compare(const Call& theirs) {
   if (theirs.differs_from(own_call()) == Call::kNumFields) return;
   if (!disagrees_) other_call_ = theirs;
   disagrees_ = true;
+}
+
+// Compare the Calls in front of another node's payloads. They have arrived.
+void Engine::compare_payloads(int node) {
+  if (node == this->node()) return;
+  for (const Region& peer : regions_) {
+    Cursor c(peer.inbox[node].payload);
+    compare(carve_calls(c)->sender);
+  }
 }
 
 // Compare with the lowest rank, not with this one: ranks with the same Calls then throw the same.

@@ -8,8 +8,8 @@
 //   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
 //             [payload_arrived, pull] per other node, agree, finish
 //   combine   begin, reuse, [push and reduce] per other node, push own node, sum, finish
-//   combine   of decode layout, which multiplies by weights: begin, reuse, stage (the weights), [pack_payload,
-//             payload_arrived], [push and reduce] per other node, push own node, sum, finish
+//   combine   of decode layout, which multiplies by weights: begin, reuse, stage (the weights), [compare_on_node,
+//             pack_payload, payload_arrived], [push and reduce] per other node, push own node, sum, finish
 #pragma once
 #include <atomic>
 #include <memory>
@@ -120,6 +120,9 @@ class Engine {
   void pull(int node, const PullArgs& args);
   // Throw Refused if Calls differ. To be called after the last pull.
   void agree() const;
+  // Wait for the Calls of this node and compare them. Throw Refused if its ranks are in different operations, or differ
+  // at all with one node.
+  void compare_on_node(const char* phase);
 
   // ---- combine
   // Wait for free slots. Sum each token's local experts, for the tokens of a node's ranks, into the token's slot.
@@ -142,8 +145,8 @@ class Engine {
   // Return this rank's Call of the operation under way.
   Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
   void announce(const Call& call);
-  void compare_on_node(const char* phase);
   void compare(const Call& theirs);
+  void compare_payloads(int node);
 
   const Call& own_call() const { return own().calls[epoch_ % 2]; }
   const Region& own() const { return regions_[config_.local_rank]; }
@@ -180,6 +183,7 @@ class Engine {
   const int64_t* topk_idx_ = nullptr;
   std::vector<size_t> bytes_per_row_;
   bool has_weights_ = false;
+  bool weighted_ = false;    // a combine of decode layout
   std::vector<Call> calls_;  // [num_ranks] Calls of this epoch; Call::rank is -1 for one not seen yet
   Call other_call_{};        // the first Call seen to differ from this rank's; until then this rank's own
   bool disagrees_ = false;

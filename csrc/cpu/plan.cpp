@@ -283,8 +283,8 @@ void Engine::reuse(int64_t operation, const int32_t* block, const std::vector<si
   has_weights_ = has_weights;
   const PlanHead& head = *plan_.head;
   announce(call_of(operation, head.plan_id, head.layout, head.expert_alignment));
-  // A combine of decode layout begins with a payload of its own: the weights of this rank's tokens.
-  if (operation != Call::kCombine || !decodes(head)) return;
+  if (!weighted_) return;
+  // The payload of this combine has no rows, only the weights of this rank's tokens.
   bytes_per_row_.clear();
   has_weights_ = true;
 }

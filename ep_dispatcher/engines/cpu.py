@@ -29,7 +29,7 @@ _DTYPES = {
     torch.float16: _C_cpu.DType.float16,
 }
 _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
-_COUNTS, _LISTS, _ROWS, _SUMS = range(4)  # kinds of messages between nodes
+_COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
 
 _NO_ELEMENTS = 64  # the address of an empty tensor: not 0, which stands for None, and never read
@@ -213,7 +213,8 @@ class CpuEngine:
         weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
         topk_weights = _address(request.topk_weights)
         with self._operation("combine", request.plan) as step:
-            c.reuse(_C_cpu.COMBINE, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+            operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
+            c.reuse(operation, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             if weights is not None:
                 self._send_weights(weights, step)
             step("push")
@@ -238,7 +239,8 @@ class CpuEngine:
         step("stage")
         c.stage([], address, num_tokens)
         step("send")
-        phase, tag = "weights between nodes", self._tag(_ROWS)
+        c.compare_on_node("weights")
+        phase, tag = "weights between nodes", self._tag(_WEIGHTS)
         pending = {m: rail.receive(phase, m, c.incoming_payload(m), tag) for m in rail.others}
         for m in rail.others:
             rail.send(phase, m, c.pack_payload(m, [], address, num_tokens), tag)
@@ -288,7 +290,7 @@ class CpuEngine:
 
         gloo ends the process if a message is longer than the room of its receive.
         """
-        return ((self._c.epoch & 0x1FFFFFFF) << 2) | kind
+        return ((self._c.epoch & 0x0FFFFFFF) << 3) | kind
 
     @contextmanager
     def _operation(self, name: str, plan: Tensor | None) -> Iterator[Callable[[str], None]]:

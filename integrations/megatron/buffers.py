@@ -8,7 +8,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,16 +28,16 @@ class MegatronBuffer(ep.Buffer):
 
     router_topk: int = 0
 
-    def _raise_explained(self, error: ep.PeerTimeoutError | ValueError) -> NoReturn:
-        if isinstance(error, ValueError) and (told := overfull.explained(error, self.router_topk)) is not error:
-            raise told from error
-        super()._raise_explained(error)
+    def _explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
+        if isinstance(error, ValueError):
+            return overfull.explained(error, self.router_topk)
+        return super()._explained(error)
 
     def destroy(self) -> None:
         try:
             super().destroy()
         except ValueError as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
 
 @dataclass

@@ -33,10 +33,12 @@ def mark(topk_idx: Tensor, is_overfull: Tensor, num_experts: int) -> None:
 
 
 def explained(error: ValueError, topk: int) -> ValueError:
-    """Return an engine's error; of a marked token, one that speaks of the routing map."""
+    """Return the error. If it is about a marked token, return one in Megatron's terms, caused by it."""
     found = _BAD_ENTRY.match(str(error))
     if found is None:
         return error
     given = f"token {found[1]} with more than {topk} experts"
     mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
-    return ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
+    told = ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
+    told.__cause__ = error
+    return told
