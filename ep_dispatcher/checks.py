@@ -208,7 +208,6 @@ AGREED: dict[str, Callable[[int], str]] = {
     "handle": _plan,
     "layout": lambda n: ("'rank'", "'expert'", "'decode'")[n],
     "expert_alignment": str,
-    "max_recv_rows": str,
     "topk_weights": _them,
     "x: bytes per row": str,
     "x: bytes of scales": str,
