@@ -72,10 +72,13 @@ def build_wheel(source: Path, folder: Path, **environment: str) -> tuple[Path, s
     return folder / "unpacked", result.stdout
 
 
-@pytest.fixture(scope="module")
-def build(source) -> tuple[Path, str]:
-    """Without the CUDA engine, which takes nvcc a minute."""
-    return build_wheel(source, source.parent / "wheel", EP_DISPATCHER_CUDA="0")
+@pytest.fixture(scope="module", params=["cpu", exhaustive("all")])
+def build(request, source) -> tuple[Path, str, list[str]]:
+    """The wheel of the CPU engine, or of all engines that can be built: nvcc takes a minute. With its modules."""
+    if request.param == "cpu":
+        return *build_wheel(source, source.parent / "cpu", EP_DISPATCHER_CUDA="0"), ["_C_cpu"]
+    modules = ["_C_cpu", "_C_cuda"] if find_nvcc() else ["_C_cpu"]
+    return *build_wheel(source, source.parent / "all"), modules
 
 
 def names(folder: Path, pattern: str) -> set[str]:
@@ -87,34 +90,32 @@ def test_the_source_distribution_has_all_of_csrc(source):
         assert names(source / "csrc", pattern) == names(ROOT / "csrc", pattern)
 
 
-@pytest.mark.parametrize("engines", ["cpu", exhaustive("all that can be built")])
-def test_the_wheel_has_every_module_and_nothing_else(source, build, tmp_path, engines):
-    unpacked, _ = build if engines == "cpu" else build_wheel(source, tmp_path)
+def test_the_wheel_has_every_module_and_nothing_else(build):
+    unpacked, _, modules = build
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
     expected |= {f"ep_dispatcher/{name}" for name in ("py.typed", *names(ROOT / "ep_dispatcher", "*.pyi"))}
     expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
-    modules = ["_C_cpu"] if engines == "cpu" or not find_nvcc() else ["_C_cpu", "_C_cuda"]
     compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
     assert found == expected | compiled
 
 
 def test_the_compiled_module_loads_without_any_other_package(build):
-    unpacked, _ = build
+    unpacked, *_ = build
     code = "import sys; sys.path.insert(0, sys.argv[1]); import _C_cpu; print('torch' in sys.modules)"
     result = run(sys.executable, "-I", "-S", "-c", code, unpacked / "ep_dispatcher", cwd=unpacked)
     assert result.stdout.strip() == "False", result.stderr
 
 
 def test_the_build_says_what_it_builds_and_is_portable(build):
-    _, said = build
+    _, said, _ = build
     summary = "\n".join(line for line in said.splitlines() if line.startswith("ep_dispatcher build:"))
     assert "compiler" in summary and "_C_cpu from" in summary and "-std=c++17" in summary and "-O3" in summary
     assert "-march" not in said and "-mcpu" not in said and "-mtune" not in said
 
 
 def test_metadata(build):
-    unpacked, _ = build
+    unpacked, *_ = build
     (file,) = unpacked.glob("*.dist-info/METADATA")
     metadata = Parser().parsestr(file.read_text())
     assert metadata["Version"] == VERSION
@@ -155,7 +156,7 @@ def test_a_broken_nvcc_is_named_with_the_way_around_it(source, tmp_path):
 
 def test_the_tests_extra_leaves_an_installed_megatron_core_alone(build):
     """Its lower bound would make pip replace an older one; the Makefile adds it where there is none."""
-    unpacked, _ = build
+    unpacked, *_ = build
     (file,) = unpacked.glob("*.dist-info/METADATA")
     requirements = [Requirement(text) for text in Parser().parsestr(file.read_text()).get_all("Requires-Dist")]
     needed = {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": "test"})}
