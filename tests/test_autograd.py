@@ -65,19 +65,25 @@ def moe_layer(rank: int, engine: str, case: Case, inputs: Inputs, options: dict,
     return result.detach(), x.grad, weights.grad, matrices.grad
 
 
-def dense_moe_layer(case: Case, inputs: Inputs):
-    """The same layer and loss in float64 in one process, one list entry per rank."""
-    matrices = expert_matrices(case).double().requires_grad_()
+def dense_moe_layer(case: Case, inputs: Inputs, matrices: list[torch.Tensor], experts):
+    """A layer and its loss in float64 in one process: results, gradients of x and of topk_weights by rank, of matrices.
+
+    experts(x, *matrices): every expert's result for every token, [num_tokens, num_experts, hidden]
+    """
+    matrices = [matrix.double().requires_grad_() for matrix in matrices]
     results, leaves = [], []
     for rank, (x, idx, weights) in enumerate(zip(inputs.x, inputs.topk_idx, inputs.topk_weights)):
         x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
-        each = torch.tanh(torch.einsum("th,ehd->ted", x, matrices))
-        chosen = each.gather(1, idx.clamp(min=0).long()[:, :, None].expand(-1, -1, case.hidden))
+        chosen = experts(x, *matrices).gather(1, idx.clamp(min=0).long()[:, :, None].expand(-1, -1, case.hidden))
         result = (chosen * torch.where(idx >= 0, weights, 0)[:, :, None]).sum(1)
         (result * normal(result.shape, 50 + rank)).sum().backward()
         results.append(result.detach())
         leaves.append((x, weights))
-    return results, [x.grad for x, _ in leaves], [w.grad for _, w in leaves], matrices.grad
+    return results, [x.grad for x, _ in leaves], [w.grad for _, w in leaves], [matrix.grad for matrix in matrices]
+
+
+def tanh_experts(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.einsum("th,ehd->ted", x, matrices))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,7 +100,9 @@ def test_moe_layer_is_the_dense_one(pools, engine, num_ranks, ranks_per_node, la
     inputs = make_inputs(dataclasses.replace(case, routing="masked"))
     inputs.x[:] = [normal(x.shape, 20 + rank) for rank, x in enumerate(inputs.x)]
     ranks = pools(num_ranks).run(moe_layer, engine, case, inputs, options, recompute)
-    results, x_grads, weight_grads, matrix_grads = dense_moe_layer(case, inputs)
+    results, x_grads, weight_grads, (matrix_grads,) = dense_moe_layer(
+        case, inputs, [expert_matrices(case)], tanh_experts
+    )
     assert sum(float(g.abs().sum()) for g in x_grads) > 1
     for rank, (result, x_grad, weight_grad, matrix_grad) in enumerate(ranks):
         first = rank * case.experts_per_rank

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from test_autograd import normal
+from test_autograd import dense_moe_layer, normal
 from test_dispatch_combine import Case, Inputs, make_buffer, make_inputs
 from test_errors import error_of
 from torch.utils.checkpoint import checkpoint
@@ -79,20 +79,9 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
     return y.detach(), *(leaf.grad for leaf in leaves)
 
 
-def dense_layer(case: Case, inputs: Inputs):
-    """The same in float64 in one process: y, and the gradients of x and topk_weights by rank, of w1 and w2 of all."""
-    w1, w2 = (w.double().requires_grad_() for w in weights_of(case))
-    results, leaves = [], []
-    for rank, (x, idx, weights) in enumerate(zip(inputs.x, inputs.topk_idx, inputs.topk_weights)):
-        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
-        gate, up = torch.einsum("th,eih->tei", x, w1).chunk(2, dim=2)
-        each = torch.einsum("tei,ehi->teh", F.silu(gate) * up, w2)
-        chosen = each.gather(1, idx.clamp(min=0).long()[:, :, None].expand(-1, -1, case.hidden))
-        y = (chosen * torch.where(idx >= 0, weights, 0)[:, :, None]).sum(1)
-        (y * normal(y.shape, 50 + rank)).sum().backward()
-        results.append(y.detach())
-        leaves.append((x, weights))
-    return results, [x.grad for x, _ in leaves], [w.grad for _, w in leaves], w1.grad, w2.grad
+def swiglu_experts(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    gate, up = torch.einsum("th,eih->tei", x, w1).chunk(2, dim=2)
+    return torch.einsum("tei,ehi->teh", F.silu(gate) * up, w2)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,8 @@ def dense_layer(case: Case, inputs: Inputs):
 def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
     case, inputs = make_case(num_ranks, ranks_per_node, dtype)
     ranks = pools(num_ranks).run(layer, engine, case, inputs, how)
-    results, x_grads, weight_grads, w1_grad, w2_grad = dense_layer(case, inputs)
+    dense = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
+    results, x_grads, weight_grads, (w1_grad, w2_grad) = dense
     assert all(float(grad.abs().sum()) > 1 for grad in (x_grads[0], weight_grads[0], w1_grad, w2_grad))
     for rank, seen in enumerate(ranks):
         own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
