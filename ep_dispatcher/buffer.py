@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.topology import Topology, host_id
+
+T = TypeVar("T")
 
 if not dist.is_initialized():
     # torch._dynamo imports this module, whose default arguments hold the default group of that moment. Import it while
@@ -236,7 +238,6 @@ class Buffer:
         """
         with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
             if decode.is_decode(layout, handle):
-                decode.check_hook(return_hook, async_finish)
                 return decode.dispatch(
                     self,
                     x,
@@ -249,6 +250,7 @@ class Buffer:
                     handle=handle,
                     max_recv_rows=max_recv_rows,
                     return_hook=return_hook,
+                    async_finish=async_finish,
                 )
             decode.refuse_elsewhere(
                 scale_format=None if scale_format == "float32" else scale_format, return_hook=return_hook
@@ -300,9 +302,15 @@ class Buffer:
         """
         with self._when_asked(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
             if decode.is_decode("", handle):
-                decode.check_hook(return_hook, async_finish)
                 return decode.combine(
-                    self, y, handle, topk_weights=topk_weights, weights=weights, out=out, return_hook=return_hook
+                    self,
+                    y,
+                    handle,
+                    topk_weights=topk_weights,
+                    weights=weights,
+                    out=out,
+                    return_hook=return_hook,
+                    async_finish=async_finish,
                 )
             decode.refuse_elsewhere(weights=weights, out=out, return_hook=return_hook)
             return self._checked_combine(self._launch_combine, y, handle, topk_weights)
@@ -317,10 +325,7 @@ class Buffer:
         Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
-        try:
-            self._live_engine().check()
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
+        self._explaining(self._live_engine().check)
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes this rank has moved since the buffer was made: lists by the other rank, in group order.
@@ -469,14 +474,15 @@ class Buffer:
         return CombineOutput(combined.x, weights, self._live_engine().event())
 
     def _launch_dispatch(self, request: DispatchRequest) -> Received:
-        try:
-            return self._live_engine().dispatch(request.plain())
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
+        return self._explaining(self._live_engine().dispatch, request.plain())
 
     def _launch_combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
+        return self._explaining(self._live_engine().combine, request.plain(), weights)
+
+    def _explaining(self, call: Callable[..., T], *args: Any) -> T:
+        """Return call(*args), and raise an engine's errors in the caller's terms."""
         try:
-            return self._live_engine().combine(request.plain(), weights)
+            return call(*args)
         except (PeerTimeoutError, ValueError) as error:
             raise self._explained(error)  # noqa: B904  # it has its cause
 

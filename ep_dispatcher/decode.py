@@ -36,11 +36,6 @@ def refuse_elsewhere(**arguments: object) -> None:
             checks.fail(argument, given, f"{'False' if value is True else 'None'}: only layout='decode' has it")
 
 
-def check_hook(return_hook: bool, async_finish: bool) -> None:
-    if return_hook and async_finish:
-        checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
-
-
 def dispatch(
     buffer: Buffer,
     x: Tensor | tuple[Tensor, Tensor],
@@ -54,9 +49,10 @@ def dispatch(
     handle: Handle | None,
     max_recv_rows: int | None,
     return_hook: bool,
+    async_finish: bool,
 ) -> DispatchOutput:
     """Check what decode layout alone refuses, run the dispatch, and give its rows their shape."""
-    config, engine = buffer._config, buffer._live_engine()
+    config, engine, hook = buffer._config, buffer._live_engine(), _hook(return_hook, async_finish)
     if handle is None:
         checks.one_of("layout", layout, engine.layouts)
     if topk_weights is not None:
@@ -98,7 +94,7 @@ def dispatch(
         pair = by_expert(out.x[0]), float8.column_major(scales)
         rows = pair if packs else float8.QuantizedRows(*pair)
     counts = out.tokens_per_expert.int()
-    return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=_hook(return_hook))
+    return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=hook)
 
 
 def combine(
@@ -110,9 +106,10 @@ def combine(
     weights: Tensor | None,
     out: Tensor | None,
     return_hook: bool,
+    async_finish: bool,
 ) -> CombineOutput:
     """Check the arguments, and run the combine of decode layout."""
-    config, engine = buffer._config, buffer._live_engine()
+    config, engine, hook = buffer._config, buffer._live_engine(), _hook(return_hook, async_finish)
     checks.handle(handle, buffer.id)
     if topk_weights is not None:
         checks.fail("topk_weights", "them", "None with a handle of layout='decode', which takes weights")
@@ -126,7 +123,7 @@ def combine(
     combined = buffer._launch_combine(request, plain(weights))
     if out is not None:
         out.detach().copy_(combined.x)
-    return CombineOutput(combined.x if out is None else out, None, engine.event(), _hook(return_hook))
+    return CombineOutput(combined.x if out is None else out, None, engine.event(), hook)
 
 
 def _with_powers_of_two(
@@ -151,6 +148,8 @@ def _with_powers_of_two(
     return float8.quantize(x, powers_of_two=True)
 
 
-def _hook(wanted: bool) -> Callable[[], None] | None:
+def _hook(wanted: bool, async_finish: bool) -> Callable[[], None] | None:
     """Return a function that does nothing, if one is wanted: the CPU engine has received when its call returns."""
+    if wanted and async_finish:
+        checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
     return (lambda: None) if wanted else None

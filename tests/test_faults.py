@@ -230,13 +230,18 @@ class DiesIn:
         self._engine, self._death, self._before, self._calls = engine, death, before, 0
 
     def __getattr__(self, name: str):
-        value = getattr(self._engine, name)
-        if name == self._death.step:
+        step = getattr(self._engine, name)
+        if name != self._death.step:
+            return step
+
+        def counted(*args):
             self._calls += 1
             if self._calls == self._death.call:
                 self._before()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return value
+            return step(*args)
+
+        return counted
 
 
 def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_per_node: int) -> tuple[str, int]:

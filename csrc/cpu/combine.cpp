@@ -17,7 +17,6 @@ void Engine::push(int node, const CombineArgs& args) {
   const bool expert_rows = has_expert_rows(*plan_.head);
   const bool has_weights = args.topk_weights != nullptr;
   if (weighted_) {
-    compare_on_node("weights");
     wait_for(&Region::staged, node, "weights");
     compare_payloads(node);
   }

@@ -8,8 +8,8 @@
 //   dispatch  with a given plan: begin, reuse, stage, [pack_payload], prepare_output, pull own node,
 //             [payload_arrived, pull] per other node, agree, finish
 //   combine   begin, reuse, [push and reduce] per other node, push own node, sum, finish
-//   combine   of decode layout, which multiplies by weights: begin, reuse, stage (the weights), [compare_on_node,
-//             pack_payload, payload_arrived], [push and reduce] per other node, push own node, sum, finish
+//   combine   of decode layout, which multiplies by weights: begin, reuse, stage (the weights), compare_on_node,
+//             [pack_payload, payload_arrived], [push and reduce] per other node, push own node, sum, finish
 #pragma once
 #include <atomic>
 #include <memory>

@@ -137,10 +137,12 @@ class CpuEngine:
                 c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             step("send")
-            tag = self._tag(_ROWS)
-            pending = {m: rail.receive("rows between nodes", m, c.incoming_payload(m), tag) for m in rail.others}
-            for m in rail.others:
-                rail.send("rows between nodes", m, c.pack_payload(m, arrays, weights, num_tokens), tag)
+            pending = self._exchange(
+                "rows between nodes",
+                _ROWS,
+                c.incoming_payload,
+                lambda m: c.pack_payload(m, arrays, weights, num_tokens),
+            )
             if request.plan is None:
                 step("plan")
                 for m in rail.others:
@@ -169,10 +171,9 @@ class CpuEngine:
         c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
         topk_idx, layout = _address(request.topk_idx), _LAYOUTS[request.layout]
         c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
-        tag = self._tag(_COUNTS)
-        pending = {m: rail.receive("counts between nodes", m, c.incoming_counts(m), tag) for m in rail.others}
-        for m in rail.others:
-            rail.send("counts between nodes", m, c.own_counts(), tag, is_list=True)
+        pending = self._exchange(
+            "counts between nodes", _COUNTS, c.incoming_counts, lambda m: c.own_counts(), is_list=True
+        )
         step("stage")
         c.stage(arrays, weights, num_tokens)
         step("count")
@@ -185,10 +186,7 @@ class CpuEngine:
         plan = torch.empty(elements, dtype=torch.int32)
         c.start_plan(plan.data_ptr())
         step("send lists")
-        tag = self._tag(_LISTS)
-        pending = {m: rail.receive("lists between nodes", m, c.incoming_lists(m), tag) for m in rail.others}
-        for m in rail.others:
-            rail.send("lists between nodes", m, c.outgoing_lists(m), tag, is_list=True)
+        pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
         return plan, counted_rows, pending
 
     def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor) -> Received:
@@ -240,13 +238,28 @@ class CpuEngine:
         c.stage([], address, num_tokens)
         step("send")
         c.compare_on_node("weights")
-        phase, tag = "weights between nodes", self._tag(_WEIGHTS)
-        pending = {m: rail.receive(phase, m, c.incoming_payload(m), tag) for m in rail.others}
-        for m in rail.others:
-            rail.send(phase, m, c.pack_payload(m, [], address, num_tokens), tag)
+        pending = self._exchange(
+            "weights between nodes", _WEIGHTS, c.incoming_payload, lambda m: c.pack_payload(m, [], address, num_tokens)
+        )
         for m in rail.others:
             rail.wait(pending[m])
             c.payload_arrived(m)
+
+    def _exchange(
+        self,
+        phase: str,
+        kind: int,
+        incoming: Callable[[int], memoryview],
+        outgoing: Callable[[int], memoryview],
+        *,
+        is_list: bool = False,
+    ) -> dict[int, Message | None]:
+        """Start to receive ``incoming(node)`` from every other node, then send it ``outgoing(node)``."""
+        tag, rail = self._tag(kind), self._rail
+        pending = {m: rail.receive(phase, m, incoming(m), tag) for m in rail.others}
+        for m in rail.others:
+            rail.send(phase, m, outgoing(m), tag, is_list=is_list)
+        return pending
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
