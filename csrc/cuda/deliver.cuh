@@ -81,7 +81,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
   const PlanHead& head = *params.plan.head;
   const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
-  const int num_scales = args.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
+  const int num_scales = args.scale_bytes / 4;
   const auto item_at = [&](int index) {
     return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
   };
@@ -110,7 +110,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
     if (lane < num_here) {
       tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
                                             static_cast<size_t>(token) * params.tail_bytes);
-      deliver_weights(op, params, item_at(index), index, expert_layout, tail + weights_at);
+      deliver_weights(op, params, item_at(index), index, expert_layout, tail + params.weights_at);
     }
     // Deliver the scales, item by item.
     if (num_scales == 0 || params.bulk_scales) continue;

@@ -143,6 +143,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   params.new_plan = args.topk_idx != nullptr;
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   params.tail_bytes = tail_bytes(config, args);
+  params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
   params.rail_blocks = rail_blocks_;
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;

@@ -95,6 +95,7 @@ struct DispatchParams {
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
+  int weights_at;               // [floats] from the start of a tail to its weights
   Pieces pulled;                // pieces of a row in the movers' rings
   bool bulk_scales;             // the last piece of a row takes its scales along
   uint32_t counters_at;         // [bytes] from the start of shared memory to the helpers' counters

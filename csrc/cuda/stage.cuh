@@ -47,26 +47,55 @@ struct Share {
   __device__ int token(int i) const { return first + i * step; }
 };
 
-// [warp] Copy `per_token` floats of each of the warp's tokens into its tail, to float `offset` and behind.
-__device__ inline void copy_to_tails(const DispatchParams& params, const Share& share, char* tails, const float* from,
-                                     int per_token, int offset) {
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < share.num * per_token; i += 32) {
-    const size_t token = share.token(i / per_token);
-    const int value = i % per_token;
-    reinterpret_cast<float*>(tails + token * params.tail_bytes)[offset + value] =
-        __ldg(from + token * per_token + value);
-  }
-}
+// One token's scales and weights on their way to its tail, in registers. Loaded before the token's row and stored after
+// it, so that all loads of a token are under way together.
+struct TailCopy {
+  static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
-// [warp] Stage the warp's rows one by one, and finish chunks on the way. `stage_row(token)` writes one staged row.
+  const int num_scales, num_weights;
+  const float *from_scales, *from_weights;  // of the token
+  float scales[kTogether], weight;
+
+  // [warp] Start to load.
+  __device__ TailCopy(const Op& op, const DispatchArgs& args, size_t token)
+      : num_scales(args.scales ? args.scale_bytes / 4 : 0),
+        num_weights(args.topk_weights ? op.context.config.num_topk : 0),
+        from_scales(args.scales + token * num_scales),
+        from_weights(args.topk_weights + token * num_weights) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales + lane + 32 * i);
+    if (lane < num_weights) weight = __ldg(from_weights + lane);
+  }
+
+  // [warp] Store the loaded values. Copy further scales, if there are any.
+  __device__ void store(float* tail, int weights_at) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (lane + 32 * i < num_scales) tail[lane + 32 * i] = scales[i];
+#pragma unroll 1
+    for (int i = lane + 32 * kTogether; i < num_scales; i += 32) tail[i] = __ldg(from_scales + i);
+    if (lane < num_weights) tail[weights_at + lane] = weight;
+  }
+};
+static_assert(kMaxTopk <= 32, "a lane per weight");
+
+// [warp] Stage the warp's tokens one by one, and finish chunks on the way. `stage_row(token, tail)` writes one staged
+// row, and the scales that it computes.
 template <class StageRow>
-__device__ void stage_rows(const Share& share, StagedChunks& chunks, const StageRow& stage_row) {
+__device__ void stage_tokens(const Op& op, const DispatchParams& params, const Share& share, StagedChunks& chunks,
+                             const StageRow& stage_row) {
+  char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
 #pragma unroll 1
   for (int i = 0; i < share.num; ++i) {
-    const int token = share.token(i);
-    chunks.finish_before(token / kTokenChunk);
-    stage_row(static_cast<size_t>(token));
+    const size_t token = share.token(i);
+    chunks.finish_before(share.token(i) / kTokenChunk);
+    auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
+    const TailCopy copy(op, params.args, token);
+    stage_row(token, tail);
+    copy.store(tail, params.weights_at);
   }
   chunks.finish_before(chunks.num_chunks);
 }
@@ -77,7 +106,7 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
   const DispatchArgs& args = params.args;
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
   const bool copies = op.num_ranks() > 1;  // a single rank pulls its rows from the caller's tensor
-  stage_rows(share, chunks, [&](size_t token) {
+  stage_tokens(op, params, share, chunks, [&](size_t token, float*) {
     if (!copies) return;
     auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
     copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
@@ -89,31 +118,24 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
                                                     StagedChunks chunks) {
   const Context& context = op.context;
   char* const staging = context.inbox_of(op.rank(), &Inbox::staging);
-  char* const tails = context.inbox_of(op.rank(), &Inbox::tails);
-  stage_rows(share, chunks, [&](size_t token) {
-    quantize_row(staging + token * params.row_stride, reinterpret_cast<float*>(tails + token * params.tail_bytes),
+  stage_tokens(op, params, share, chunks, [&](size_t token, float* tail) {
+    quantize_row(staging + token * params.row_stride, tail,
                  reinterpret_cast<const uint4*>(params.args.rows + token * context.row_bytes),
                  context.config.hidden / kScaleBlock);
   });
 }
 
-// [team] Stage rows and tails of this block's tokens. Called by the helpers of each block, after wait_for_free_staging.
-// `counters`: [max_token_chunks] in shared memory. Wait for nothing. A chunk's `staged` rises once the helpers of all
-// blocks have finished the chunk. No barrier at the end.
+// [team] Stage rows and tails of this block's tokens, chunk by chunk. Called by the helpers of each block, after
+// wait_for_free_staging. `counters`: [max_token_chunks] in shared memory. Wait for nothing. A chunk's `staged` rises
+// once the helpers of all blocks have finished the chunk. No barrier at the end.
 __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
-  const DispatchArgs& args = params.args;
   // Clear the counters of this block.
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
   Helpers::sync();
-  // Stage the tails first: the flag of a chunk covers them too.
-  const Share share(op, args.num_tokens);
-  const StagedChunks chunks(op, counters, args.num_tokens);
-  char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
-  const int num_scales = args.scale_bytes / 4, weights_at = (num_scales + 3) / 4 * 4;
-  if (args.scales) copy_to_tails(params, share, tails, args.scales, num_scales, 0);
-  if (args.topk_weights) copy_to_tails(params, share, tails, args.topk_weights, op.context.config.num_topk, weights_at);
-  // Stage the rows, chunk by chunk.
-  if (args.quantizes)
+  // Stage.
+  const Share share(op, params.args.num_tokens);
+  const StagedChunks chunks(op, counters, params.args.num_tokens);
+  if (params.args.quantizes)
     stage_quantized(op, params, share, chunks);
   else
     stage_copies(op, params, share, chunks);
