@@ -9,12 +9,14 @@ struct Item {
   int32_t* data;
   int max_copies;
 
-  __device__ int32_t& token() const { return data[0]; }       // of the source
-  __device__ int32_t& num_copies() const { return data[1]; }  // local experts of the token, in ascending order
+  __device__ int32_t token() const { return data[0]; }       // of the source
+  __device__ int32_t num_copies() const { return data[1]; }  // local experts of the token, in ascending order
   // Expert layout: the output row of each copy. Rank layout: the local expert of each copy.
   __device__ int32_t& value(int copy) const { return data[2 + copy]; }
   // The column of topk_idx of each copy.
   __device__ uint8_t& k(int copy) const { return reinterpret_cast<uint8_t*>(data + 2 + max_copies)[copy]; }
+  // [thread] Write token and num_copies, in one store.
+  __device__ void begin(int token, int num_copies) const { *reinterpret_cast<int2*>(data) = {token, num_copies}; }
 };
 
 // [thread] Return item `number` from `source` to `receiver`, a rank of this node. It lies in the source's inbox here.
@@ -23,10 +25,13 @@ __device__ inline int32_t* item_at_source(const Context& context, int source, in
   return context.inbox_of(source, &Inbox::items) + index * context.item_ints;
 }
 
-// [thread] Return item `number` from this rank to `receiver` on another node. Senders take it from here.
-__device__ inline int32_t* item_to_send(const Context& context, int receiver, int number) {
-  const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
-  return context.rail_to(context.node_of(receiver), &RailArrays::items_out) + index * context.item_ints;
+// [thread] Return this rank's items for `receiver`: in its inbox, or for another node in items_out. Senders take them
+// from there.
+__device__ inline int32_t* items_for(const Context& context, int receiver) {
+  const int node = context.node_of(receiver);
+  int32_t* const items = node == context.node ? context.inbox_of(context.config.rank, &Inbox::items)
+                                              : context.rail_to(node, &RailArrays::items_out);
+  return items + static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens * context.item_ints;
 }
 
 // Sources of a rank's items, in shared memory. Ranks of the own node come first, then other nodes. Each rank begins

@@ -120,20 +120,32 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
   return begin;
 }
 
-// [team] Find the first row of this rank's tokens at each expert, and the output rows of each rank. Called by the
-// movers of a planning block, after `called` of all ranks. Ends with a barrier of the movers.
+// [team] Find the first row of this rank's tokens at each expert, and for each rank its output rows and this rank's
+// items for it. Called by the movers of a planning block, after `called` of all ranks. Ends with a barrier of the
+// movers.
 __device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   sum_sources(op, scratch);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
+    // Start these loads before the layout, and use them after it.
+    const auto items_of = [&](int source) {
+      return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
+    };
+    const int offered = __ldcg(&call_at(op, rank)->max_rows);
+    int items[kRankWords];
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word) items[word] = items_of(32 * word + lane);
     const int64_t rows = lay_out_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
     int num_items = 0;
-#pragma unroll 1
-    for (int source = lane; source < op.num_ranks(); source += 32)
-      num_items += __ldcg(&own_counts(op, source).num_items(rank));
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word) num_items += items[word];
     num_items = __reduce_add_sync(~0u, num_items);
-    if (lane == 0) scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : num_items;
+    if (lane == 0) {
+      scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : num_items;
+      scratch.offered[rank] = offered;
+      scratch.items[rank] = items_for(op.context, rank);
+    }
   }
   Movers::sync();
 }
@@ -146,10 +158,11 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   bool countable = true, fit = true;
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
-    const int given = __ldcg(&call_of_lane(op, first)->max_rows);
-    const int64_t needed = scratch.needed[min(first + lane, op.num_ranks() - 1)];
+    const int rank = min(first + lane, op.num_ranks() - 1);
+    const int64_t needed = scratch.needed[rank];
+    const int offered = scratch.offered[rank];
     countable &= __all_sync(~0u, needed <= INT32_MAX);
-    fit &= __all_sync(~0u, given < 0 || needed <= given);
+    fit &= __all_sync(~0u, offered < 0 || needed <= offered);
   }
   if (countable && fit) return true;
   if (op.block != 0) return false;
@@ -162,7 +175,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 #pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) {
       facts.rows[rank][0] = scratch.needed[rank];
-      facts.rows[rank][1] = __ldcg(&call_at(op, rank)->max_rows);
+      facts.rows[rank][1] = scratch.offered[rank];
     }
     __threadfence();
   }
@@ -171,27 +184,22 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 }
 
 // [warp] Write the head of the plan. If the host waits for the counts, also publish a mistake and then the number of
-// rows. Called by warp 0 of block 0. Without `usable` the counts are not read: after a difference they may be stale.
+// rows. Called in one warp of block 0. Without `usable` the counts are not read: after a difference they may be stale.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;
-  int end = 0;  // items of the sources so far
-  // Find the first item of each source.
+  // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
+  // this rank and of its rail peers.
+  int end = 0, addends = 0;  // of the sources so far; of the lane
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
-    const int source = first + lane;
+    const int source = first + lane, rail_peer = source / locals * locals + op.context.local;
     const bool has_counts = usable && source < op.num_ranks();
     const int received = has_counts ? __ldcg(&own_counts(op, source).num_items(op.rank())) : 0;
+    addends += has_counts ? __ldcg(&own_counts(op, rail_peer).num_items(op.first_local_rank() + source % locals)) : 0;
     const int up_to = end + inclusive_sum(received);
     if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
-  }
-  // Count the partial sums of a combine: from ranks of this node, for tokens of this rank and of its rail peers.
-  int addends = 0;
-#pragma unroll 1
-  for (int i = lane; usable && i < op.num_ranks(); i += 32) {
-    const int source = i / op.ranks_per_node() * op.ranks_per_node() + op.context.local;
-    addends += __ldcg(&own_counts(op, source).num_items(op.first_local_rank() + i % op.ranks_per_node()));
   }
   addends = __reduce_add_sync(~0u, addends);
   // Write the head.
@@ -233,11 +241,11 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
   if (threadIdx.x < 32) {
     const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
-    if (op.block == 0) write_head(op, params, scratch, fits);
-    __syncwarp();
     if (threadIdx.x == 0) usable = fits;
   }
   Movers::sync();
+  // Let the last warp write the head: with few tokens it has none to list.
+  if (op.block == 0 && Movers::warp() == Movers::kWarps - 1) write_head(op, params, scratch, usable);
   // List the items, or clear the caller's counts.
   if (usable) {
     list_items(op, params, scratch);

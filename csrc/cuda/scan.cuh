@@ -10,7 +10,7 @@
 //   choices [lane][k]     topk_idx as int16: the expert of each column, -1 for none
 //   marks [expert]        a bit per lane with this expert; the bits of lower lanes count its earlier tokens
 //   ranks (register)      a bit per rank with an expert of the lane's token
-//   numbers [rank][lane]  the number of the lane's item at the rank, and its copies so far
+//   numbers [rank][lane]  the number of the lane's item at the rank
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
@@ -18,9 +18,6 @@
 namespace ep::cuda {
 
 constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
-// One copy in an entry of Scratch::numbers: an entry is number + kOneCopy * copies written so far.
-constexpr uint32_t kOneCopy = 1u << 24;
-static_assert(kMaxTopk < 1 << 8, "8 bits hold the copies of an item");
 
 // Shared memory of a planning block. Written and read by its movers.
 struct Scratch {
@@ -29,10 +26,12 @@ struct Scratch {
   uint32_t* marks;     // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
   int* rank_offset;    // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp
   int16_t* choices;    // [plan_warps, 32, choices_per_token]
-  uint32_t* numbers;   // [plan_warps, num_ranks, 32] the batch's items by rank and lane, as kOneCopy says
+  int* numbers;        // [plan_warps, num_ranks, 32] numbers of the batch's items, by rank and lane
   int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
   int* expert_total;   // [num_experts] tokens of all ranks
   int64_t* needed;     // [num_ranks] output rows of each rank
+  int* offered;        // [num_ranks] rows in the output of each rank, -1: the output is made later
+  int32_t** items;     // [num_ranks] this rank's items for each rank: its inbox, or items_out for another node
   int choices_per_token;  // num_topk, rounded up to whole vectors
 
   // [host] [block] Lay out the scratch, or measure it.
@@ -44,10 +43,12 @@ struct Scratch {
     s.marks = c.take<uint32_t>(warps * experts);
     s.rank_offset = c.take<int>(warps * ranks);
     s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
-    s.numbers = c.take<uint32_t>(warps * ranks * 32);
+    s.numbers = c.take<int>(warps * ranks * 32);
     s.expert_before = c.take<int>(experts);
     s.expert_total = c.take<int>(experts);
     s.needed = c.take<int64_t>(ranks);
+    s.offered = c.take<int>(ranks);
+    s.items = c.take<int32_t*>(ranks);
     return s;
   }
 };
@@ -67,8 +68,8 @@ struct RankSet {
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
-  int *expert_offset, *rank_offset;
-  uint32_t *marks, *numbers;
+  int *expert_offset, *rank_offset, *numbers;
+  uint32_t* marks;
   int16_t* choices;
   int choices_per_token, begin, end;
   uint32_t inverse;  // 2^32 / num_local_experts, rounded up; for rank_of
@@ -242,13 +243,11 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   const Context& context = op.context;
   const Config& config = context.config;
   const Scan scan(op, params, scratch, warp);
-  const int num_local = context.num_local_experts, max_copies = context.max_copies, num_ranks = context.num_ranks;
+  const int num_local = context.num_local_experts, locals = config.ranks_per_node;
   const int num_vectors = scan.choices_per_token / kChoices;
   const bool expert_layout = params.args.layout == Layout::kExpert;
   const auto item_of = [&](int rank, int number) {
-    const bool stays = context.node_of(rank) == context.node;
-    return Item{stays ? item_at_source(context, config.rank, rank, number) : item_to_send(context, rank, number),
-                max_copies};
+    return Item{scratch.items[rank] + static_cast<size_t>(number) * context.item_ints, context.max_copies};
   };
   // Begin after the rows of lower ranks, and after the rows and items of earlier blocks and warps.
   const int32_t* block_num_tokens =
@@ -258,30 +257,34 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   int next_number[kRankWords] = {};  // number of the next item at rank 32 * word + lane
 #pragma unroll
   for (int word = 0; word < kRankWords; ++word)
-    if (const int rank = 32 * word + lane; rank < num_ranks)
-      next_number[word] = scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * num_ranks + rank);
+    if (const int rank = 32 * word + lane; rank < op.num_ranks())
+      next_number[word] =
+          scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
     const RankSet ranks = scan.load(first, false);
-    // Number the items of the batch, rank by rank.
-    int node = 0, local_rank = 0;  // of `rank`
+    // Number the items of the batch, rank by rank. Begin each item: its token, and its number of copies.
 #pragma unroll 1
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      const bool goes = ranks.has(rank);
-      const uint32_t lanes = __ballot_sync(~0u, goes);
-      const int number =
-          __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
-      if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
-      if (token < scan.end) {
-        int32_t* const table = node == context.node ? params.plan.tables + static_cast<size_t>(node) *
-                                                                               config.max_tokens * context.table_ints
-                                                    : context.rail_to(node, &RailArrays::table_out);
-        table[static_cast<size_t>(token) * context.table_ints + local_rank] = goes ? number : -1;
+    for (int node = 0; node < config.num_nodes; ++node) {
+      int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
+                                                                              config.max_tokens * context.table_ints
+                                                   : context.rail_to(node, &RailArrays::table_out)) +
+                             static_cast<size_t>(token) * context.table_ints;
+#pragma unroll 1
+      for (int local = 0; local < locals; ++local) {
+        const int rank = node * locals + local;
+        const bool goes = ranks.has(rank);
+        const uint32_t lanes = __ballot_sync(~0u, goes);
+        const int number =
+            __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
+        if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
+        if (token < scan.end) table[local] = goes ? number : -1;
         scan.numbers[rank * 32 + lane] = number;
-        if (goes) item_of(rank, number).token() = token;
+        if (!goes) continue;
+        const int begin = rank * num_local;
+        item_of(rank, number).begin(token, count_between(scan.lane_choices(), num_vectors, begin, begin + num_local));
       }
-      if (++local_rank == config.ranks_per_node) local_rank = 0, ++node;
     }
     // Write the copies. A copy's position in its item: experts of the token on this rank, below the copy's expert.
     uint32_t used = 0;
@@ -294,9 +297,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const int rank = scan.rank_of(expert), begin = rank * num_local;
         const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
         const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
-        const uint32_t entry = scan.numbers[rank * 32 + lane] += kOneCopy;
-        const Item item = item_of(rank, static_cast<int>(entry % kOneCopy));
-        item.num_copies() = static_cast<int>(entry / kOneCopy);  // final after the last column
+        const Item item = item_of(rank, scan.numbers[rank * 32 + lane]);
         item.value(copy) = expert_layout ? row : expert - begin;
         item.k(copy) = static_cast<uint8_t>(k);
       }
