@@ -35,42 +35,23 @@ __device__ void announce(const Op& op, const Call& call) {
 // The result of `agree`: all Calls are equal; two differ; this rank has aborted.
 enum class Verdict { kAgree, kDiffer, kAborted };
 
-// [warp] Compare one field of up to 32 ranks. Lane i holds the value of rank first_rank + i; lanes past the last rank
-// repeat its value. Return the first rank with a value other than rank 0's, or an empty Difference.
-__device__ inline Difference compare(int field, int32_t value, int32_t of_rank_0, int first_rank) {
-  const uint32_t differing = __ballot_sync(~0u, value != of_rank_0);
-  if (differing == 0) return {};
-  const int lane = __ffs(differing) - 1;
-  return {true, field, first_rank + lane, __shfl_sync(~0u, value, lane), of_rank_0};
-}
-
-// [warp] Return the Call of the lane's rank, first_rank + lane; past the last rank, that of the last rank. `called` has
-// arrived.
-__device__ inline const Call* call_of_lane(const Op& op, int first_rank) {
-  return call_at(op, min(first_rank + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1));
-}
-
 // [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has
-// arrived.
+// arrived. Each lane compares one field of one rank at a time: this code runs once, so short code is fast code.
 __device__ inline Difference find_difference(const Op& op) {
-  Difference found{};
-#pragma unroll 1
-  for (int first = 0; first < op.num_ranks(); first += 32) {
-    const Call* call = call_of_lane(op, first);
-    int32_t values[kNumFields], of_rank_0[kNumFields];
-#pragma unroll
-    for (int field = 0; field < kNumFields; ++field) {
-      values[field] = __ldcg(&call->fields[field]);
-      of_rank_0[field] = first == 0 ? __shfl_sync(~0u, values[field], 0) : __ldcg(&call_at(op, 0)->fields[field]);
-    }
-#pragma unroll
-    for (int field = 0; field < kNumFields; ++field)
-      if (!found.found || field < found.field) {
-        const Difference next = compare(field, values[field], of_rank_0[field], first);
-        if (next.found) found = next;
-      }
+  constexpr int kTogether = 32 / kNumFields;  // ranks
+  const int lane = threadIdx.x % 32, field = lane % kNumFields;
+  const auto value_of = [&](int rank, int which) { return __ldcg(&call_at(op, rank)->fields[which]); };
+  const int32_t of_rank_0 = value_of(0, field);
+  int first = INT32_MAX;  // field * kMaxRanks + rank of the lane's first difference
+#pragma unroll 2
+  for (int begin = 0; begin < op.num_ranks(); begin += kTogether) {
+    const int rank = min(begin + lane / kNumFields, op.num_ranks() - 1);
+    if (value_of(rank, field) != of_rank_0) first = min(first, field * kMaxRanks + rank);
   }
-  return found;
+  first = __reduce_min_sync(~0u, first);
+  if (first == INT32_MAX) return {};
+  const int which = first / kMaxRanks, rank = first % kMaxRanks;
+  return {true, which, rank, value_of(rank, which), value_of(0, which)};
 }
 
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
