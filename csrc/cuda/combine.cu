@@ -109,10 +109,11 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
 
   // Initialise shared memory. Wait for free slots before the first push. Announce.
   bool ok = true;
+  memory.pipeline.init(kNumTeams);
+  for (int i = threadIdx.x; i < context.max_item_chunks; i += Pipeline::kThreads) memory.pushed[i] = 0;
+  for (int i = threadIdx.x; i < context.config.num_others() * context.max_sum_chunks; i += Pipeline::kThreads)
+    memory.summed[i] = 0;
   if (threadIdx.x < 32) {
-    memory.pipeline.init(kNumTeams);
-    for (int i = threadIdx.x; i < context.max_item_chunks; i += 32) memory.pushed[i] = 0;
-    for (int i = threadIdx.x; i < context.config.num_others() * context.max_sum_chunks; i += 32) memory.summed[i] = 0;
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (ok && op.block == 0) announce_combine(op, params);
   }
