@@ -110,11 +110,12 @@ PYBIND11_MODULE(EP_MODULE, m) {
 
   m.attr("max_ranks_per_node") = kMaxLocal;
   m.attr("max_nodes") = kMaxNodes;
-  m.attr("report_bytes") = sizeof(Report);
+  m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);          // at the start of a region; to be zeroed before the first kernel
   m.def("aborted_offset", &aborted_offset);  // in a region: uint64 [num_ranks], 1 after the rank's abort
   m.def("state_bytes", &state_bytes);
+  m.def("report_bytes", &report_bytes);
   // Return the int32 elements of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
   // In the state: uint32, 1 after this rank's abort; uint64 epoch of the last operation; counters of bytes, uint64, by

@@ -9,11 +9,11 @@ from typing import ClassVar
 bytes_read_offset: int
 bytes_sent_offset: int
 bytes_written_offset: int
+counted_rows_offset: int
 epoch_offset: int
 lists_sent_offset: int
 max_nodes: int
 max_ranks_per_node: int
-report_bytes: int
 state_aborted_offset: int
 
 class DType:
@@ -147,3 +147,4 @@ def flag_bytes(config: Config) -> int: ...
 def plan_capacity(config: Config, num_rows: int) -> int: ...
 def region_bytes(config: Config) -> int: ...
 def state_bytes(config: Config, num_sms: int) -> int: ...
+def report_bytes(config: Config) -> int: ...

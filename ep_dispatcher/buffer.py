@@ -432,6 +432,9 @@ class Buffer:
             checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced:
+            self._live_engine().rows_on_host = None  # a traced operation never reaches the engine
         received = launch(
             DispatchRequest(
                 rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
@@ -446,6 +449,7 @@ class Buffer:
                 num_tokens=num_tokens,
                 num_rows=received.rows.shape[0],
                 plan=received.plan,
+                rows_on_host=None if is_traced else self._live_engine().rows_on_host,
             )
         return DispatchOutput(
             x=float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)

@@ -29,7 +29,7 @@ class _ShortRepr:
 class Handle(_ShortRepr):
     """The plan of one routing on one rank. ``dispatch`` makes it; ``combine``, a backward and a recompute use it.
 
-    It never changes, and stays valid until its buffer is destroyed. The counts per expert are in DispatchOutput.
+    It never changes, and stays valid until its buffer is destroyed.
     """
 
     buffer_id: str
@@ -38,6 +38,9 @@ class Handle(_ShortRepr):
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
+    # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there: reading it waits for nothing.
+    # None if the host does not know the counts: a dispatch with max_recv_rows on a GPU, or one that is being traced.
+    rows_on_host: Tensor | None = None
 
 
 class Event(Protocol):

@@ -72,7 +72,7 @@ def host_side():
     config = _C_cuda.Config()
     config.ranks_per_node, config.num_experts, config.num_topk, config.max_tokens, config.hidden = 2, 8, 2, 64, 64
     state = torch.zeros(_C_cuda.state_bytes(config, 4), dtype=torch.uint8)
-    report = torch.zeros(_C_cuda.report_bytes, dtype=torch.uint8)
+    report = torch.zeros(_C_cuda.report_bytes(config), dtype=torch.uint8)
     regions = [1 << 20, 1 << 30]
     addresses = dict(regions=regions, rail=regions[:1], rail_pes=[], state=state.data_ptr(), report=report.data_ptr())
     engine = _C_cuda.Engine(config=config, wire_rate=0, timeout_s=0.1, num_sms=4, rail_blocks=0, **addresses)

@@ -418,3 +418,29 @@ def test_strided_tensors_are_right(pools, engine):
         assert_same(out.x, right.x, "out.x")
         assert_same(out.topk_weights, right.topk_weights, "out.topk_weights")
         assert_same(x, right_x, "combined x")
+
+
+def counts_on_host(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    device = device_of(engine, rank)
+    x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
+        for layout, alignment in (("expert", 1), ("rank", 1), ("expert", 8)):
+            out = buffer.dispatch(x, topk_idx, layout=layout, expert_alignment=alignment)
+            rows = out.handle.rows_on_host
+            assert rows.device.type == "cpu" and torch.equal(rows, out.rows_per_expert.cpu())
+            assert buffer.dispatch(x, handle=out.handle).handle.rows_on_host is rows
+            # Later counts do not change it.
+            none = buffer.dispatch(x, torch.full_like(topk_idx, -1), layout=layout, expert_alignment=alignment)
+            assert torch.equal(none.handle.rows_on_host, torch.zeros_like(rows))
+            assert torch.equal(rows, out.rows_per_expert.cpu())
+        limited = buffer.dispatch(x, topk_idx, max_recv_rows=case.num_ranks * x.shape[0] * case.num_topk)
+        if engine == "cuda":
+            assert limited.handle.rows_on_host is None  # the host does not wait
+        else:
+            assert torch.equal(limited.handle.rows_on_host, limited.rows_per_expert)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_a_handle_has_the_counts_on_the_host(pools, engine, ranks_per_node):
+    case = Case(2, ranks_per_node)
+    pools(2).run(counts_on_host, engine, case, make_inputs(case))

@@ -41,7 +41,8 @@ struct Context {
   Region own;          // this rank's region
   StateArrays arrays;  // this rank's device memory, as `state`
   State* state;
-  Report* report;  // pinned host memory
+  Report* report;         // pinned host memory
+  int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid with Report::num_rows
 
 #ifdef __CUDACC__
   // [thread] Return an array of this rank's own inbox for `node`: inbox_for(node, &Inbox::staging). Its source is the

@@ -40,6 +40,7 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.arrays = carve_state(of_state, config, num_sms);
   context_.state = context_.arrays.state;
   context_.report = reinterpret_cast<Report*>(report);
+  context_.counted_rows = reinterpret_cast<int64_t*>(report + sizeof(Report));
   // Regions: all are laid out alike, so a peer's array is at a fixed distance from this rank's.
   const char* own = regions[context_.local];
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;

@@ -57,7 +57,7 @@ class Engine {
   //   rail_pes    [num_nodes] its number in NVSHMEM
   //   wire_rate   [bytes / s] limit of the peer wire; 0: no limit
   //   state       state_bytes() of device memory, zeroed
-  //   report      sizeof(Report) of pinned memory, zeroed
+  //   report      report_bytes() of pinned memory, zeroed
   //   num_sms     blocks of a launch; the last rail_blocks of them are for the rail
   Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
          const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms,
@@ -82,6 +82,11 @@ class Engine {
   Context context_;
   int num_sms_, rail_blocks_;
 };
+
+// [host] Return the bytes of pinned memory for the report of one rank, and the counted rows of its experts.
+inline size_t report_bytes(const Config& config) {
+  return sizeof(Report) + config.num_local_experts() * sizeof(int64_t);
+}
 
 // [host] Return the bytes of device memory for the state of one rank.
 size_t state_bytes(const Config& config, int num_sms);

@@ -91,8 +91,8 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
 }
 
 // [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the rows of
-// all groups. With `writes`, also write the groups to the plan and the counts to the caller's outputs. Called once for
-// each rank in a planning block.
+// all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a waiting
+// host. Called once for each rank in a planning block.
 __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
@@ -112,6 +112,7 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
         params.plan.expert_begin[e] = static_cast<int>(group);
         params.args.out_tokens_per_expert[e] = tokens;
         params.args.out_rows_per_expert[e] = padded;
+        if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
       }
     }
     begin += __shfl_sync(~0u, sum, 31);
@@ -184,7 +185,8 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 }
 
 // [warp] Write the head of the plan. If the host waits for the counts, also publish a mistake and then the number of
-// rows. Called in one warp of block 0. Without `usable` the counts are not read: after a difference they may be stale.
+// rows: it covers counted_rows too. Called in one warp of block 0. Without `usable` the counts are not read: after a
+// difference they may be stale.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
   const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;

@@ -111,6 +111,7 @@ class Engine(Protocol):
     device: str  # type of the device whose tensors it takes
     layouts: tuple[str, ...]
     summary: str  # for people: what it is, and what it sends through
+    rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
     def dispatch(self, request: DispatchRequest) -> Received: ...
 

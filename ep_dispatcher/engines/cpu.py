@@ -75,6 +75,7 @@ class _Peers:
 class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
+    rows_on_host: Tensor | None = None
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -195,6 +196,7 @@ class CpuEngine:
         self._c.counts_per_expert(_address(tokens), _address(padded))
         by_rank = request.layout == "rank"
         weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
+        self.rows_on_host = padded.clone()  # the caller owns the other one
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
             scales=torch.empty((0,) if scales is None else (num_rows, scales.shape[1])),

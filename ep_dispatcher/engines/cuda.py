@@ -74,6 +74,7 @@ class StreamEvent:
 class CudaEngine:
     device = "cuda"
     layouts: tuple[str, ...] = ("expert", "rank")
+    rows_on_host: Tensor | None = None
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -102,7 +103,8 @@ class CudaEngine:
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
             self._state = torch.zeros(compiled.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
-            self._report = torch.zeros(compiled.report_bytes, dtype=torch.uint8, pin_memory=True)
+            self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, pin_memory=True)
+            self._counted_rows = self._report[compiled.counted_rows_offset :].view(torch.int64)
             torch.cuda.synchronize(self._device)
             return rail_blocks
 
@@ -173,6 +175,8 @@ class CudaEngine:
                 self._c.prepare(args, plan.data_ptr(), stream)
                 step("wait for counts")
                 num_rows = self._wait_for_counts()
+                # An unusable plan has no rows and leaves older counts.
+                self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
                 step("launch")
             by_rank = layout == "rank"
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)

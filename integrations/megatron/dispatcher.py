@@ -46,8 +46,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.buffer: ep.Buffer = None  # type: ignore[assignment]  # until token_dispatch
         self.handle: ep.Handle | None = None  # from the dispatch to the combine, as is the next
         self.rows_per_expert: Tensor | None = None
-        # 0.16's GroupedMLP takes its counts from there, and TEGroupedMLP makes a list of them.
-        self._counts_on_host = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
+        # All experts but those of the op fuser make a list of their counts first. 0.16's GroupedMLP takes counts on
+        # the host alone.
+        self._takes_host_counts = not getattr(config, "use_transformer_engine_op_fuser", False)
+        self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
         self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
@@ -139,11 +141,14 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
-        tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs.
+        tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
+        on the host if the host knows it: then the experts are launched while rows still move.
         """
-        tokens_per_expert = self.rows_per_expert
-        assert tokens_per_expert is not None  # since token_dispatch
-        if self._counts_on_host:
+        tokens_per_expert, handle = self.rows_per_expert, self.handle
+        assert tokens_per_expert is not None and handle is not None  # since token_dispatch
+        if self._takes_host_counts and handle.rows_on_host is not None:
+            return hidden_states, handle.rows_on_host, probs
+        if self._needs_host_counts:
             return hidden_states, tokens_per_expert.cpu(), probs
         _used_here(tokens_per_expert)
         return hidden_states, tokens_per_expert, probs
