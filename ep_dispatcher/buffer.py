@@ -267,6 +267,39 @@ class Buffer:
                 max_recv_rows=max_recv_rows,
             )
 
+    def plan(
+        self,
+        topk_idx: Tensor,
+        *,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        max_recv_rows: int | None = None,
+        async_finish: bool = False,
+    ) -> Handle:
+        """Make the plan of a routing while its rows are not ready yet. Return its handle.
+
+            handle = buffer.plan(topk_idx)
+            out = buffer.dispatch(x, topk_weights=topk_weights, handle=handle)   # as fast as with any handle
+            out = ep.dispatch(buffer, x, topk_weights=topk_weights, handle=handle)  # the same, with gradients
+
+        Without max_recv_rows the host waits here for the counts, and the dispatch does not wait again.
+        ``handle.rows_on_host`` has the counts per expert then.
+
+        topk_idx int32 or int64 [num_tokens, num_topk], as in dispatch; so are all other arguments. Decode layout has no
+        plan of its own. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each
+        row, and ``counters()`` counts them.
+        """
+        num_tokens, config = topk_idx.shape[0] if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0, self._config
+        checks.one_of("layout", layout, ("expert", "rank"))
+        expert_alignment, num_rows = self._check_routing(topk_idx, num_tokens, layout, expert_alignment, max_recv_rows)
+        if num_tokens > config.max_tokens_per_rank:
+            allowed = f"at most max_tokens_per_rank = {config.max_tokens_per_rank}"
+            checks.fail("topk_idx", f"{num_tokens} rows", allowed)
+        with self._when_asked(async_finish, topk_idx):
+            rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
+            request = DispatchRequest(rows, None, topk_idx, None, None, layout, expert_alignment, num_rows, False)
+            return self._launch_new(self._launch_dispatch, request)[1]
+
     def combine(
         self,
         y: Tensor,
@@ -421,36 +454,20 @@ class Buffer:
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), per_choice, device)
         if handle is None:
-            checks.one_of("layout", layout, self._live_engine().layouts)
-            expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
-            if max_recv_rows is not None:
-                max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
-            checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), per_choice, device)
-            plan, num_rows = None, -1 if max_recv_rows is None else max_recv_rows
+            expert_alignment, num_rows = self._check_routing(
+                topk_idx, num_tokens, layout, expert_alignment, max_recv_rows
+            )
+            plan = None
         else:
             checks.handle(handle, self.id)
             checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced:
-            self._live_engine().rows_on_host = None  # a traced operation never reaches the engine
-        received = launch(
-            DispatchRequest(
-                rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
-            )
+        request = DispatchRequest(
+            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
         )
+        received, handle = self._launch_new(launch, request) if handle is None else (launch(request), handle)
         pair = quantize is not None or scales is not None
-        if handle is None:
-            handle = Handle(
-                buffer_id=self.id,
-                layout=layout,
-                expert_alignment=expert_alignment,
-                num_tokens=num_tokens,
-                num_rows=received.rows.shape[0],
-                plan=received.plan,
-                rows_on_host=None if is_traced else self._live_engine().rows_on_host,
-            )
         return DispatchOutput(
             x=float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
             if pair
@@ -461,6 +478,36 @@ class Buffer:
             rows_per_expert=received.rows_per_expert,
             handle=handle,
             event=self._live_engine().event(),
+        )
+
+    def _check_routing(
+        self, topk_idx: Tensor | None, num_tokens: int, layout: str, expert_alignment: int, max_recv_rows: int | None
+    ) -> tuple[int, int]:
+        """Check what a new plan is made from. Return expert_alignment, and the rows of the output or -1."""
+        checks.one_of("layout", layout, self._live_engine().layouts)
+        expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
+        if max_recv_rows is not None:
+            max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
+        shape = (num_tokens, self._config.num_topk)
+        checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), shape, self._live_engine().device)
+        return expert_alignment, -1 if max_recv_rows is None else max_recv_rows
+
+    def _launch_new(
+        self, launch: Callable[[DispatchRequest], Received], request: DispatchRequest
+    ) -> tuple[Received, Handle]:
+        """Launch a dispatch with a new plan. Return its outputs and its handle."""
+        engine, is_traced = self._live_engine(), torch.compiler.is_compiling()
+        if not is_traced:
+            engine.rows_on_host = None  # a traced operation never reaches the engine
+        received = launch(request)
+        return received, Handle(
+            buffer_id=self.id,
+            layout=request.layout,
+            expert_alignment=request.expert_alignment,
+            num_tokens=request.rows.shape[0],
+            num_rows=received.rows.shape[0],
+            plan=received.plan,
+            rows_on_host=None if is_traced else engine.rows_on_host,
         )
 
     def _checked_combine(

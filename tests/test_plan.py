@@ -1,0 +1,99 @@
+"""Buffer.plan: the plan of a routing, made before its rows are ready."""
+
+import pytest
+import torch
+from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import same_bits
+
+SPLITS = [(2, None), (4, 2)]  # ranks, ranks per node
+
+
+def tensors_of(out: ep.DispatchOutput) -> list:
+    rows = out.x if isinstance(out.x, tuple) else (out.x,)
+    return [*rows, out.topk_weights, out.topk_idx, out.tokens_per_expert, out.rows_per_expert]
+
+
+def assert_same(got, wanted) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert (a is None and b is None) or same_bits(a, b)
+
+
+def plan_first(rank: int, engine: str, ranks_per_node: int | None) -> None:
+    """A dispatch with a plan gives the bits of one that plans itself, and so do combine and the gradients."""
+    with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        for seed, (layout, alignment) in enumerate([("expert", 1), ("expert", 8), ("rank", 1)]):
+            x, topk_idx, topk_weights = inputs(rank, seed=seed, device=device(buffer))
+            options = dict(layout=layout, expert_alignment=alignment)
+            wanted = buffer.dispatch(x, topk_idx, topk_weights, **options)
+            for max_recv_rows in (None, wanted.handle.num_rows):
+                handle = buffer.plan(topk_idx.int(), max_recv_rows=max_recv_rows, **options)
+                assert (handle.num_tokens, handle.num_rows) == (len(x), wanted.handle.num_rows)
+                if max_recv_rows is None:
+                    assert torch.equal(handle.rows_on_host, wanted.rows_per_expert.cpu())
+                out = buffer.dispatch(x, topk_weights=topk_weights, handle=handle)
+                assert out.handle is handle
+                assert_same(tensors_of(out), tensors_of(wanted))
+                res, right = (
+                    buffer.combine(wanted.x, h, topk_weights=wanted.topk_weights) for h in (handle, wanted.handle)
+                )
+                assert_same((res.x, res.topk_weights), (right.x, right.topk_weights))
+            # A plan serves every kind of row, and the backward.
+            leaf = x.clone().requires_grad_()
+            rows = ep.dispatch(buffer, leaf, topk_weights=topk_weights, handle=handle).x
+            ep.combine(buffer, rows, handle).sum().backward()
+            again = x.clone().requires_grad_()
+            rows = ep.dispatch(buffer, again, topk_idx, topk_weights, **options)
+            ep.combine(buffer, rows.x, rows.handle).sum().backward()
+            assert_same([leaf.grad], [again.grad])
+
+
+@pytest.mark.parametrize("num_ranks, ranks_per_node", SPLITS)
+def test_a_plan_first_gives_the_same_bits(pools, engine, num_ranks, ranks_per_node):
+    pools(num_ranks).run(plan_first, engine, ranks_per_node)
+
+
+def plan_for_pairs(rank: int, engine: str) -> None:
+    sizes = dict(hidden=256, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, timeout_s=30)
+    with ep.Buffer(engine=engine, **sizes) as buffer:
+        _, topk_idx, topk_weights = inputs(rank, device=device(buffer))
+        pair = ep.quantize(torch.randn(len(topk_idx), 256, dtype=torch.bfloat16, device=topk_idx.device))
+        out = buffer.dispatch(pair, topk_weights=topk_weights, handle=buffer.plan(topk_idx))
+        assert_same(tensors_of(out), tensors_of(buffer.dispatch(pair, topk_idx, topk_weights)))
+
+
+def test_a_plan_serves_pairs(pools, engine):
+    pools(2).run(plan_for_pairs, engine)
+
+
+def refused(call, *parts: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    for part in parts:
+        assert part in str(error.value), (part, str(error.value))
+
+
+def wrong_plans(rank: int, engine: str) -> None:
+    with make_buffer(engine=engine) as buffer:
+        x, topk_idx, _ = inputs(rank, device=device(buffer))
+        refused(lambda: buffer.plan(None), "topk_idx", "NoneType")
+        refused(lambda: buffer.plan(topk_idx.float()), "topk_idx", "torch.float32")
+        refused(lambda: buffer.plan(topk_idx[:, :1]), "topk_idx", f"{NUM_TOPK}]")
+        many = topk_idx.new_zeros(MAX_TOKENS + 1, NUM_TOPK)
+        refused(lambda: buffer.plan(many), "topk_idx", f"{MAX_TOKENS + 1} rows", f"max_tokens_per_rank = {MAX_TOKENS}")
+        refused(lambda: buffer.plan(topk_idx, layout="decode"), "layout", "'decode'", "'expert', 'rank'")
+        refused(lambda: buffer.plan(topk_idx, expert_alignment=0), "expert_alignment")
+        refused(lambda: buffer.plan(topk_idx, max_recv_rows=-1), "max_recv_rows")
+        # Nothing was sent, so the ranks are in step. A plan knows its number of tokens.
+        handle = buffer.plan(topk_idx)
+        refused(lambda: buffer.dispatch(x[1:], handle=handle), "x", f"{len(x) - 1} rows")
+        assert buffer.dispatch(x, handle=handle).x.shape[1] == HIDDEN
+        # A repeated expert is found by the engine, on the rank that gave it.
+        bad = topk_idx.clone()
+        bad[0] = 1
+        refused(lambda: buffer.plan(bad), "topk_idx[0, 1]", "expert 1 again")
+
+
+def test_wrong_plans_are_value_errors(pools, engine):
+    pools(1).run(wrong_plans, engine)
