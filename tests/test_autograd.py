@@ -496,7 +496,8 @@ def outputs_after_a_change(rank: int, engine: str, case: Case, inputs: Inputs):
         handle = out.handle
         for _ in range(2):
             combined = ep.combine(buffer, out.x, handle)
-            seen.append([t.cpu().clone() for t in (out.tokens_per_expert, out.rows_per_expert, out.x, combined)])
+            outputs = (out.tokens_per_expert, out.rows_per_expert, out.x, combined, handle.rows_on_host)
+            seen.append([t.cpu().clone() for t in outputs])
             for output in (out.x, out.tokens_per_expert, out.rows_per_expert):
                 output.fill_(-1)
             out = ep.dispatch(buffer, x, handle=handle)
@@ -508,7 +509,7 @@ def outputs_after_a_change(rank: int, engine: str, case: Case, inputs: Inputs):
 def test_the_outputs_are_the_callers_own(pools, engine, layout):
     case = Case(2, 1, layout=layout)
     for first, second, tensors in pools(2).run(outputs_after_a_change, engine, case, make_inputs(case)):
-        assert first[0].any() and tensors == ["plan"]
+        assert first[0].any() and tensors == ["plan", "rows_on_host"]
         assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 

@@ -42,7 +42,7 @@ struct Context {
   StateArrays arrays;  // this rank's device memory, as `state`
   State* state;
   Report* report;         // pinned host memory
-  int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid with Report::num_rows
+  int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
 
 #ifdef __CUDACC__
   // [thread] Return an array of this rank's own inbox for `node`: inbox_for(node, &Inbox::staging). Its source is the

@@ -24,8 +24,9 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
 }
 
 // [thread] Publish the kept mistake to the host, and clear it for the next operation. If the host has not taken an
-// earlier mistake yet, only clear it. Called in `complete`, and by warp 0 of block 0 in write_head. Both come after the
-// finder: in `complete` by last_block, in write_head by `called` of this rank or as the finder.
+// earlier mistake yet, only clear it. Called in `complete`, and by the last mover warp of block 0 in write_head. Both
+// come after the finder: in `complete` by last_block, in write_head by `called` of this rank or by a barrier of the
+// movers.
 __device__ inline void publish_mistake(const Context& context) {
   State* state = context.state;
   const auto kept = static_cast<int32_t>(__ldcg(&state->mistake));

@@ -175,7 +175,7 @@ class CudaEngine:
                 self._c.prepare(args, plan.data_ptr(), stream)
                 step("wait for counts")
                 num_rows = self._wait_for_counts()
-                # An unusable plan has no rows and leaves older counts.
+                # An unusable plan has no rows; the counts there are not its own.
                 self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
                 step("launch")
             by_rank = layout == "rank"
