@@ -3,6 +3,13 @@
 They are custom operators (torch.library), so that torch.compile keeps them whole. A plan is a tensor and travels
 through a graph as one. Where nothing looks at operators they run without torch.library: it costs the host more time
 than everything else together.
+
+    ep.dispatch -> Buffer._checked_dispatch -> _run_dispatch -> dispatch_op      something looks at operators
+                                                                _EagerDispatch   gradients are wanted
+                                                                neither          as in a backward
+    each of the three -> _dispatch_flat -> Buffer._launch_dispatch -> Engine.dispatch
+
+The same holds for combine.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ def _anchor(rows: Tensor, num_rows: int | SymInt, quantize: bool) -> Tensor:
     return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
 
 
-def _dispatch_fields(
+def _dispatch_flat(
     rows: Tensor,
     scales: Optional[Tensor],
     topk_idx: Optional[Tensor],
@@ -44,13 +51,13 @@ def _dispatch_fields(
     buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of a DispatchRequest, one by one, to those of Received: torch.library takes nothing else."""
+    """Run one dispatch with a flat list of arguments and results: torch.library takes no tuples."""
     request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
     received = find_buffer(buffer_id)._launch_dispatch(request)
     return *received[:-1], _anchor(rows, received.rows.shape[0], quantize)
 
 
-dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_fields, mutates_args=())
+dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_flat, mutates_args=())
 
 
 @dispatch_op.register_fake
@@ -90,7 +97,7 @@ def _(
     return tuple(received)
 
 
-def _combine_fields(
+def _combine_flat(
     y: Tensor,
     plan: Tensor,
     topk_weights: Optional[Tensor],
@@ -99,13 +106,13 @@ def _combine_fields(
     buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """The fields of a CombineRequest, one by one, to those of Combined."""
+    """Run one combine with a flat list of arguments and results."""
     request = CombineRequest(y, plan, topk_weights, num_tokens, layout)
     combined = find_buffer(buffer_id)._launch_combine(request)
     return combined.x, combined.topk_weights
 
 
-combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_fields, mutates_args=())
+combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_flat, mutates_args=())
 
 
 @combine_op.register_fake
@@ -146,7 +153,7 @@ def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
     if _is_observed(request):
         return Received(*dispatch_op(*request, buffer_id, None))
     if _needs_no_autograd():
-        return Received(*_dispatch_fields(*request, buffer_id))
+        return Received(*_dispatch_flat(*request, buffer_id))
     return Received(*_EagerDispatch.apply(request.rows, request.topk_weights, request, buffer_id))
 
 
@@ -154,7 +161,7 @@ def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
     if _is_observed(request):
         return Combined(*combine_op(*request, buffer_id, None))
     if _needs_no_autograd():
-        return Combined(*_combine_fields(*request, buffer_id))
+        return Combined(*_combine_flat(*request, buffer_id))
     return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer_id))
 
 
@@ -179,7 +186,8 @@ def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | N
     """Return the gradients of rows and topk_weights."""
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
     received = Received(*gradients)
-    grad = gradients[-1] if ctx.quantize else received.rows  # the anchor's stands for that of the exact rows
+    grad = received.anchor if ctx.quantize else received.rows  # the anchor stands for the exact rows
+    assert grad is not None  # every dispatch with gradients has an anchor
     request = CombineRequest(
         y=grad.to(find_buffer(ctx.buffer_id)._config.dtype),  # float8 rows have no gradient; only their weights do
         plan=_saved_plan(ctx),
@@ -223,7 +231,7 @@ class _EagerDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, topk_weights: Tensor | None, request: DispatchRequest, buffer_id: str
     ) -> tuple[Tensor, ...]:
-        output = _dispatch_fields(*request, buffer_id)
+        output = _dispatch_flat(*request, buffer_id)
         _keep_for_combine(ctx, request, _plan_of(request, output), buffer_id)
         return output
 
@@ -239,7 +247,7 @@ class _EagerCombine(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, topk_weights: Tensor | None, request: CombineRequest, buffer_id: str
     ) -> tuple[Tensor, Tensor]:
-        output = _combine_fields(*request, buffer_id)
+        output = _combine_flat(*request, buffer_id)
         _keep_for_dispatch(ctx, request, buffer_id)
         return output
 

@@ -1,4 +1,4 @@
-"""Buffer: the memory, the connections and the two operations of one expert-parallel group."""
+"""Buffer: the memory, the connections and the operations of one expert-parallel group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
 from ep_dispatcher.topology import Topology, host_id
 
 T = TypeVar("T")
@@ -252,9 +252,7 @@ class Buffer:
                     return_hook=return_hook,
                     async_finish=async_finish,
                 )
-            decode.refuse_elsewhere(
-                scale_format=None if scale_format == "float32" else scale_format, return_hook=return_hook
-            )
+            decode.refuse_elsewhere(scale_format=scale_format, return_hook=return_hook)
             return self._checked_dispatch(
                 self._launch_dispatch,
                 x,
@@ -289,9 +287,12 @@ class Buffer:
         plan of its own. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each
         row, and ``counters()`` counts them.
         """
-        num_tokens, config = topk_idx.shape[0] if isinstance(topk_idx, Tensor) and topk_idx.dim() else 0, self._config
+        config = self._config
         checks.one_of("layout", layout, ("expert", "rank"))
-        expert_alignment, num_rows = self._check_routing(topk_idx, num_tokens, layout, expert_alignment, max_recv_rows)
+        expert_alignment, num_rows = self._check_routing(
+            topk_idx, "num_tokens", layout, expert_alignment, max_recv_rows
+        )
+        num_tokens = topk_idx.shape[0]
         if num_tokens > config.max_tokens_per_rank:
             allowed = f"at most max_tokens_per_rank = {config.max_tokens_per_rank}"
             checks.fail("topk_idx", f"{num_tokens} rows", allowed)
@@ -380,7 +381,7 @@ class Buffer:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             _buffers.pop(self.id, None)
-            engine.destroy()
+            self._explaining(engine.destroy)
 
     def __repr__(self) -> str:
         config, topology = self._config, self._config.topology
@@ -477,13 +478,21 @@ class Buffer:
             tokens_per_expert=received.tokens_per_expert,
             rows_per_expert=received.rows_per_expert,
             handle=handle,
-            event=self._live_engine().event(),
+            event=self._event(),
         )
 
     def _check_routing(
-        self, topk_idx: Tensor | None, num_tokens: int, layout: str, expert_alignment: int, max_recv_rows: int | None
+        self,
+        topk_idx: Tensor | None,
+        num_tokens: int | str,
+        layout: str,
+        expert_alignment: int,
+        max_recv_rows: int | None,
     ) -> tuple[int, int]:
-        """Check what a new plan is made from. Return expert_alignment, and the rows of the output or -1."""
+        """Check what a new plan is made from. Return expert_alignment, and the rows of the output or -1.
+
+        num_tokens: the rows of x, or a name if there is no x.
+        """
         checks.one_of("layout", layout, self._live_engine().layouts)
         expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
         if max_recv_rows is not None:
@@ -522,13 +531,17 @@ class Buffer:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
         combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
         weights = None if topk_weights is None else combined.topk_weights
-        return CombineOutput(combined.x, weights, self._live_engine().event())
+        return CombineOutput(combined.x, weights, self._event())
 
     def _launch_dispatch(self, request: DispatchRequest) -> Received:
         return self._explaining(self._live_engine().dispatch, request.plain())
 
     def _launch_combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
         return self._explaining(self._live_engine().combine, request.plain(), weights)
+
+    def _event(self) -> Event:
+        """Return the event of the last operation. It words errors as the operation does."""
+        return self._live_engine().event(self._explaining)
 
     def _explaining(self, call: Callable[..., T], *args: Any) -> T:
         """Return call(*args), and raise an engine's errors in the caller's terms."""

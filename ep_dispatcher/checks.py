@@ -114,8 +114,8 @@ def buffer_size(
         fail(
             "max_tokens_per_rank",
             f"{given}, for which the ranks of a node need more than {needed} bytes",
-            f"what needs at most {MAX_NODE_BYTES} bytes; with this hidden, at most "
-            f"{max_tokens_per_rank * MAX_NODE_BYTES // needed} tokens",
+            f"at most {max_tokens_per_rank * MAX_NODE_BYTES // needed} with this hidden; the ranks of a node may need "
+            f"at most {MAX_NODE_BYTES} bytes",
         )
     if slots > MAX_INT:
         fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
@@ -152,7 +152,8 @@ def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: in
     else:
         tensor("x", x, (dtype,), ("num_tokens", hidden), device)
         if quantize is not None and (dtype != torch.bfloat16 or hidden % BLOCK):
-            fail("quantize", repr(quantize), f"it with bfloat16 rows and hidden a multiple of {BLOCK}")
+            allowed = f"None, unless rows are bfloat16 and hidden is a multiple of {BLOCK}"
+            fail("quantize", repr(quantize), f"{allowed}; here: {dtype}, {hidden}")
     if x.shape[0] > max_tokens:
         fail("x", f"{x.shape[0]} rows", f"at most max_tokens_per_rank = {max_tokens}")
 
@@ -172,11 +173,11 @@ def reuse(
     expert_alignment: int,
     max_recv_rows: int | None,
 ) -> None:
-    """Refuse arguments of a dispatch with a handle that do not agree with it; one at its default is ignored."""
+    """Refuse arguments of a dispatch that do not agree with its handle. An argument at its default is ignored."""
     if topk_idx is not None:
         fail("topk_idx", "a tensor beside handle", "None: the handle has the routing")
     if num_tokens != handle.num_tokens:
-        fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows of the dispatch that made the handle")
+        fail("x", f"{num_tokens} rows", f"the {handle.num_tokens} rows that the handle was made for")
     if layout not in ("expert", handle.layout):
         fail("layout", repr(layout), f"the handle's {handle.layout!r}")
     if expert_alignment not in (1, handle.expert_alignment):

@@ -28,12 +28,17 @@ def is_decode(layout: str, handle: object) -> bool:
     return layout == "decode" or getattr(handle, "layout", None) == "decode"
 
 
+# Of the arguments that only decode layout has; of the others it is None.
+_DEFAULTS = {"scale_format": "float32", "return_hook": False}
+
+
 def refuse_elsewhere(**arguments: object) -> None:
-    """Refuse what only decode layout has, in the other layouts. None and False are not given."""
+    """Refuse what only decode layout has, in the other layouts, unless it has its default."""
     for argument, value in arguments.items():
-        if value is not None and value is not False:
+        default = _DEFAULTS.get(argument)
+        if value is not default and value != default:
             given = "a tensor" if isinstance(value, Tensor) else repr(value)
-            checks.fail(argument, given, f"{'False' if value is True else 'None'}: only layout='decode' has it")
+            checks.fail(argument, given, f"{default!r}: only layout='decode' has another one")
 
 
 def dispatch(
@@ -56,7 +61,7 @@ def dispatch(
     if handle is None:
         checks.one_of("layout", layout, engine.layouts)
     if topk_weights is not None:
-        checks.fail("topk_weights", "them", "None with layout='decode': its combine takes the weights")
+        checks.fail("topk_weights", "a tensor", "None with layout='decode': its combine takes the weights")
     if max_recv_rows is not None:
         checks.fail("max_recv_rows", max_recv_rows, "None with layout='decode': its shapes do not depend on counts")
     if expert_alignment != 1:
@@ -112,7 +117,7 @@ def combine(
     config, engine, hook = buffer._config, buffer._live_engine(), _hook(return_hook, async_finish)
     checks.handle(handle, buffer.id)
     if topk_weights is not None:
-        checks.fail("topk_weights", "them", "None with a handle of layout='decode', which takes weights")
+        checks.fail("topk_weights", "a tensor", "None with a handle of layout='decode', which takes weights")
     slots = handle.num_rows // config.num_local_experts
     checks.tensor("y", y, (config.dtype,), (config.num_local_experts, slots, config.hidden), engine.device)
     checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), engine.device)
@@ -123,7 +128,7 @@ def combine(
     combined = buffer._launch_combine(request, plain(weights))
     if out is not None:
         out.detach().copy_(combined.x)
-    return CombineOutput(combined.x if out is None else out, None, engine.event(), hook)
+    return CombineOutput(combined.x if out is None else out, None, buffer._event(), hook)
 
 
 def _with_powers_of_two(

@@ -2,9 +2,9 @@
 
     envs.timeout_s()  ->  float(os.environ["EP_DISPATCHER_TIMEOUT_S"]), or the default when it is unset or empty
 
-A switch replaces the default of an argument of `Buffer`; it never overrides what a caller passes. It is read when a
-function here is called, not at import. A value that is not allowed raises a ValueError with the name, what was given
-and what is allowed.
+Some switches are defaults of arguments of `Buffer`: what a caller passes wins. The others have no argument. A switch is
+read when a function here is called, not at import. A value that is not allowed raises a ValueError with the name, what
+was given and what is allowed.
 """
 
 import math
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
+
+from ep_dispatcher.checks import MAX_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,13 @@ def _int_from(lowest: int) -> Callable[[str], int]:
     return parse
 
 
+def _seconds(text: str) -> float:
+    value = _positive_float(text)
+    if value > MAX_TIMEOUT_S:
+        raise ValueError
+    return value
+
+
 def _positive_float(text: str) -> float:
     value = float(text)
     if not (value > 0 and math.isfinite(value)):
@@ -72,9 +81,9 @@ SWITCHES = (
     Switch(
         "EP_DISPATCHER_TIMEOUT_S",
         100.0,
-        "a number of seconds above 0",
+        f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}",
         "how long a rank waits for a peer; PeerTimeoutError comes up to 2 s later, when it is known who is late",
-        _positive_float,
+        _seconds,
     ),
     Switch(
         "EP_DISPATCHER_SPIN_US",

@@ -27,9 +27,9 @@ class _ShortRepr:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Handle(_ShortRepr):
-    """The plan of one routing on one rank. ``dispatch`` makes it; ``combine``, a backward and a recompute use it.
+    """The plan of one routing on one rank. ``dispatch`` or ``plan`` makes it.
 
-    It never changes, and stays valid until its buffer is destroyed.
+    ``combine``, a backward and a recompute use it. It never changes, and stays valid until its buffer is destroyed.
     """
 
     buffer_id: str

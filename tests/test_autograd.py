@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -382,6 +383,32 @@ def notes_of_late_peers(rank: int) -> list[str]:
 def test_a_late_peer_in_a_backward_is_said_to_be_that(pools):
     (notes,) = pools(1).run(notes_of_late_peers)
     assert notes == ["", "in a backward, which every rank must run", "layer 3", "layer 3"]
+
+
+def notes_of_late_reports(rank: int) -> list[str]:
+    """The notes of errors found by check(), by an event and by destroy(), in this order."""
+
+    def late(*_):
+        raise PeerTimeoutError("combine", 1, "partial sums", rank=0, late_ranks=[1], waited_s=1.0)
+
+    case = Case(1, 1)
+    buffer = make_buffer(case, "cpu", MAX_TOKENS)
+    engine, buffer.note, notes = buffer._engine, "layer 3", []
+    destroy = engine.destroy
+    engine.event = lambda explaining: SimpleNamespace(synchronize=lambda: explaining(late))
+    event = buffer.dispatch(make_inputs(case).x[0], make_inputs(case).topk_idx[0]).event
+    engine.check = engine.destroy = late
+    for call in (buffer.check, event.synchronize, buffer.destroy):
+        with pytest.raises(PeerTimeoutError) as error:
+            call()
+        notes.append(error.value.note)
+    destroy()
+    return notes
+
+
+def test_a_late_report_has_the_note_too(pools):
+    (notes,) = pools(1).run(notes_of_late_reports)
+    assert notes == ["layer 3"] * 3
 
 
 def one_rank(rank: int, function):

@@ -64,6 +64,23 @@ def test_one_process_can_use_both_engines(modules):
     assert result.returncode == 0, result.stderr
 
 
+def test_what_is_not_built_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(engines, "ENGINES", ("cpu",))
+    with pytest.raises(ValueError, match="engine: given 'cuda', allowed: 'auto', 'cpu', because it was not built"):
+        engines.choose("cuda")
+    with pytest.raises(ValueError, match="engine: given 'gpu', allowed: 'auto', 'cpu', 'cuda'"):
+        engines.choose("gpu")
+
+
+@needs_module
+def test_an_event_raises_errors_as_the_buffer_words_them():
+    from ep_dispatcher.engines.cuda import StreamEvent
+
+    asked = []
+    StreamEvent(SimpleNamespace(synchronize="the engine's"), asked.append).synchronize()
+    assert asked == ["the engine's"]
+
+
 @pytest.fixture
 def host_side():
     """An engine whose kernels never run, and the fields of the report that they would write."""

@@ -210,7 +210,7 @@ def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
         gradient, both = "decode layout has no gradients", dict(return_hook=True, async_finish=True)
         before = buffer._engine._c.epoch
         wrong = [
-            (buffer.dispatch, (x, idx, weights), dict(layout="decode"), "topk_weights: given them"),
+            (buffer.dispatch, (x, idx, weights), dict(layout="decode"), "topk_weights: given a tensor"),
             (buffer.dispatch, (x, idx), dict(layout="decode", max_recv_rows=9), "max_recv_rows: given 9"),
             (buffer.dispatch, (x, idx), dict(layout="decode", expert_alignment=8), "expert_alignment: given 8"),
             (buffer.dispatch, (x, idx), dict(layout="decode", scale_format="e8"), "scale_format: given 'e8'"),
@@ -225,7 +225,12 @@ def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
             (buffer.combine, (y, out.handle), {}, "weights: given NoneType"),
             (buffer.combine, (y, out.handle), dict(weights=weights[1:]), f"weights: given [{len(x) - 1}, 2]"),
             (buffer.combine, (y.flatten(0, 1), out.handle), dict(weights=weights), "y: given [128, 64]"),
-            (buffer.combine, (y, out.handle), dict(weights=weights, topk_weights=weights), "topk_weights: given them"),
+            (
+                buffer.combine,
+                (y, out.handle),
+                dict(weights=weights, topk_weights=weights),
+                "topk_weights: given a tensor",
+            ),
             (buffer.combine, (y, out.handle), dict(weights=weights, out=x[1:]), f"out: given [{len(x) - 1}, 64]"),
             (buffer.combine, (flat.x, flat.handle), dict(weights=weights), "weights: given a tensor"),
             (buffer.combine, (flat.x, flat.handle), dict(out=x), "out: given a tensor"),

@@ -65,6 +65,7 @@ def test_the_switch_of_deep_ep(monkeypatch, text, value):
         ("EP_DISPATCHER_TIMEOUT_S", "0"),
         ("EP_DISPATCHER_TIMEOUT_S", "inf"),
         ("EP_DISPATCHER_TIMEOUT_S", "nan"),
+        ("EP_DISPATCHER_TIMEOUT_S", "1e10"),
         ("EP_DISPATCHER_SPIN_US", "-1"),
         ("EP_DISPATCHER_SPIN_US", "1.5"),
         ("EP_DISPATCHER_NUM_SMS", "0"),

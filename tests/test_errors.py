@@ -255,7 +255,7 @@ MISTAKES = {
     "quantize of 64": (
         lambda g: g.dispatch(quantize="e4m3_1x128"),
         "quantize: given 'e4m3_1x128'",
-        "bfloat16 rows and hidden a multiple of 128",
+        "rows are bfloat16 and hidden is a multiple of 128",
     ),
     "quantize unknown": (lambda g: g.dispatch(quantize="int8"), "quantize: given 'int8'", "None, 'e4m3_1x128'"),
     # topk_idx
@@ -311,7 +311,7 @@ MISTAKES = {
         "this buffer",
     ),
     "handle and idx": (lambda g: g.reuse(g.x, g.topk_idx), "topk_idx: given a tensor beside handle", "None"),
-    "handle, too few tokens": (lambda g: g.reuse(g.x[:28]), "x: given 28 rows", f"the {N} rows of the dispatch"),
+    "handle, too few tokens": (lambda g: g.reuse(g.x[:28]), "x: given 28 rows", f"the {N} rows that the handle"),
     "handle, other layout": (lambda g: g.reuse(layout="rank"), "layout: given 'rank'", "the handle's 'expert'"),
     "handle, other alignment": (lambda g: g.reuse(expert_alignment=8), "expert_alignment: given 8", "the handle's 1"),
     "handle, other rows": (lambda g: g.reuse(max_recv_rows=1), "max_recv_rows: given 1", f"None, or the handle's {R}"),

@@ -488,7 +488,7 @@ def test_sizes_beyond_any_memory(pools, hidden, tokens):
     row = hidden * 2 + 4 * CONFIG["num_topk"]
     needed = 2 * (tokens + 2 * tokens) * row
     assert f"more than {needed} bytes" in message and f"at most {2**46} bytes" in message
-    allowed = int(message.rpartition("at most ")[2].split()[0])
+    allowed = int(message.partition("allowed: at most ")[2].split()[0])
     sizes = dict(num_nodes=1, ranks_per_node=2, hidden=hidden, num_topk=CONFIG["num_topk"], dtype=torch.bfloat16)
     checks.buffer_size(max_tokens_per_rank=min(allowed, 2**29), **sizes)
     if allowed < 2**29:

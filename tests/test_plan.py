@@ -78,6 +78,7 @@ def wrong_plans(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         x, topk_idx, _ = inputs(rank, device=device(buffer))
         refused(lambda: buffer.plan(None), "topk_idx", "NoneType")
+        refused(lambda: buffer.plan([[0, 1]]), "topk_idx", "list", f"[num_tokens, {NUM_TOPK}]")
         refused(lambda: buffer.plan(topk_idx.float()), "topk_idx", "torch.float32")
         refused(lambda: buffer.plan(topk_idx[:, :1]), "topk_idx", f"{NUM_TOPK}]")
         many = topk_idx.new_zeros(MAX_TOKENS + 1, NUM_TOPK)

@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from ep_dispatcher import checks
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received
 
 # The engines of this build.
@@ -29,10 +30,10 @@ def choose(engine: str) -> str:
     """ "auto" -> the best engine that can run here. ValueError when the one asked for is not there."""
     if engine == "auto":
         return "cpu" if cuda_problem() else "cuda"
-    if engine not in ENGINES:
-        raise ValueError(f"engine: given {engine!r}, allowed: 'auto', {', '.join(repr(e) for e in ENGINES)}")
+    if engine not in ("cpu", "cuda"):
+        checks.fail("engine", repr(engine), "'auto', 'cpu', 'cuda'")
     if engine == "cuda" and (problem := cuda_problem()):
-        raise ValueError(f"engine: given 'cuda', allowed: 'auto', 'cpu', because {problem}")
+        checks.fail("engine", "'cuda'", f"'auto', 'cpu', because {problem}")
     return engine
 
 

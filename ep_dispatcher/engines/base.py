@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,7 +124,8 @@ class Engine(Protocol):
     # Operations inside need not be complete at their end. `inputs`: the tensors they are given, or pairs of them.
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]: ...
 
-    def event(self) -> Event: ...  # of the last operation
+    # The event of the last operation. It raises errors through `explaining`, as Buffer._explaining words them.
+    def event(self, explaining: Callable[..., Any]) -> Event: ...
 
     def check(self) -> None: ...  # raises what operations in the current stream have found; the host waits for them
 

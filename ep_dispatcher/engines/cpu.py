@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -269,7 +270,7 @@ class CpuEngine:
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def event(self) -> CompletedEvent:
+    def event(self, explaining: Callable[..., Any]) -> CompletedEvent:
         return CompletedEvent()
 
     def check(self) -> None:

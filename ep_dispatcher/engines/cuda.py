@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ def _rail_sms(topology: Topology, num_sms: int) -> int:
 class StreamEvent:
     """The event of an operation in a stream. It may wait for later operations of the same buffer too."""
 
-    def __init__(self, engine: CudaEngine):
-        self._engine = engine
+    def __init__(self, engine: CudaEngine, explaining: Callable[..., Any]):
+        self._engine, self._explaining = engine, explaining
 
     def wait(self) -> None:
         """Let the current stream wait for the operation."""
@@ -64,7 +65,7 @@ class StreamEvent:
 
         After a ValueError the buffer stays usable if all ranks call this before their next operation.
         """
-        self._engine.synchronize()
+        self._explaining(self._engine.synchronize)
 
     def query(self) -> bool:
         """Return whether the operation is complete."""
@@ -287,8 +288,8 @@ class CudaEngine:
 
     # ---- streams --------------------------------------------------------------------------------------------------
 
-    def event(self) -> StreamEvent:
-        return StreamEvent(self)
+    def event(self, explaining: Callable[..., Any]) -> StreamEvent:
+        return StreamEvent(self, explaining)
 
     @contextmanager
     def asynchronous(self, *inputs: object) -> Iterator[None]:

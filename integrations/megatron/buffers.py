@@ -33,12 +33,6 @@ class MegatronBuffer(ep.Buffer):
             return overfull.explained(error, self.router_topk)
         return super()._explained(error)
 
-    def destroy(self) -> None:
-        try:
-            super().destroy()
-        except ValueError as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
-
 
 @dataclass
 class _Shared:

@@ -1,4 +1,8 @@
-"""Makes ep_dispatcher a backend of Megatron's flex dispatcher. Everything that is patched is patched here."""
+"""Makes ep_dispatcher a backend of Megatron's flex dispatcher.
+
+All patches of ``register()`` are here, and ``unregister()`` takes them back. The launcher also patches argparse
+(``__main__.py``), and ``cpu.py`` what Megatron takes from CUDA, on a machine without a GPU: both for good.
+"""
 
 from __future__ import annotations
 
