@@ -88,6 +88,11 @@ def plain(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and not t.is_neg() else t.contiguous().resolve_neg()
 
 
+def address_of(t: Tensor | None) -> int:
+    """Return the address for compiled code: 0 for None, and never 0 for a tensor without elements."""
+    return 0 if t is None else t.data_ptr() or 64
+
+
 class Received(NamedTuple):
     """The tensors of one dispatch; what was not asked for has no elements."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
@@ -33,16 +33,9 @@ _LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode"
 _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
 
 
-_NO_ELEMENTS = 64  # the address of an empty tensor: not 0, which stands for None, and never read
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
-
-
 def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
     """(address, bytes per row) of the arrays of rows that travel together."""
-    return [(_address(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
+    return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
 
 
 class _Peers:
@@ -129,7 +122,7 @@ class CpuEngine:
         if request.topk_idx is not None:
             self._check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
-        arrays, weights, num_tokens = _arrays(request), _address(request.topk_weights), request.rows.shape[0]
+        arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
         with self._operation("dispatch", request.plan) as step:
             if request.plan is None:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
@@ -153,9 +146,9 @@ class CpuEngine:
                 c.finish_plan()
             step("pull")
             received = self._allocate(request, num_rows, plan)
-            out = [_address(t) for t in (received.rows, received.scales) if t.dim() == 2]
-            out_weights = _address(None if request.topk_weights is None else received.topk_weights)
-            to = (out, out_weights, _address(received.topk_idx if request.layout == "rank" else None))
+            out = [address_of(t) for t in (received.rows, received.scales) if t.dim() == 2]
+            out_weights = address_of(None if request.topk_weights is None else received.topk_weights)
+            to = (out, out_weights, address_of(received.topk_idx if request.layout == "rank" else None))
             c.prepare_output(*to)
             c.pull(self._topology.node, *to)
             for m in rail.others:
@@ -171,7 +164,7 @@ class CpuEngine:
         """Count and stage. Return the plan, the rows of the output, and the messages with the lists of other nodes."""
         step("route")
         c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
-        topk_idx, layout = _address(request.topk_idx), _LAYOUTS[request.layout]
+        topk_idx, layout = address_of(request.topk_idx), _LAYOUTS[request.layout]
         c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
         pending = self._exchange(
             "counts between nodes", _COUNTS, c.incoming_counts, lambda m: c.own_counts(), is_list=True
@@ -194,10 +187,11 @@ class CpuEngine:
     def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor) -> Received:
         config, rows, scales = self._config, request.rows, request.scales
         tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64) for _ in range(2))
-        self._c.counts_per_expert(_address(tokens), _address(padded))
+        self._c.counts_per_expert(address_of(tokens), address_of(padded))
         by_rank = request.layout == "rank"
         weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
-        self.rows_on_host = padded.clone()  # the caller owns the other one
+        if request.plan is None:
+            self.rows_on_host = padded.clone()  # the caller owns the other one
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
             scales=torch.empty((0,) if scales is None else (num_rows, scales.shape[1])),
@@ -212,7 +206,7 @@ class CpuEngine:
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden)
         weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
-        topk_weights = _address(request.topk_weights)
+        topk_weights = address_of(request.topk_weights)
         with self._operation("combine", request.plan) as step:
             operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
             c.reuse(operation, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
@@ -222,21 +216,21 @@ class CpuEngine:
             phase, tag = "sums between nodes", self._tag(_SUMS)
             pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
             for m in rail.others:
-                c.push(m, _address(y), topk_weights)
+                c.push(m, address_of(y), topk_weights)
             step("send")
             for m in rail.others:
                 rail.send(phase, m, c.reduce(m, has_weights), tag)
             step("push")
-            c.push(self._topology.node, _address(y), topk_weights)
+            c.push(self._topology.node, address_of(y), topk_weights)
             step("sum")
             for receive in pending:
                 rail.wait(receive)
-            c.sum(topk_weights, _address(x), _address(weights_out))
+            c.sum(topk_weights, address_of(x), address_of(weights_out))
         return Combined(x, weights_out)
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""
-        c, rail, address, num_tokens = self._c, self._rail, _address(weights), weights.shape[0]
+        c, rail, address, num_tokens = self._c, self._rail, address_of(weights), weights.shape[0]
         step("stage")
         c.stage([], address, num_tokens)
         step("send")

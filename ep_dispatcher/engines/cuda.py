@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.aborts import Aborts
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.ranges import ranges_of
@@ -27,16 +27,11 @@ from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
-_NO_ELEMENTS = 64  # the address of an empty tensor: not 0, which stands for None, and never read
 _SLICE_OVER = -2  # of wait_for_counts
 
 RAIL_SHARE = 6  # one SM in six serves the wire
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr() or _NO_ELEMENTS
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -157,9 +152,9 @@ class CudaEngine:
             args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
             num_scales = num_scales if scales is None else scales.shape[1]
-            args.rows, args.row_bytes, args.quantizes = _address(rows), rows.shape[1] * dtype.itemsize, quantize
-            args.scales, args.scale_bytes = _address(scales), num_scales * 4
-            args.topk_idx, args.topk_weights = _address(topk_idx), _address(topk_weights)
+            args.rows, args.row_bytes, args.quantizes = address_of(rows), rows.shape[1] * dtype.itemsize, quantize
+            args.scales, args.scale_bytes = address_of(scales), num_scales * 4
+            args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
             tokens_per_expert, rows_per_expert = (
@@ -167,8 +162,8 @@ class CudaEngine:
             )
             elements = self.plan_capacity(num_rows, layout) if plan is None else 0
             new_plan = torch.empty(elements, dtype=torch.int32, device="cuda")
-            args.out_tokens_per_expert = _address(tokens_per_expert)
-            args.out_rows_per_expert = _address(rows_per_expert)
+            args.out_tokens_per_expert = address_of(tokens_per_expert)
+            args.out_rows_per_expert = address_of(rows_per_expert)
             if plan is None:
                 plan, self._ticket = new_plan, self._ticket + 1
                 args.ticket = self._ticket
@@ -190,10 +185,10 @@ class CudaEngine:
                 rows_per_expert=rows_per_expert,
                 plan=new_plan,
             )
-            args.num_rows, args.out_rows = num_rows, _address(received.rows)
-            args.out_scales = _address(received.scales if num_scales else None)
-            args.out_weights = _address(None if topk_weights is None else received.topk_weights)
-            args.out_topk_idx = _address(received.topk_idx if by_rank else None)
+            args.num_rows, args.out_rows = num_rows, address_of(received.rows)
+            args.out_scales = address_of(received.scales if num_scales else None)
+            args.out_weights = address_of(None if topk_weights is None else received.topk_weights)
+            args.out_topk_idx = address_of(received.topk_idx if by_rank else None)
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(received)
         if counted:
@@ -229,8 +224,8 @@ class CudaEngine:
             x = y.new_empty(num_tokens, self._config.hidden)
             shape = 0 if topk_weights is None else (num_tokens, self._config.num_topk)
             weights_out = y.new_empty(shape, dtype=torch.float32)
-            args.y, args.topk_weights, args.out = _address(y), _address(topk_weights), _address(x)
-            args.out_weights, args.num_tokens = _address(None if topk_weights is None else weights_out), num_tokens
+            args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
+            args.out_weights, args.num_tokens = address_of(None if topk_weights is None else weights_out), num_tokens
             self._c.combine(args, plan.data_ptr(), stream)
             combined = Combined(x, weights_out)
             self._hand_over(combined)

@@ -61,29 +61,9 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     if key not in _shared:
         _forget_destroyed_groups()
         _shared[key] = _Shared()
-    shared, needed = _shared[key], num_tokens
-    given, where = _size_up_front()
-    if given is not None:
-        if num_tokens > given:
-            checks.fail("hidden_states", f"{num_tokens} tokens", where)
-        needed = given
-    elif not shared.buffers or config.variable_seq_lengths:
-        most = torch.tensor(num_tokens)
-        try:
-            all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
-        except ep.PeerTimeoutError:
-            if not shared.buffers:  # a late rank finds the others' messages, and goes on to make the buffer
-                count_attempt(group)
-            raise
-        by_arguments = _tokens_by_arguments()
-        needed = max(int(most), 1 if shared.buffers or by_arguments is None else by_arguments)
-        if by_arguments is None and group.rank() == 0 and not config.variable_seq_lengths:
-            _warn_of_a_guess(needed)
-    elif num_tokens > shared.max_tokens:
-        needed = _agree_to_grow(group, shared, num_tokens)
-    if needed > shared.max_tokens:
-        # Doubling bounds what the old buffers take together.
-        max_tokens = needed if given is not None else max(needed, 2 * shared.max_tokens)
+    shared = _shared[key]
+    max_tokens = _tokens_to_hold(shared, group, config, num_tokens, note)
+    if max_tokens > shared.max_tokens:
         try:
             buffer = MegatronBuffer(
                 group,
@@ -102,6 +82,32 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
         shared.buffers.append(buffer)
         _announce(buffer)
     return shared.buffers[-1]
+
+
+def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: int, note: str) -> int:
+    """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
+    given, where = _size_up_front()
+    if given is not None:
+        if num_tokens > given:
+            checks.fail("hidden_states", f"{num_tokens} tokens", where)
+        return given
+    needed = num_tokens
+    if not shared.buffers or config.variable_seq_lengths:
+        most = torch.tensor(num_tokens)
+        try:
+            all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
+        except ep.PeerTimeoutError:
+            if not shared.buffers:  # a late rank finds the others' messages, and goes on to make the buffer
+                count_attempt(group)
+            raise
+        by_arguments = _tokens_by_arguments()
+        needed = max(int(most), 1 if shared.buffers or by_arguments is None else by_arguments)
+        if by_arguments is None and group.rank() == 0 and not config.variable_seq_lengths:
+            _warn_of_a_guess(needed)
+    elif num_tokens > shared.max_tokens:
+        needed = _agree_to_grow(group, shared, num_tokens)
+    # Doubling bounds the memory of the old buffers together.
+    return needed if needed <= shared.max_tokens else max(needed, 2 * shared.max_tokens)
 
 
 def destroy_buffers() -> None:
