@@ -59,6 +59,15 @@ def test_layout(pools, engine):
     pools(RANKS).run(run_layout, Case(engine))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("expert", [-(2**31), -7, -2, EXPERTS, EXPERTS + 1, 2**31 - 1])
+def test_layout_refuses_experts_that_do_not_exist(expert, dtype):
+    from ep_dispatcher.integrations.deep_ep.layout import dispatch_layout
+
+    with pytest.raises(ValueError, match=f"^topk_idx: given .*, allowed: -1 .*0 to {EXPERTS - 1}$"):
+        dispatch_layout(torch.tensor([[0, -1], [EXPERTS - 1, expert]], dtype=dtype), EXPERTS, RANKS)
+
+
 def test_layout_and_handles_of_several_of_deep_eps_nodes():
     """DeepEP takes 8 ranks for a node; what counts nodes, and its longer handle, need no engine."""
     from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle

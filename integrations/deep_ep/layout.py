@@ -19,12 +19,16 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
 
     topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Return num_tokens_per_rank int32 [num_ranks],
     num_tokens_per_rdma_rank int32 [num_ranks / 8] or None with up to 8 ranks, num_tokens_per_expert int32
-    [num_experts], is_token_in_rank bool [num_tokens, num_ranks].
+    [num_experts], is_token_in_rank bool [num_tokens, num_ranks]. Refuse experts below -1 and from
+    num_experts on.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
     num_experts = checks.integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
         checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
+    allowed = f"-1 (no expert), or an expert from 0 to {num_experts - 1}"
+    mistake = checks.mistake("topk_idx", "an expert that does not exist", allowed)
+    refuse(((topk_idx < -1) | (topk_idx >= num_experts)).any(), ValueError(mistake))
     expert = topk_idx.long()
     expert = expert.where(expert >= 0, num_experts)  # what is not chosen counts in a place of its own
     per_expert = expert.new_zeros(num_experts + 1, dtype=torch.int32)
