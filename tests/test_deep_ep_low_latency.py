@@ -262,6 +262,36 @@ def run_no_tokens(rank: int, case: Case):
         buffer.destroy()
 
 
+def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
+    import ep_dispatcher as ep
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    data, chosen, plain = make_data(case, rank, hidden=HIDDEN), [], ep.Buffer.__init__
+
+    def init(self, *args, num_sms=None, **options):
+        chosen.append(num_sms)
+        plain(self, *args, num_sms=num_sms, **options)
+
+    with environment(case), pytest.MonkeyPatch.context() as patch:
+        for name in ("num_sms", "_chosen_sms"):
+            patch.setattr(Buffer, name, getattr(Buffer, name))  # as they are, again at the end
+        patch.setattr(ep.Buffer, "__init__", init)
+        buffer = make_buffer()
+        Buffer.set_num_sms(14)
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+            data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False
+        )
+        Buffer.set_num_sms(18)
+        buffer.low_latency_combine(recv_x, data.topk_idx[rank], data.weights[rank], handle)
+        buffer.destroy()
+    return chosen
+
+
+def test_set_num_sms(pools, engine):
+    """Each of both operations makes a buffer, with the number that was chosen last."""
+    assert pools(RANKS).run(run_chosen_sms, Case(engine)) == [[14, 18]] * RANKS
+
+
 @pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 0)])
 def test_no_tokens_at_all(pools, engine, lengths):
     """Of one token the middle one is the token without experts."""

@@ -187,7 +187,6 @@ class Buffer(LowLatency):
                 operation.hand_over(*_flat(recv_x))
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
-                pool.num_sms = Buffer._chosen_sms
                 routing = Routing(  # its check refuses None
                     cast(Tensor, num_tokens_per_rank),
                     cast(Tensor, num_tokens_per_expert),
@@ -310,6 +309,7 @@ class Buffer(LowLatency):
     def _live_pool(self) -> Pool:
         if self._pool is None:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
+        self._pool.num_sms = Buffer._chosen_sms  # of the engine buffers that this operation makes
         return self._pool
 
     @staticmethod
