@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,6 +19,7 @@ ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
 MAX_TIMEOUT_S = 1e9
 QUANTIZE = (None, "e4m3_1x128")
+BLOCK = 128  # elements of a row that share a scale
 MAX_INT = 2**31 - 1  # the engines count in int32
 MAX_NODE_BYTES = 2**46  # of the memory of a node's ranks, which every one of them maps: half of what a process has
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from ep_dispatcher import checks
+from ep_dispatcher.checks import BLOCK
+
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 SCALES_OF_INT = 4  # packed exponents in an int32
 _MANTISSA = 0x007FFFFF  # of a float32
@@ -49,7 +51,10 @@ def quantize(x: Tensor, *, powers_of_two: bool = False) -> QuantizedRows:
     DeepSeek-V3 (technical report, section 3.3.2); the largest magnitude of each becomes 448, the largest of e4m3. All
     steps are in float32. With ``powers_of_two`` a scale is the next power of two, and the largest magnitude at most
     448.
+
+    Raises ValueError for another x.
     """
+    _check_floating(x)
     blocks = x.detach().float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True)
     # Divide by a tensor: for a number, PyTorch on GPUs multiplies by its reciprocal and rounds differently.
@@ -82,10 +87,33 @@ def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16)
 
     pair: (rows float8_e4m3fn [n, hidden], scales float32 [n, hidden / 128]). Differentiable if the pair comes from
     ``ep.dispatch``.
+
+    Raises ValueError for another pair.
     """
     rows, scales = pair
-    if scales.dtype != torch.float32:
-        raise ValueError(f"pair: given scales of {scales.dtype}, allowed: torch.float32")
+    _check_pair(rows, scales)
     x = (rows.detach().float().unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
     anchor = getattr(pair, "anchor", None)
     return x if anchor is None else x + anchor.to(dtype)
+
+
+# Each returns before any text is made: torch.compile cannot put unknown sizes into a text.
+
+
+def _check_floating(x: Tensor) -> None:
+    given = type(x).__name__
+    if isinstance(x, Tensor):
+        if x.is_floating_point() and x.dim() > 0 and x.shape[-1] % BLOCK == 0:
+            return
+        given = f"{list(x.shape)} of {x.dtype}"
+    checks.fail("x", given, f"a floating point tensor [n, hidden], hidden a multiple of {BLOCK}")
+
+
+def _check_pair(rows: Tensor, scales: Tensor) -> None:
+    if rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and rows.dim() > 0:
+        hidden = rows.shape[-1]
+        if hidden % BLOCK == 0 and scales.shape == (*rows.shape[:-1], hidden // BLOCK):
+            return
+    given = f"rows of {rows.dtype} {list(rows.shape)} and scales of {scales.dtype} {list(scales.shape)}"
+    allowed = f"rows of torch.float8_e4m3fn [n, hidden], hidden a multiple of {BLOCK}, and scales of torch.float32 "
+    checks.fail("pair", given, allowed + f"[n, hidden / {BLOCK}]")

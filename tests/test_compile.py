@@ -157,9 +157,10 @@ def test_dynamic_shapes_from_the_first_call(pools, engine, num_rows, layout):
         assert [made for _, _, made in steps] == [1, 1, 1]
 
 
-def test_dynamic_shapes_with_float8_and_a_handle(pools, engine):
-    config = dict(dtype=torch.bfloat16)
-    assert_bitwise(run_compare(pools, engine, cached_handle, config=config, dynamic=True, quantize="e4m3_1x128"))
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, None], ids=["fixed", "counted"])
+def test_dynamic_shapes_with_float8_and_a_handle(pools, engine, num_rows):
+    options = dict(config=dict(dtype=torch.bfloat16), dynamic=True, quantize="e4m3_1x128", max_recv_rows=num_rows)
+    assert_bitwise(run_compare(pools, engine, cached_handle, **options))
 
 
 def compare_new_buffers(rank: int, engine: str, backend: str, dynamic: bool | None, as_argument: bool):
