@@ -167,13 +167,13 @@ class Gone:
 
 
 def reports_of(late=None, mistake=None):
-    """Rank 0 of 3: (its reports, a list that grows when it signals its peers)."""
+    """Rank 0 of 3: (its reports, a list that grows when it aborts)."""
     from ep_dispatcher.engines.health import Health
     from ep_dispatcher.engines.kernel_reports import KernelReports
 
-    told = []
+    aborts = []
     config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))
-    return KernelReports(Compiled(late, mistake), config, Health(lambda: told.append("peers"))), told
+    return KernelReports(Compiled(late, mistake), config, Health(lambda: aborts.append(1))), aborts
 
 
 def late_report():
@@ -230,13 +230,13 @@ def report_of(kind, detail, value, rows):
 @pytest.mark.parametrize("mistake,said", MISTAKES)
 def test_mistakes_become_value_errors(mistake, said):
     """Where all ranks ask before their next operation: raised once, and the buffer stays usable."""
-    reports, told = reports_of(mistake=report_of(*mistake))
+    reports, aborts = reports_of(mistake=report_of(*mistake))
     with pytest.raises(ValueError) as caught:
         reports.raise_found(ends=False)
     assert str(caught.value) == said
     reports.raise_found(ends=False)
     reports.raise_found(ends=True)
-    assert not told
+    assert not aborts
 
 
 @needs_module
@@ -244,14 +244,14 @@ def test_mistakes_become_value_errors(mistake, said):
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake, said, is_late):
     """Also where a peer has found it first, and refused what this rank had launched."""
-    reports, told = reports_of(late_report() if is_late else None, report_of(*mistake))
+    reports, aborts = reports_of(late_report() if is_late else None, report_of(*mistake))
     seen = []
     for ends in (not is_late, True, False):
         with pytest.raises(ValueError) as caught:
             reports.raise_found(ends=ends)
         seen.append(str(caught.value))
     assert len(set(seen)) == 1 and seen[0].startswith(f"{said}. Found when other") and "destroy() this" in seen[0]
-    assert told == ["peers"]
+    assert aborts == [1]
 
 
 @needs_module

@@ -169,7 +169,7 @@ def find_late(rank: int, slow: int) -> list[str]:
             with pytest.raises(ValueError) as caught:
                 ask()
             messages.append(str(caught.value))
-        assert time.monotonic() - begin < 15  # the limit is 30: those who wait are told
+        assert time.monotonic() - begin < 15  # the limit is 30: an abort ends the waits
     with make_buffer(engine="cuda") as buffer:
         round_trip(buffer)
     return messages

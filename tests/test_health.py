@@ -1,4 +1,4 @@
-"""The health of an engine, without an engine: one operation at a time, one failure, one word to the peers, one end."""
+"""The health of an engine, without an engine: one operation at a time, one failure, one abort, one end."""
 
 import os
 import threading
@@ -11,14 +11,14 @@ from ep_dispatcher.engines.health import Health
 LONG_S = 30.0  # nothing here waits so long, unless it fails
 
 
-class Peers:
-    """Counts how often the peers were told."""
+class Aborts:
+    """Counts how often this rank aborted."""
 
     def __init__(self, error: Exception | None = None):
-        self.told, self.error = 0, error
+        self.count, self.error = 0, error
 
-    def tell(self) -> None:
-        self.told += 1
+    def run(self) -> None:
+        self.count += 1
         if self.error is not None:
             raise self.error
 
@@ -40,59 +40,59 @@ def nothing() -> None:
 
 
 def test_a_healthy_buffer_goes_on():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     for _ in range(3):
         health.raise_if_ended()
         with health.operation("dispatch"):
             assert not health.ended
-    assert not health.ended and peers.told == 0
+    assert not health.ended and aborts.count == 0
 
 
 def test_a_failure_is_a_new_exception_each_time():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     health.end(lambda: RuntimeError("late"))
     errors = [error_of(health.raise_if_ended) for _ in range(2)]
     errors.append(error_of(lambda: fail_inside(health, MemoryError())))
     assert [str(error) for error in errors] == ["late"] * 3 and len(set(map(id, errors))) == 3
-    assert health.ended and peers.told == 1
+    assert health.ended and aborts.count == 1
 
 
 def test_the_first_failure_stays_unless_it_is_replaced():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     health.end(lambda: RuntimeError("first"))
     health.end(lambda: RuntimeError("second"))
     assert str(error_of(health.raise_if_ended)) == "first"
     health.end(lambda: RuntimeError("with the names"), replace=True)
     assert str(error_of(health.raise_if_ended)) == "with the names"
-    assert peers.told == 1
+    assert aborts.count == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), OSError("gone")])
-def test_peers_that_cannot_be_told_hide_nothing(error):
-    peers = Peers(error)
-    health = Health(peers.tell)
+def test_an_abort_that_fails_hides_nothing(error):
+    aborts = Aborts(error)
+    health = Health(aborts.run)
     assert str(error_of(lambda: fail_inside(health, MemoryError("no memory")))) == "no memory"
-    assert "no memory" in str(error_of(health.raise_if_ended)) and peers.told == 1
+    assert "no memory" in str(error_of(health.raise_if_ended)) and aborts.count == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory"), SystemExit(3)])
 def test_an_exception_inside_ends_the_use(error):
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     assert error_of(lambda: fail_inside(health, error)) is error
     text = f"this buffer gave up in dispatch, epoch 3, by {type(error).__name__}: {error}; destroy() it"
     for ask in (health.raise_if_ended, lambda: fail_inside(health, error)):
         later = error_of(ask)
         assert type(later) is RuntimeError and str(later) == text
-    assert peers.told == 1
+    assert aborts.count == 1
 
 
 def test_a_second_thread_is_refused_and_the_first_goes_on():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     with health.operation("dispatch"):
         refused = []
         thread = threading.Thread(target=lambda: refused.append(error_of(lambda: fail_inside(health, OSError()))))
@@ -104,15 +104,15 @@ def test_a_second_thread_is_refused_and_the_first_goes_on():
         assert str(error_of(lambda: fail_inside(health, OSError()))) == text  # as a signal handler might
     with health.operation("combine"):
         pass
-    assert not health.ended and peers.told == 0
+    assert not health.ended and aborts.count == 0
 
 
 def test_stop_frees_once_and_refuses_all():
-    peers, freed = Peers(), []
-    health = Health(peers.tell)
+    aborts, freed = Aborts(), []
+    health = Health(aborts.run)
     for _ in range(2):
-        assert health.stop(nothing, lambda: freed.append(peers.told))
-    assert freed == [1] and peers.told == 1 and health.ended  # the peers first
+        assert health.stop(nothing, lambda: freed.append(aborts.count))
+    assert freed == [1] and aborts.count == 1 and health.ended  # the abort first
     for ask in (health.raise_if_ended, lambda: fail_inside(health, OSError())):
         error = error_of(ask)
         assert type(error) is ValueError
@@ -120,11 +120,11 @@ def test_stop_frees_once_and_refuses_all():
 
 
 def test_stop_after_a_failure_says_that_it_is_destroyed():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     health.end(lambda: RuntimeError("late"))
     health.stop(nothing, nothing)
-    assert "one that was destroyed" in str(error_of(health.raise_if_ended)) and peers.told == 1
+    assert "one that was destroyed" in str(error_of(health.raise_if_ended)) and aborts.count == 1
 
 
 class Waiter:
@@ -156,11 +156,11 @@ class Waiter:
 
 
 def test_stop_interrupts_the_thread_inside_and_waits_for_it():
-    peers = Peers()
-    health = Health(peers.tell)
+    aborts = Aborts()
+    health = Health(aborts.run)
     waiter = Waiter(health, OSError("interrupted"))
     assert health.stop(waiter.go.set, waiter.free)
-    assert len(waiter.freed) == 1 and waiter.freed_inside == [] and peers.told == 1
+    assert len(waiter.freed) == 1 and waiter.freed_inside == [] and aborts.count == 1
     waiter.thread.join()
     assert type(waiter.seen) is RuntimeError and "in combine, epoch 8" in str(waiter.seen)
     assert "destroyed, by another thread" in str(waiter.seen) and waiter.seen.__cause__ is waiter.error
@@ -201,8 +201,8 @@ def test_a_thread_that_never_leaves_frees_when_it_does():
 
 
 def test_a_signal_handler_may_stop_the_operation_that_it_interrupts():
-    peers, freed = Peers(), []
-    health = Health(peers.tell)
+    aborts, freed = Aborts(), []
+    health = Health(aborts.run)
 
     def interrupted() -> None:
         with health.operation("dispatch"):
@@ -211,18 +211,18 @@ def test_a_signal_handler_may_stop_the_operation_that_it_interrupts():
             raise OSError("interrupted")
 
     assert "destroyed, by another thread or a signal handler" in str(error_of(interrupted))
-    assert freed == [1] and peers.told == 1
+    assert freed == [1] and aborts.count == 1
 
 
 def test_a_forked_child_has_no_buffer_and_frees_nothing():
-    peers, freed = Peers(), []
-    health = Health(peers.tell)
+    aborts, freed = Aborts(), []
+    health = Health(aborts.run)
     with health.operation("dispatch"):  # another thread of the parent may be inside, and is not there in the child
         child = os.fork()
         if child == 0:
             error = error_of(lambda: fail_inside(health, OSError()))
             right = type(error) is ValueError and "forked child" in str(error)
-            right = right and not health.stop(nothing, lambda: freed.append(1)) and not freed and not peers.told
+            right = right and not health.stop(nothing, lambda: freed.append(1)) and not freed and not aborts.count
             os._exit(0 if right else 1)
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0

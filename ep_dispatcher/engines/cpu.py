@@ -38,15 +38,19 @@ def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
     return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
 
 
-class _Peers:
-    """Ends the peers' waits for this rank. It holds no reference to the engine, so that dropping that frees it."""
+class _Connections:
+    """This rank's memory and rail. ``abort()`` ends the peers' waits, ``interrupt()`` this rank's; ``free()`` releases
+    both.
+
+    Holds no reference to the engine: an engine that is dropped is freed at once.
+    """
 
     def __init__(self) -> None:
         self.c: _C_cpu.Engine | None = None
         self.rail: Rail | None = None
         self.why = _C_cpu.AbortReason.left
 
-    def tell(self) -> None:
+    def abort(self) -> None:
         if self.c is not None:
             self.c.abort(self.why)
         if self.rail is not None:
@@ -83,15 +87,15 @@ class CpuEngine:
         c.spin_us = envs.spin_us()
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
         self._trace = trace_of(topology.rank)
-        self._peers = _Peers()
-        self._health = Health(self._peers.tell)
+        self._connections = _Connections()
+        self._health = Health(self._connections.abort)
         self._c: _C_cpu.Engine
         self._rail: Rail
         store = OwnKeys(config.store)
         self._rail_store = store
 
         def create() -> tuple[int, int]:
-            self._c = self._peers.c = _C_cpu.Engine(c, config.buffer_id)
+            self._c = self._connections.c = _C_cpu.Engine(c, config.buffer_id)
             return os.getpid(), self._c.fd()
 
         def attach() -> None:
@@ -99,7 +103,7 @@ class CpuEngine:
             self._c.attach(pids, fds)
 
         def connect() -> None:
-            self._rail = self._peers.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
+            self._rail = self._connections.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
 
         try:
             addresses = config.gather("memory", create)
@@ -112,7 +116,7 @@ class CpuEngine:
             else:
                 connect()
         except BaseException:
-            self._peers.free()
+            self._connections.free()
             raise
 
     def dispatch(self, request: DispatchRequest) -> Received:
@@ -287,7 +291,7 @@ class CpuEngine:
         }
 
     def destroy(self) -> None:
-        self._health.stop(self._peers.interrupt, self._peers.free)
+        self._health.stop(self._connections.interrupt, self._connections.free)
 
     def _check_routing(self, topk_idx: Tensor) -> None:
         num_tokens, num_topk = topk_idx.shape
@@ -337,10 +341,10 @@ class CpuEngine:
     def _end_late(
         self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float
     ) -> PeerTimeoutError:
-        """End the buffer's use, tell the peers, and find out who is late."""
+        """End the buffer's use, abort, and find out who is late."""
         ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
         error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
-        self._peers.why = _C_cpu.AbortReason.waited
+        self._connections.why = _C_cpu.AbortReason.waited
         self._health.end(partial(error, late_ranks=ranks))
         chain = follow_chain(
             self._config.store,

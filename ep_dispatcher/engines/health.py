@@ -19,29 +19,29 @@ class Operation:
 
 
 class Health:
-    """Let one operation run at a time, remember what ended the buffer's use, and tell the peers of it once.
+    """Let one operation run at a time, remember what ended the buffer's use, and abort once.
 
-        health = Health(tell_peers)
+        health = Health(abort)
         with health.operation("dispatch"):   # ValueError while another one runs; any exception ends the buffer's use
             ...
         health.raise_if_ended()              # raises what ended it, a new exception each time
         health.stop(interrupt, free)         # destroy(): free() once nobody is inside
 
-    ``tell_peers()`` is called once, when the buffer's use ends. What it raises is dropped: the peers then wait until
-    their limit, and the failure is what the caller has to see. It is called by the thread that is inside, or when
-    none is, so it needs no lock of its own. It should not hold the engine: memory would stay until the next garbage
-    collection where a buffer is dropped without destroy().
+    ``abort()`` ends the peers' waits for this rank. It is called once, when the buffer's use ends. What it raises is
+    dropped: the peers then wait until their limit, and the failure is what the caller has to see. It is called by the
+    thread that is inside, or when none is, so it needs no lock of its own. It should not hold the engine: memory would
+    stay until the next garbage collection where a buffer is dropped without destroy().
 
     Python's signal handlers may run between any two lines here, and may call destroy(). So the lock is reentrant, and
     an operation enters first and looks for the end after that.
     """
 
-    def __init__(self, tell_peers: Callable[[], None]):
-        self._tell_peers = tell_peers
+    def __init__(self, abort: Callable[[], None]):
+        self._abort = abort
         self._pid = os.getpid()
         self._changed = threading.Condition()  # its lock is reentrant
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of the buffer
-        self._told = False
+        self._aborted = False
         self._inside: Operation | None = None
         self._stopped = False
         self._free: Callable[[], None] | None = None  # until it has run
@@ -76,11 +76,11 @@ class Health:
             raise failure()
 
     def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
-        """End the buffer's use and tell the peers. The first failure stays, unless a later one is to ``replace`` it."""
+        """End the buffer's use and abort. The first failure stays, unless a later one is to ``replace`` it."""
         with self._changed:
             if self._failure is None or replace:
                 self._failure = failure
-        self._tell_once()
+        self._abort_once()
 
     @contextmanager
     def operation(self, name: str) -> Iterator[Operation]:
@@ -106,7 +106,7 @@ class Health:
                 self._leave()
 
     def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Refuse all further operations, make the one under way end, tell the peers, and call ``free`` once.
+        """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
 
         ``interrupt()`` must make the thread that is inside raise soon wherever it waits. If it is still inside after
         ``timeout_s``, or is this very thread (a signal handler destroys the buffer), it frees when it leaves. Return
@@ -142,18 +142,18 @@ class Health:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        """Tell the peers and free, with the lock held and nobody inside."""
+        """Abort and free, with the lock held and nobody inside."""
         free, self._free = self._free, None
         if free is not None:
-            self._tell_once()
+            self._abort_once()
             free()
 
-    def _tell_once(self) -> None:
+    def _abort_once(self) -> None:
         with self._changed:
-            told, self._told = self._told, True
-        if told:
+            aborted, self._aborted = self._aborted, True
+        if aborted:
             return
         try:
-            self._tell_peers()
+            self._abort()
         except Exception:  # a lost device, a store that is gone: none of them may hide the failure
             pass
