@@ -70,7 +70,8 @@ class Topology:
         return self.nodes[self.node].index(self.rank)
 
     @property
-    def local_ranks(self) -> tuple[int, ...]:
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, this one included."""
         return self.nodes[self.node]
 
     @property

@@ -76,10 +76,10 @@ def test_places_of_the_ranks(host_of, ranks_per_node):
     topologies = [Topology.make(rank, list(host_of), ranks_per_node) for rank in all_ranks]
     for rank, t in enumerate(topologies):
         assert (t.num_ranks, t.num_nodes * t.ranks_per_node) == (len(host_of), len(host_of))
-        assert t.nodes[t.node][t.local_rank] == rank and t.local_ranks == t.nodes[t.node]
+        assert t.nodes[t.node][t.local_rank] == rank and t.node_ranks == t.nodes[t.node]
         assert len(t.rail) == t.num_nodes and t.rail[t.node] == rank
     for one, other in itertools.product(topologies, topologies):
-        assert (other.rank in one.local_ranks) == (one.node == other.node)
+        assert (other.rank in one.node_ranks) == (one.node == other.node)
         assert (other.rank in one.rail) == (one.local_rank == other.local_rank)
     assert sorted(rank for ranks in {t.rail for t in topologies} for rank in ranks) == list(all_ranks)
 

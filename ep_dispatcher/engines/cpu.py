@@ -99,7 +99,7 @@ class CpuEngine:
             return os.getpid(), self._c.fd()
 
         def attach() -> None:
-            pids, fds = zip(*(addresses[r] for r in topology.local_ranks))
+            pids, fds = zip(*(addresses[r] for r in topology.node_ranks))
             self._c.attach(pids, fds)
 
         def connect() -> None:

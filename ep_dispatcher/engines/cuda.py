@@ -109,7 +109,7 @@ class CudaEngine:
             addresses = self._regions.addresses
             self._c = compiled.Engine(
                 config=c,
-                regions=[addresses[rank] for rank in topology.local_ranks],
+                regions=[addresses[rank] for rank in topology.node_ranks],
                 rail=[addresses[rank] for rank in topology.rail],
                 rail_pes=self._regions.rail_pes,
                 wire_rate=(envs.wire_gbps() or 0) * 1e9,

@@ -139,7 +139,7 @@ class NvshmemRegions:
         topology, region, address_at = self._config.topology, self._region, self.compiled.address_at
         assert region is not None  # since `allocate`
         self.addresses = [0] * topology.num_ranks
-        for rank in topology.local_ranks:
+        for rank in topology.node_ranks:
             own = rank == topology.rank
             self.addresses[rank] = region.address if own else address_at(region.address, self._pes[rank])
             if not self.addresses[rank]:
