@@ -145,8 +145,8 @@ def test_sizes_that_the_kernels_cannot_serve(nodes, max_tokens, message):
     assert str(caught.value).startswith(message)
 
 
-class Compiled:
-    """Stands for the compiled engine, with what its kernels have reported."""
+class Engine:
+    """Stands for the engine in C++, with what its kernels have reported."""
 
     def __init__(self, late=None, mistake=None):
         self._late, self._mistake = late, mistake
@@ -173,7 +173,7 @@ def reports_of(late=None, mistake=None):
 
     aborts = []
     config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))
-    return KernelReports(Compiled(late, mistake), config, Health(lambda: aborts.append(1))), aborts
+    return KernelReports(Engine(late, mistake), config, Health(lambda: aborts.append(1))), aborts
 
 
 def late_report():

@@ -26,12 +26,12 @@ class KernelReports:
     Never waits for the device.
     """
 
-    def __init__(self, compiled: _C_cuda.Engine, config: EngineConfig, health: Health):
-        self._compiled, self._config, self._health = compiled, config, health
+    def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health):
+        self._engine, self._config, self._health = engine, config, health
 
     def raise_found(self, *, ends: bool) -> None:
         if not self._health.ended:
-            late = self._compiled.late()
+            late = self._engine.late()
             mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
             if mistake is not None and late is None and not ends:
                 raise ValueError(mistake)
@@ -57,7 +57,7 @@ class KernelReports:
 
     def _take_mistake(self) -> str | None:
         """The caller's mistake, in words; each is found once."""
-        found = self._compiled.take_mistake()
+        found = self._engine.take_mistake()
         if found is None:
             return None
         kind, detail, value, rows = found
