@@ -66,8 +66,8 @@ def dispatch(
         checks.fail("max_recv_rows", max_recv_rows, "None with layout='decode': its shapes do not depend on counts")
     if expert_alignment != 1:
         checks.fail("expert_alignment", expert_alignment, "1 with layout='decode': its groups begin at fixed rows")
-    slots = config.topology.num_ranks * config.max_tokens_per_rank
-    num_rows = config.num_local_experts * slots
+    rows_per_group = config.topology.num_ranks * config.max_tokens_per_rank
+    num_rows = config.num_local_experts * rows_per_group
     if num_rows > checks.MAX_INT:
         given = f"{config.max_tokens_per_rank} and layout='decode', for which a rank has {num_rows} rows"
         checks.fail("max_tokens_per_rank", given, f"what makes at most {checks.MAX_INT} rows")
@@ -89,7 +89,7 @@ def dispatch(
     )
 
     def by_expert(rows: Tensor) -> Tensor:
-        return rows.view(config.num_local_experts, slots, rows.shape[1])
+        return rows.view(config.num_local_experts, rows_per_group, rows.shape[1])
 
     rows: Tensor | tuple[Tensor, Tensor]
     if isinstance(out.x, Tensor):
@@ -118,8 +118,8 @@ def combine(
     checks.handle(handle, buffer.id)
     if topk_weights is not None:
         checks.fail("topk_weights", "a tensor", "None with a handle of layout='decode', which takes weights")
-    slots = handle.num_rows // config.num_local_experts
-    checks.tensor("y", y, (config.dtype,), (config.num_local_experts, slots, config.hidden), engine.device)
+    rows_per_group = handle.num_rows // config.num_local_experts
+    checks.tensor("y", y, (config.dtype,), (config.num_local_experts, rows_per_group, config.hidden), engine.device)
     checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), engine.device)
     assert weights is not None  # as it is a tensor
     if out is not None:

@@ -30,11 +30,11 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _place_rows(
-    topk_idx: list[Tensor], first_expert: int, num_local_experts: int, layout: str, alignment: int, slots: int
+    topk_idx: list[Tensor], first_expert: int, num_local_experts: int, layout: str, alignment: int, rows_per_group: int
 ):
     """Rows of one receiving rank: ``row_of`` per source, the number of rows, true and padded counts per expert.
 
-    slots: rows of an expert's group in decode layout
+    rows_per_group: rows of an expert's group in decode layout
     """
     experts = range(first_expert, first_expert + num_local_experts)
     row_of = [torch.full_like(idx, -1, dtype=torch.int64) for idx in topk_idx]
@@ -55,7 +55,7 @@ def _place_rows(
             tokens, ks = (idx == e).nonzero(as_tuple=True)
             rows[tokens, ks] = torch.arange(row, row + tokens.numel())
             row += tokens.numel()
-        begin += slots if layout == "decode" else group
+        begin += rows_per_group if layout == "decode" else group
     return row_of, begin, counts, padded
 
 
@@ -75,11 +75,13 @@ def dispatch(
     In decode layout rows are numbered through all groups, each of ``max_tokens_per_rank`` times the ranks, and those
     behind a group's count are any.
     """
-    num_local, slots = num_experts // len(topk_idx), len(topk_idx) * max_tokens_per_rank
+    num_local, rows_per_group = num_experts // len(topk_idx), len(topk_idx) * max_tokens_per_rank
     received = []
     for rank in range(len(topk_idx)):
         first = rank * num_local
-        row_of, num_rows, counts, padded = _place_rows(topk_idx, first, num_local, layout, expert_alignment, slots)
+        row_of, num_rows, counts, padded = _place_rows(
+            topk_idx, first, num_local, layout, expert_alignment, rows_per_group
+        )
         if max_recv_rows is not None:
             if num_rows > max_recv_rows:
                 raise ValueError(f"max_recv_rows: rank {rank} needs {num_rows} rows, given {max_recv_rows}")

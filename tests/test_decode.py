@@ -52,10 +52,10 @@ def most_tokens(inputs: Inputs) -> int:
     return max(1, *(idx.shape[0] for idx in inputs.topk_idx))
 
 
-def results_of_experts(case: Case, counts: list[int], slots: int, rank: int) -> Tensor:
-    """Random [num_local_experts, slots, hidden], NaN where there is no token."""
+def results_of_experts(case: Case, counts: list[int], rows_per_group: int, rank: int) -> Tensor:
+    """Random [num_local_experts, rows_per_group, hidden], NaN where there is no token."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    y = torch.randn(case.experts_per_rank, slots, case.hidden, generator=generator).to(case.dtype)
+    y = torch.randn(case.experts_per_rank, rows_per_group, case.hidden, generator=generator).to(case.dtype)
     for group, count in zip(y, counts):
         group[count:] = float("nan")
     return y
@@ -103,8 +103,9 @@ def expected_of(case: Case, inputs: Inputs, x: list):
     options = dict(num_experts=case.num_experts, layout="decode")
     x = [quantized(rows) for rows in x] if case.payload == "quantize" else x
     received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=most_tokens(inputs), **options)
-    slots = case.num_ranks * most_tokens(inputs)
-    y = [results_of_experts(case, out.tokens_per_expert.tolist(), slots, r) for r, out in enumerate(received)]
+    rows_per_group = case.num_ranks * most_tokens(inputs)
+    counts = [out.tokens_per_expert.tolist() for out in received]
+    y = [results_of_experts(case, own, rows_per_group, rank) for rank, own in enumerate(counts)]
     factors = [weights_of(case, inputs, rank) for rank in range(case.num_ranks)]
     flat = [rows.flatten(0, 1) for rows in y]
     combined = reference.combine(flat, received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options)
@@ -112,7 +113,7 @@ def expected_of(case: Case, inputs: Inputs, x: list):
 
 
 def assert_case(case: Case, inputs: Inputs, again: list, ranks: list) -> None:
-    slots = case.num_ranks * most_tokens(inputs)
+    rows_per_group = case.num_ranks * most_tokens(inputs)
     for use, x in enumerate((inputs.x, again)):
         received, combined = expected_of(case, inputs, x)
         for rank, results in enumerate(ranks):
@@ -122,9 +123,10 @@ def assert_case(case: Case, inputs: Inputs, again: list, ranks: list) -> None:
             assert_same(sums, combined[rank], f"rank {rank}, use {use}: sums")
             right_rows = right.x if isinstance(right.x, tuple) else (right.x,)
             for seen, wanted in zip(rows, right_rows, strict=True):
-                assert seen.shape == (case.experts_per_rank, slots, wanted.shape[1])
+                assert seen.shape == (case.experts_per_rank, rows_per_group, wanted.shape[1])
                 for e, count in enumerate(counts.tolist()):
-                    assert_same(seen[e, :count], wanted[e * slots : e * slots + count], f"rank {rank}, expert {e}")
+                    begin = e * rows_per_group
+                    assert_same(seen[e, :count], wanted[begin : begin + count], f"rank {rank}, expert {e}")
                     assert seen[e, count:].float().isnan().all(), "a row behind the count was written"
 
 
@@ -155,15 +157,17 @@ def test_packed_scales(pools):
     """Powers of two, four exponents in an int32; the rows of an expert lie beside each other in memory."""
     case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=1024, layout="decode", weighted=False)
     inputs = make_inputs(case)
-    slots = 2 * most_tokens(inputs)
+    rows_per_group = 2 * most_tokens(inputs)
     pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
     options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=most_tokens(inputs))
     received = reference.dispatch(pairs, inputs.topk_idx, None, **options)
     for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(pools(2).run(packed_scales, case, inputs)):
-        assert plain_stride == (slots * 8, 1, slots) and stride == (slots * 2, 1, slots)
-        assert packed.dtype == torch.int32 and packed.shape == (2, slots, 2)
+        assert plain_stride == (8 * rows_per_group, 1, rows_per_group)
+        assert stride == (2 * rows_per_group, 1, rows_per_group)
+        assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, 2)
         for e, count in enumerate(counts.tolist()):
-            own = slice(e * slots, e * slots + count)
+            begin = e * rows_per_group
+            own = slice(begin, begin + count)
             right_rows, right_scales = (part[own] for part in received[rank].x)
             exponents = packed[e, :count].contiguous().view(torch.uint8)
             assert_same(rows[e, :count], right_rows, f"rank {rank}, expert {e}: rows")

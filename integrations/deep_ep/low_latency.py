@@ -34,24 +34,24 @@ class Packed:
     """
 
     num_local_experts: int
-    slots_per_expert: int  # num_ranks * num_max_dispatch_tokens_per_rank
-    slot: Tensor  # int64 [rows] place in the packed tensor; the one behind its end for unused rows
+    rows_per_group: int  # num_ranks * num_max_dispatch_tokens_per_rank
+    packed_row: Tensor  # int64 [rows] row in the packed tensor; the one behind its end for unused rows
     source_rank: Tensor  # int64 [rows, 1] -1 for unused rows
     topk_idx: Tensor  # int64 [num_tokens, num_topk] of the tokens that this rank brought; a copy
     row_back: Tensor  # int64 [num_tokens, num_topk] the place of (token, k) among the rows that come back
 
     @property
-    def num_slots(self) -> int:
-        return self.num_local_experts * self.slots_per_expert
+    def num_packed_rows(self) -> int:
+        return self.num_local_experts * self.rows_per_group
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.slot, self.source_rank, self.topk_idx, self.row_back
+        return self.packed_row, self.source_rank, self.topk_idx, self.row_back
 
     def pack(self, rows: Tensor) -> Tensor:
-        """[rows, n] -> [num_local_experts, slots, n]; slots behind an expert's rows are not written."""
-        packed = rows.new_empty(self.num_slots + 1, rows.shape[1])
-        packed.view(torch.int32).index_copy_(0, self.slot, rows.view(torch.int32))  # float8 has no index_copy_
-        return packed[:-1].view(self.num_local_experts, self.slots_per_expert, rows.shape[1])
+        """[rows, n] -> [num_local_experts, rows_per_group, n]; rows behind an expert's are not written."""
+        packed = rows.new_empty(self.num_packed_rows + 1, rows.shape[1])
+        packed.view(torch.int32).index_copy_(0, self.packed_row, rows.view(torch.int32))  # float8 has no index_copy_
+        return packed[:-1].view(self.num_local_experts, self.rows_per_group, rows.shape[1])
 
     def rows_back(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
         """Places of the rows of choices that may stand in other columns, or be left out: ([num_tokens, k], bool)."""
@@ -63,8 +63,8 @@ class Packed:
         return (same * self.row_back[:, None, :]).sum(2), chosen
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """[num_local_experts, slots, n] -> [rows, n]; unused rows are any."""
-        return packed.flatten(0, 1).index_select(0, self.slot.clamp(max=self.num_slots - 1))
+        """[num_local_experts, rows_per_group, n] -> [rows, n]; unused rows are any."""
+        return packed.flatten(0, 1).index_select(0, self.packed_row.clamp(max=self.num_packed_rows - 1))
 
 
 class LowLatencyHandle(tuple):
@@ -106,11 +106,12 @@ class LowLatency:
             recv_x[expert, i] = the row of the expert's token i, by (source rank, source token), i < recv_count[expert]
 
         x          bfloat16 [num_tokens, hidden], at most num_max_dispatch_tokens_per_rank tokens
-        recv_x     [num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden] of bfloat16; with use_fp8 a
-                   pair of it in float8_e4m3fn and scales [..., hidden / 128] of float32, or with use_ue8m0
-                   [..., hidden / 512] of int32 (four exponents each), whose last two dimensions are column-major
+        recv_x     [num_local_experts, rows_per_group, hidden] of bfloat16; with use_fp8 a pair of it in float8_e4m3fn
+                   and scales [..., hidden / 128] of float32, or with use_ue8m0 [..., hidden / 512] of int32 (four
+                   exponents each), whose last two dimensions are column-major.
+                   rows_per_group = num_ranks * num_max_dispatch_tokens_per_rank
         recv_count int32 [num_local_experts]
-        handle     (recv_src_info int32 [num_local_experts, slots], the row's token on its source rank;
+        handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...)
         cumulative_local_expert_recv_stats  int32 [num_local_experts], to which recv_count is added
         hook       with return_recv_hook: to be called before recv_x is read
@@ -140,9 +141,11 @@ class LowLatency:
             )
             counts, sources = out.tokens_per_expert, out.topk_weights
             assert sources is not None  # as they were given
-            slot, source_rank, src_info, ranges = _place(sources.long(), counts, num_ranks, most)
+            packed_row, source_rank, src_info, ranges = _place(sources.long(), counts, num_ranks, most)
             chosen = topk_idx.long().clone()
-            packed = Packed(num_local, num_ranks * most, slot, source_rank, chosen, _rows_back(chosen, num_experts))
+            packed = Packed(
+                num_local, num_ranks * most, packed_row, source_rank, chosen, _rows_back(chosen, num_experts)
+            )
             recv_x: Tensor | tuple[Tensor, Tensor]
             if isinstance(out.x, tuple):
                 scales = packed.pack(out.x[1])
@@ -199,14 +202,14 @@ class LowLatency:
                 checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
             x = handle.combine_buffer
         device = x.device.type
-        shape = (packed.num_local_experts, packed.slots_per_expert, hidden)
+        shape = (packed.num_local_experts, packed.rows_per_group, hidden)
         checks.tensor("x", x, (torch.bfloat16,), shape, device)
         num_tokens, num_topk = packed.topk_idx.shape
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), device)
         checks.tensor("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape), device)
         if out is not None:
             checks.tensor("out", out, (torch.bfloat16,), (num_tokens, hidden), device)
-        rows_per_rank = packed.slot.numel()
+        rows_per_rank = packed.packed_row.numel()
         sized = pool.sized(Key(Kind(hidden, torch.bfloat16), self.group_size, 1), rows_per_rank)
         inputs = (x, topk_idx, topk_weights, out, *packed.tensors())
         with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
@@ -226,8 +229,8 @@ class LowLatency:
             checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
         if handle.combine_buffer is None:
             packed = handle.packed
-            shape = (packed.num_local_experts, packed.slots_per_expert, handle[3])
-            handle.combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=packed.slot.device)
+            shape = (packed.num_local_experts, packed.rows_per_group, handle[3])
+            handle.combine_buffer = torch.empty(shape, dtype=torch.bfloat16, device=packed.packed_row.device)
         return handle.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -291,23 +294,23 @@ def _refuse_wait_stats(name: str, value: Tensor | None) -> None:
 
 
 def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The places of received rows, and what a handle says of them: (slot, source_rank, src_info, layout_range).
+    """The places of received rows, and what a handle says of them: (packed_row, source_rank, src_info, layout_range).
 
     source: int64 [rows] rank * most + token, of rows in expert layout; counts: int64 [num_local_experts]
     """
-    num_local, slots, ends = counts.numel(), num_ranks * most, counts.cumsum(0)
+    num_local, rows_per_group, ends = counts.numel(), num_ranks * most, counts.cumsum(0)
     row = torch.arange(source.numel(), device=source.device)
     used = row < ends[-1]
     expert = torch.searchsorted(ends, row, right=True).clamp_(max=num_local - 1)
-    slot = torch.where(used, expert * slots + row - (ends - counts)[expert], num_local * slots)
+    packed_row = torch.where(used, expert * rows_per_group + row - (ends - counts)[expert], num_local * rows_per_group)
     source_rank = torch.where(used, source // most, -1)
-    src_info = source.new_zeros(num_local * slots + 1, dtype=torch.int32)
-    src_info.index_copy_(0, slot, (source % most).int())
+    src_info = source.new_zeros(num_local * rows_per_group + 1, dtype=torch.int32)
+    src_info.index_copy_(0, packed_row, (source % most).int())
     pair = torch.where(used, expert * num_ranks + source_rank, num_local * num_ranks)
     per_source = source.new_zeros(num_local * num_ranks + 1).scatter_add_(0, pair, torch.ones_like(pair))
     per_source = per_source[:-1].view(num_local, num_ranks)
     ranges = (per_source.cumsum(1) - per_source) << 32 | per_source
-    return slot, source_rank[:, None], src_info[:-1].view(num_local, slots), ranges
+    return packed_row, source_rank[:, None], src_info[:-1].view(num_local, rows_per_group), ranges
 
 
 def _rows_back(topk_idx: Tensor, num_experts: int) -> Tensor:
