@@ -42,7 +42,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import engines
 from ep_dispatcher.integrations.megatron import parity_arguments as arguments
 from ep_dispatcher.integrations.megatron import parity_report as report
-from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, Refused
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Refused, Run
 from ep_dispatcher.integrations.megatron.parity_report import Difference
 
 OURS, FLOAT32 = "ep_dispatcher", "float32"
@@ -128,20 +128,20 @@ def _has_transformer_engine() -> bool:
 
 
 def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
-    plan = arguments.plan(given, machine)
+    run = arguments.run_of(given, machine)
     if not machine.cpu and "cuda" not in engines.ENGINES:
         raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
-    with _megatron(plan, given.seed):
-        layers = _make_layers(plan, given.seed)
+    with _megatron(run, given.seed):
+        layers = _make_layers(run, given.seed)
         ours = layers[OURS]
-        say(report.opening(given, plan, machine, ours.config, _versions(layers, plan)))
+        say(report.opening(given, run, machine, ours.config, _versions(layers, run)))
         tensors: dict[str, Difference] = {}
         for step in range(given.steps):
-            _run_step(layers, _tokens(given, plan, step), given.seed + step, tensors)
+            _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
         rows = _over_ranks(tensors)
-        times = {name: _times(layers, given, plan, name) for name in report.TIMED} if given.timed_steps else {}
+        times = {name: _times(layers, given, run, name) for name in report.TIMED} if given.timed_steps else {}
         say()
-        say(_what_ran(layers, plan))
+        say(_what_ran(layers, run))
         say()
         say(report.table(rows, ours.config, low=FLOAT32 in layers))
         say()
@@ -156,25 +156,25 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
         else:
             say("the same within rounding")
         if given.out is not None and dist.get_rank() == 0:
-            versions = _versions(layers, plan)
+            versions = _versions(layers, run)
             given.out.parent.mkdir(parents=True, exist_ok=True)
-            figures = report.figures(given, plan, machine, ours.config, versions, rows, times)
+            figures = report.figures(given, run, machine, ours.config, versions, rows, times)
             given.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if different else 0
 
 
-def _versions(layers: dict[str, Any], plan: Plan) -> str:
+def _versions(layers: dict[str, Any], run: Run) -> str:
     import megatron.core
 
-    kind = "Transformer Engine's layers" if plan.transformer_engine else "local layers, no Transformer Engine"
+    kind = "Transformer Engine's layers" if run.transformer_engine else "local layers, no Transformer Engine"
     numbers = f"Megatron-core {megatron.core.__version__}, PyTorch {torch.__version__}, ep_dispatcher {ep.__version__}"
     return f"{numbers}; {kind}"
 
 
-def _what_ran(layers: dict[str, Any], plan: Plan) -> str:
+def _what_ran(layers: dict[str, Any], run: Run) -> str:
     """The classes, from the layers themselves, once they have run."""
     lines = []
-    for name in (plan.reference, OURS):
+    for name in (run.reference, OURS):
         dispatcher, experts = layers[name].token_dispatcher, type(layers[name].experts).__name__
         engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
         lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {experts}")
@@ -182,16 +182,16 @@ def _what_ran(layers: dict[str, Any], plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def _megatron(plan: Plan, seed: int) -> Iterator[None]:
+def _megatron(run: Run, seed: int) -> Iterator[None]:
     """Our registration and Megatron's groups, for as long as the comparison runs."""
     from megatron.core import parallel_state, tensor_parallel
 
     from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 
     registered = plugin._active is not None
-    size = None if registered or plan.settings.get("variable_seq_lengths") else plan.tokens * plan.batch
+    size = None if registered or run.settings.get("variable_seq_lengths") else run.tokens * run.batch
     register(max_tokens_per_rank=size)
-    settings = plan.settings
+    settings = run.settings
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
     given = {f"{name}_size": settings[f"{name}_size"] for name in sizes if f"{name}_size" in settings}
     parallel_state.initialize_model_parallel(**given)
@@ -206,23 +206,23 @@ def _megatron(plan: Plan, seed: int) -> Iterator[None]:
             unregister()
 
 
-def _make_layers(plan: Plan, seed: int) -> dict[str, Any]:
+def _make_layers(run: Run, seed: int) -> dict[str, Any]:
     """One layer per dispatcher, and Megatron's in float32 below that. Refused when one of them refuses."""
-    settings = dict(plan.settings)
+    settings = dict(run.settings)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
-    theirs, notes = arguments.reference_settings(settings, plan.reference)
-    plan.changes.extend(notes)
-    theirs["moe_token_dispatcher_type"] = plan.reference
+    theirs, notes = arguments.reference_settings(settings, run.reference)
+    run.changes.extend(notes)
+    theirs["moe_token_dispatcher_type"] = run.reference
     ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
-    wanted = {OURS: ours, plan.reference: theirs}
+    wanted = {OURS: ours, run.reference: theirs}
     if dtype != torch.float32:
         low = ("bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "moe_router_padding_for_quantization")
         wanted[FLOAT32] = {n: v for n, v in theirs.items() if n not in low} | {"params_dtype": torch.float32}
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
-            layers[name] = _make_layer(one, plan)
+            layers[name] = _make_layer(one, run)
     except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
         refusal = f"{_text_of(error)} (the layer with {name})"
     refusals: list[str | None] = [None] * dist.get_world_size()
@@ -232,11 +232,11 @@ def _make_layers(plan: Plan, seed: int) -> dict[str, Any]:
     runs = type(layers[OURS].token_dispatcher).__name__
     if runs != "MoEEPTokenDispatcher":
         raise RuntimeError(f"ep_dispatcher was asked for, and {runs} was made")
-    _set_weights(layers[plan.reference], seed)
+    _set_weights(layers[run.reference], seed)
     for name in wanted:
-        _copy_weights(layers[plan.reference], layers[name])
+        _copy_weights(layers[run.reference], layers[name])
     if FLOAT32 in layers:
-        _follow_routing(layers[plan.reference].router, layers[FLOAT32].router)
+        _follow_routing(layers[run.reference].router, layers[FLOAT32].router)
     return layers
 
 
@@ -246,14 +246,14 @@ def _text_of(error: Exception) -> str:
     return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
 
 
-def _make_layer(settings: dict[str, Any], plan: Plan):
+def _make_layer(settings: dict[str, Any], run: Run):
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(**settings)
     spec = get_moe_module_spec(
-        use_te=plan.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        use_te=run.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)  # 0.18: a function
     layer.set_layer_number(1)
@@ -336,13 +336,13 @@ def _follow_routing(leader, follower) -> None:
     leader.gating, follower.gating = lead, lambda hidden_states: _Instead.apply(own_gating(hidden_states), last[0])
 
 
-def _tokens(given: Given, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
+def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
     """This rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
-    rank, tp = dist.get_rank(), plan.settings.get("tensor_model_parallel_size", 1)
-    length = plan.tokens
+    rank, tp = dist.get_rank(), run.settings.get("tensor_model_parallel_size", 1)
+    length = run.tokens
     if given.uneven_tokens:  # a tensor parallel group shares its sequences
         length = int(torch.randint(1, length + 1, (), generator=_generator(given.seed, step, "length", rank // tp)))
-    shape = (length, plan.batch, plan.settings["hidden_size"])
+    shape = (length, run.batch, run.settings["hidden_size"])
     x, grad = (torch.randn(shape, generator=_generator(given.seed, step, what, rank)) for what in ("tokens", "grad"))
     return x, grad
 
@@ -401,12 +401,12 @@ def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, 
         row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
 
 
-def _times(layers: dict[str, Any], given: Given, plan: Plan, what: str) -> dict[str, float]:
+def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, float]:
     """Median seconds of a step, of the slowest rank each; the dispatchers take turns. The first turn is a warm-up."""
-    seconds: dict[str, list[float]] = {plan.reference: [], OURS: []}
+    seconds: dict[str, list[float]] = {run.reference: [], OURS: []}
     for step in range(given.timed_steps + 1):
         for name, of_layer in seconds.items():
-            x, grad = _on_device(layers[name], *_tokens(given, plan, given.steps + step))
+            x, grad = _on_device(layers[name], *_tokens(given, run, given.steps + step))
             with _without_experts(layers[name]) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
                 dist.barrier()
                 _synchronize(x)

@@ -93,7 +93,7 @@ class Given:
 
 
 @dataclass
-class Plan:
+class Run:
     """What will run."""
 
     settings: dict[str, Any]  # of TransformerConfig, but for the dispatcher
@@ -212,10 +212,10 @@ def _unused(rest: list[str], known: set[str]) -> list[str]:
 # ---- what will run --------------------------------------------------------------------------------------------------
 
 
-def plan(given: Given, machine: Machine) -> Plan:
+def run_of(given: Given, machine: Machine) -> Run:
     """The configuration, completed where nothing was given and changed where this machine has to. Raises Refused."""
     flags = dict(given.flags)
-    made = Plan({}, "", machine.transformer_engine and flags.get("transformer_impl") != "local", 0, 0)
+    made = Run({}, "", machine.transformer_engine and flags.get("transformer_impl") != "local", 0, 0)
     if flags.get("transformer_impl") == "inference_optimized":
         _refuse("--transformer-impl", "inference_optimized", "local, transformer_engine: this trains")
     flags["transformer_impl"] = "transformer_engine" if made.transformer_engine else "local"
@@ -242,7 +242,7 @@ def plan(given: Given, machine: Machine) -> Plan:
     return made
 
 
-def _parallel_sizes(made: Plan, flags: dict, machine: Machine, tp: int, cp: int) -> None:
+def _parallel_sizes(made: Run, flags: dict, machine: Machine, tp: int, cp: int) -> None:
     ranks = machine.num_ranks
     for flag, size in ((TP, tp), ("--context-parallel-size", cp)):
         _integer(flag, size, 1)
@@ -277,7 +277,7 @@ def _parallel_sizes(made: Plan, flags: dict, machine: Machine, tp: int, cp: int)
         _assume(made, flags, "num_moe_experts", -(-least // ep) * ep, "--num-experts")
 
 
-def _sizes(made: Plan, flags: dict) -> None:
+def _sizes(made: Run, flags: dict) -> None:
     if "hidden_size" not in flags:
         _assume(made, flags, "hidden_size", 64, "--hidden-size")
     hidden = flags["hidden_size"]
@@ -287,7 +287,7 @@ def _sizes(made: Plan, flags: dict) -> None:
         _assume(made, flags, "ffn_hidden_size", flags.get("moe_ffn_hidden_size", size), "--ffn-hidden-size")
 
 
-def _activation(made: Plan, flags: dict, machine: Machine) -> None:
+def _activation(made: Run, flags: dict, machine: Machine) -> None:
     """As core_transformer_config_from_args() and validate_args() translate the flags."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
@@ -316,7 +316,7 @@ def _activation(made: Plan, flags: dict, machine: Machine) -> None:
     flags["bias_activation_fusion"] = fused
 
 
-def _kernels(made: Plan, flags: dict, machine: Machine) -> None:
+def _kernels(made: Run, flags: dict, machine: Machine) -> None:
     """What only Transformer Engine or a GPU has."""
     if made.transformer_engine:
         return
@@ -335,7 +335,7 @@ def _kernels(made: Plan, flags: dict, machine: Machine) -> None:
             made.changes.append("--recompute-modules moe_act left out: it needs --moe-grouped-gemm")
 
 
-def _recompute(made: Plan, flags: dict) -> None:
+def _recompute(made: Run, flags: dict) -> None:
     granularity = flags.get("recompute_granularity")
     for name in ("recompute_method", "recompute_num_layers"):
         flags.pop(name, None)
@@ -354,7 +354,7 @@ def _recompute(made: Plan, flags: dict) -> None:
             del flags["recompute_granularity"]
 
 
-def _tokens(made: Plan, given: Given, tp: int, cp: int) -> None:
+def _tokens(made: Run, given: Given, tp: int, cp: int) -> None:
     length, ways = given.seq_length, tp * cp
     if length is None:
         length = made.assumed["--seq-length"] = 32 * ways
@@ -365,7 +365,7 @@ def _tokens(made: Plan, given: Given, tp: int, cp: int) -> None:
     made.tokens, made.batch = length // ways, given.micro_batch_size or 2
 
 
-def _reference(made: Plan, given: Given, flags: dict, machine: Machine) -> None:
+def _reference(made: Run, given: Given, flags: dict, machine: Machine) -> None:
     etp = flags.get("expert_tensor_parallel_size", flags.get("tensor_model_parallel_size", 1))
     uneven_chunks = machine.cpu and etp > 1 and not flags.get("moe_pad_expert_input_to_capacity")
     made.reference = given.reference or ("allgather" if uneven_chunks else "alltoall")
@@ -387,7 +387,7 @@ def reference_settings(settings: dict[str, Any], reference: str) -> tuple[dict[s
     return {name: value for name, value in settings.items() if name not in left_out}, lines
 
 
-def _assume(made: Plan, flags: dict, name: str, value: Any, flag: str) -> None:
+def _assume(made: Run, flags: dict, name: str, value: Any, flag: str) -> None:
     flags[name] = made.assumed[flag] = value
 
 

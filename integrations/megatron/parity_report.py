@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Plan, concerns_moe
+from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Run, concerns_moe
 
 LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -116,17 +116,17 @@ def _limit(config) -> float:
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
-def opening(given: Given, plan: Plan, machine: Machine, config, versions: str) -> str:
+def opening(given: Given, run: Run, machine: Machine, config, versions: str) -> str:
     ranks = f"{machine.num_ranks} rank{'s' if machine.num_ranks > 1 else ''}"
     place = "the CPU (gloo)" if machine.cpu else f"{torch.cuda.get_device_name()} (NCCL)"
-    tokens = f"{'up to ' if given.uneven_tokens else ''}{plan.tokens * plan.batch} tokens a rank"
+    tokens = f"{'up to ' if given.uneven_tokens else ''}{run.tokens * run.batch} tokens a rank"
     parts = [
-        f"One MoE layer, Megatron's {plan.reference} and ep_dispatcher: {ranks} on {place}, {tokens}",
+        f"One MoE layer, Megatron's {run.reference} and ep_dispatcher: {ranks} on {place}, {tokens}",
         versions,
         "",
         wrap("Settings that differ from Megatron's defaults: ", ", ".join(_settings(config))),
-        wrap("Not given, so chosen here: ", ", ".join(f"{flag} {value}" for flag, value in plan.assumed.items())),
-        wrap("Not as given: ", "; ".join(plan.changes)),
+        wrap("Not given, so chosen here: ", ", ".join(f"{flag} {value}" for flag, value in run.assumed.items())),
+        wrap("Not as given: ", "; ".join(run.changes)),
         wrap("Given, and of no effect here: ", ", ".join(given.unused)),
     ]
     return "\n".join(part for i, part in enumerate(parts) if part or i == 2)
@@ -225,7 +225,7 @@ def times_table(times: dict[str, dict[str, float]], given: Given) -> str:
 
 def figures(
     given: Given,
-    plan: Plan,
+    run: Run,
     machine: Machine,
     config,
     versions: str,
@@ -238,11 +238,11 @@ def figures(
         "machine": "CPU" if machine.cpu else torch.cuda.get_device_name(),
         "ranks": machine.num_ranks,
         "versions": versions,
-        "reference": plan.reference,
+        "reference": run.reference,
         "settings": _settings(config),
-        "tokens_per_rank": plan.tokens * plan.batch,
+        "tokens_per_rank": run.tokens * run.batch,
         "uneven_tokens": given.uneven_tokens,
-        "changes": plan.changes,
+        "changes": run.changes,
         "steps": given.steps,
         "timed_steps": given.timed_steps,
         "same": all(row.ok(config) for row in rows.values()),
