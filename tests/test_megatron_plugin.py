@@ -221,7 +221,7 @@ def unknown_layouts(rank: int) -> None:
             assert re.search(pattern, message), f"{pattern}: {message}"
             if "allowed" not in pattern:
                 assert "nothing was replaced" in message
-            assert flex.__dict__.get("__new__") is replaced and plugin._active is None and not plugin._undo
+            assert flex.__dict__.get("__new__") is replaced and plugin.active() is None and not plugin._undo
         assert not differing(before), pattern
     register()  # and in the layout that is known it works
 
@@ -417,7 +417,7 @@ SCRIPT = """
 import argparse, json, os, sys
 import helper
 from ep_dispatcher.integrations.megatron import plugin
-assert plugin._active is not None, "the launcher has registered it"
+assert plugin.active() is not None, "the launcher has registered it"
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--moe-token-dispatcher-type")
 parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"))  # as a fork may have written it

@@ -188,7 +188,7 @@ def _megatron(run: Run, seed: int) -> Iterator[None]:
 
     from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 
-    registered = plugin._active is not None
+    registered = plugin.active() is not None
     size = None if registered or run.settings.get("variable_seq_lengths") else run.tokens * run.batch
     register(max_tokens_per_rank=size)
     settings = run.settings
