@@ -132,38 +132,50 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
     if not machine.cpu and "cuda" not in engines.ENGINES:
         raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
     with _megatron(run, given.seed):
-        layers = _make_layers(run, given.seed)
-        ours = layers[OURS]
-        say(report.opening(given, run, machine, ours.config, _versions(layers, run)))
-        tensors: dict[str, Difference] = {}
-        for step in range(given.steps):
-            _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
-        rows = _over_ranks(tensors)
+        layers, versions = _make_layers(run, given.seed), _versions(run)
+        config = layers[OURS].config
+        say(report.opening(given, run, machine, config, versions))
+        rows = _differences(layers, given, run)
         times = {name: _times(layers, given, run, name) for name in report.TIMED} if given.timed_steps else {}
-        say()
-        say(_what_ran(layers, run))
-        say()
-        say(report.table(rows, ours.config, low=FLOAT32 in layers))
-        say()
-        say(report.rule(ours.config, given.steps))
-        if times:
-            say()
-            say(report.times_table(times, given))
-        different = [report.title(name) for name, row in rows.items() if not row.ok(ours.config)]
-        say()
-        if different:
-            say(report.wrap("DIFFERENT: ", ", ".join(different)))
-        else:
-            say("the same within rounding")
+        _show(layers, given, run, rows, times, say)
         if given.out is not None and dist.get_rank() == 0:
-            versions = _versions(layers, run)
             given.out.parent.mkdir(parents=True, exist_ok=True)
-            figures = report.figures(given, run, machine, ours.config, versions, rows, times)
+            figures = report.figures(given, run, machine, config, versions, rows, times)
             given.out.write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if different else 0
+    return 1 if report.different(rows, config) else 0
 
 
-def _versions(layers: dict[str, Any], run: Run) -> str:
+def _differences(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Difference]:
+    """Run all steps that are compared. Return the rows of the table, the same on every rank."""
+    tensors: dict[str, Difference] = {}
+    for step in range(given.steps):
+        _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
+    return _over_ranks(tensors)
+
+
+def _show(
+    layers: dict[str, Any],
+    given: Given,
+    run: Run,
+    rows: dict[str, Difference],
+    times: dict[str, dict[str, float]],
+    say: Callable[..., None],
+) -> None:
+    """Say what was found, in paragraphs; the last is the verdict."""
+    config = layers[OURS].config
+    parts = [
+        _what_ran(layers, run),
+        report.table(rows, config, low=FLOAT32 in layers),
+        report.rule(config, given.steps),
+    ]
+    if times:
+        parts.append(report.times_table(times, given))
+    for part in [*parts, report.verdict(rows, config)]:
+        say()
+        say(part)
+
+
+def _versions(run: Run) -> str:
     import megatron.core
 
     kind = "Transformer Engine's layers" if run.transformer_engine else "local layers, no Transformer Engine"

@@ -223,6 +223,16 @@ def times_table(times: dict[str, dict[str, float]], given: Given) -> str:
     return "\n".join(lines)
 
 
+def different(rows: dict[str, Difference], config) -> list[str]:
+    """Return the tensors that differ, as they are shown."""
+    return [title(name) for name, row in rows.items() if not row.ok(config)]
+
+
+def verdict(rows: dict[str, Difference], config) -> str:
+    names = different(rows, config)
+    return wrap("DIFFERENT: ", ", ".join(names)) if names else "the same within rounding"
+
+
 def figures(
     given: Given,
     run: Run,
@@ -245,7 +255,7 @@ def figures(
         "changes": run.changes,
         "steps": given.steps,
         "timed_steps": given.timed_steps,
-        "same": all(row.ok(config) for row in rows.values()),
+        "same": not different(rows, config),
         "tensors": {
             title(name): {
                 "relative_difference": _json_number(row.relative),
