@@ -263,7 +263,8 @@ def test_help(parity):
 
 
 def test_with_torchrun(tmp_path):
-    flags = (*SMALL, "--timed-steps", "3", "--steps", "1", "--out", str(tmp_path / "new" / "figures.json"))
+    steps = ("--timed-steps", "3", "--profiled-steps", "2", "--steps", "1")
+    flags = (*SMALL, *steps, "--out", str(tmp_path / "new" / "figures.json"))
     code, output, errors = torchrun(2, "-m", MODULE, *flags)
     assert (code, verdict(output)) == (0, SAME), errors
     assert "median of 3 steps" in output and "\n  without its experts  alltoall " in output
@@ -272,6 +273,9 @@ def test_with_torchrun(tmp_path):
     assert list(figures["milliseconds"]) == ["the whole layer", "without its experts"]
     for times in figures["milliseconds"].values():
         assert list(times) == ["alltoall", "ep_dispatcher"] and all(times.values())
+    assert "\n  token_dispatch " in output
+    for profile in figures["profiles"].values():
+        assert all(times["host"] > 0 for times in profile["steps"].values()) and profile["idle"] == 0
 
 
 def test_alone_and_refused():

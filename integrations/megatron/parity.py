@@ -21,6 +21,7 @@ exits with 1 for all but 0.)
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -32,6 +33,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ from ep_dispatcher.integrations.megatron import parity_arguments as arguments
 from ep_dispatcher.integrations.megatron import parity_report as report
 from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Refused, Run
 from ep_dispatcher.integrations.megatron.parity_report import Difference
+from ep_dispatcher.integrations.megatron.profile import Profile, profile_layer
+from ep_dispatcher.integrations.megatron.profile import table as profile_table
 
 OURS, FLOAT32 = "ep_dispatcher", "float32"
 
@@ -137,10 +141,12 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
         say(report.opening(given, run, machine, config, versions))
         rows = _differences(layers, given, run)
         times = {name: _times(layers, given, run, name) for name in report.TIMED} if given.timed_steps else {}
-        _show(layers, given, run, rows, times, say)
+        profiles = _profiles(layers, given, run) if given.profiled_steps else {}
+        _show(layers, given, run, rows, times, profiles, say)
         if given.out is not None and dist.get_rank() == 0:
             given.out.parent.mkdir(parents=True, exist_ok=True)
             figures = report.figures(given, run, machine, config, versions, rows, times)
+            figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
             given.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if report.different(rows, config) else 0
 
@@ -159,6 +165,7 @@ def _show(
     run: Run,
     rows: dict[str, Difference],
     times: dict[str, dict[str, float]],
+    profiles: dict[str, Profile],
     say: Callable[..., None],
 ) -> None:
     """Say what was found, in paragraphs; the last is the verdict."""
@@ -170,6 +177,8 @@ def _show(
     ]
     if times:
         parts.append(report.times_table(times, given))
+    if profiles:
+        parts.append(profile_table(profiles))
     for part in [*parts, report.verdict(rows, config)]:
         say()
         say(part)
@@ -364,15 +373,18 @@ def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
 
 def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     """Output and input gradient; the parameters' gradients are left in them."""
-    from megatron.core import tensor_parallel
-
     x = x.detach().requires_grad_()
-    if layer.config.recompute_granularity == "full":
-        out = tensor_parallel.checkpoint(lambda hidden_states: layer(hidden_states)[0], False, x)
-    else:
-        out = layer(x)[0]
+    out = _forward(layer, x)
     out.backward(grad)
     return out.detach(), x.grad
+
+
+def _forward(layer, x: Tensor) -> Tensor:
+    from megatron.core import tensor_parallel
+
+    if layer.config.recompute_granularity == "full":
+        return tensor_parallel.checkpoint(lambda hidden_states: layer(hidden_states)[0], False, x)
+    return layer(x)[0]
 
 
 def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
@@ -429,6 +441,20 @@ def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[st
             dist.all_reduce(took, dist.ReduceOp.MAX)
             of_layer.append(float(took))
     return {name: statistics.median(of_layer[1:]) for name, of_layer in seconds.items()}
+
+
+def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profile]:
+    """The profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
+    found = {}
+    for name in (run.reference, OURS):
+        layer = layers[name]
+        x, grad = _on_device(layer, *_tokens(given, run, given.steps))
+        x.requires_grad_()
+        _forward_backward(layer, x, grad)
+        found[name] = profile_layer(
+            layer, partial(_forward, layer, x), lambda out, grad=grad: out.backward(grad), given.profiled_steps
+        )
+    return found
 
 
 @contextlib.contextmanager

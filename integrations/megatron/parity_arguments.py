@@ -84,6 +84,7 @@ class Given:
     unused: list[str]  # what was given and does not concern an MoE layer, as it shall be shown
     steps: int
     timed_steps: int
+    profiled_steps: int
     seed: int
     uneven_tokens: bool
     reference: str | None
@@ -121,9 +122,10 @@ def parse(argv: list[str], description: str) -> Given:
     known = {name for action in parser._actions for name in action.option_strings}
     own = {name: flags.pop(name) for name in [field.name for field in dataclasses.fields(Given)] if name in flags}
     given = Given(flags=flags, unused=_unused(rest, known), **own)
-    checks_of_own = (("--steps", given.steps, 1), ("--timed-steps", given.timed_steps, 0), ("--seed", given.seed, 0))
-    for flag, value, lowest in checks_of_own:
-        _integer(flag, value, lowest)
+    _integer("--steps", given.steps, 1)
+    for flag, value in (("--timed-steps", given.timed_steps), ("--profiled-steps", given.profiled_steps)):
+        _integer(flag, value, 0)
+    _integer("--seed", given.seed, 0)
     for flag, size in (("--seq-length", given.seq_length), ("--micro-batch-size", given.micro_batch_size)):
         if size is not None:
             _integer(flag, size, 1)
@@ -143,6 +145,12 @@ def _make_parser(description: str) -> argparse.ArgumentParser:
     own = parser.add_argument_group("flags of this tool")
     own.add_argument("--steps", type=int, default=2, help="steps that are compared; default 2")
     own.add_argument("--timed-steps", type=int, default=5, help="further steps that are timed; default 5, 0 for none")
+    own.add_argument(
+        "--profiled-steps",
+        type=int,
+        default=0,
+        help="further steps whose time is shown by step of the layer; default 0",
+    )
     own.add_argument("--seed", type=int, default=1234, help="of weights and tokens; default 1234")
     own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
     own.add_argument("--reference", choices=REFERENCES, help="Megatron's dispatcher to compare with; default alltoall")
