@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from commands import ROOT, run_module
@@ -118,3 +120,26 @@ def test_the_command(copy):
     command = ("ep_dispatcher.bench", "--compare", str(RESULTS / MAIN), str(copy / MAIN))
     code, output, errors = run_module(*command)
     assert (code, errors) == (1, "") and output.endswith("dispatch: 1.500 times as long, allowed 1.05\n")
+
+
+# ---- two builds in turn ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tolerance, code", [(1000.0, 0), (-1.0, 1)])
+def test_two_builds_in_turn(tolerance, code):
+    """Here both are this one. With the second tolerance everything is slower than it may be."""
+    script = [ROOT / "benchmarks" / "compare_builds.py", ROOT, ROOT, "--engine", "cpu", "--ranks", "1", "--rounds", "1"]
+    given = ["--cases", "16x128x8", "--tolerance", str(tolerance)]
+    found = subprocess.run([sys.executable, *script, *given], capture_output=True, text=True, timeout=300)
+    assert found.returncode == code, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0] == f"microseconds: A = {ROOT}, B = {ROOT}"
+    operations = ["dispatch", "dispatch FP8", "dispatch, quantize", "cached dispatch", "combine"]
+    assert [line[:32].strip() for line in lines[1:]] == [f"16x128 {name}" for name in operations]
+    assert all(line[32:].split()[1] == "1.000" and line.count(" to ") == 2 for line in lines[1:])
+
+
+def test_a_build_without_the_package_is_an_error(tmp_path):
+    script = [ROOT / "benchmarks" / "compare_builds.py", tmp_path, "--engine", "cpu", "--ranks", "1"]
+    found = subprocess.run([sys.executable, *script], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 1 and f"a rank of {tmp_path} has ended" in found.stderr

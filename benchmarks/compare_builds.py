@@ -1,0 +1,204 @@
+"""Times two builds of this package in turn, in one run: is a change slower anywhere?
+
+    git worktree add ../old 0.2.0 && (cd ../old && python setup.py build_ext --inplace)
+    python benchmarks/compare_builds.py ../old .             # a rank per GPU, or 4 CPU ranks
+    python benchmarks/compare_builds.py ../old . --ranks 4   # on one GPU too, under NVIDIA's MPS (docs/tests.md)
+
+Both builds run all the time, and take turns: machines differ by 30 %, and one machine wanders. A time is that of one
+operation among ten, one after the other, on the slowest rank; on GPUs the ten are one CUDA graph, so the host has no
+part in it. Printed are medians over all rounds, the ratio to the first build, and the least and the most. Exit code 1
+where a ratio is above 1 + tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TOPK, IN_A_ROW, ITERATIONS = 8, 10, 24
+CASES = {
+    "cuda": ["4096x7168x256", "4096x2048x128", "128x7168x256", "16384x7168x256"],
+    "cpu": ["512x1024x64", "32x1024x64"],
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    builds = [Build(folder, args) for folder in args.builds]
+    try:
+        for build in builds:  # a first round that does not count
+            build.measure()
+        for turn in range(args.rounds):
+            for build in builds if turn % 2 == 0 else builds[::-1]:
+                build.keep(build.measure())
+    finally:
+        for build in builds:
+            build.close()
+    return report(builds, args.tolerance)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("builds", nargs="+", type=Path, help="folders, each with a compiled ep_dispatcher in it")
+    parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
+    parser.add_argument("--ranks", type=int, default=gpus or 4)
+    parser.add_argument("--sms", type=int, default=24, help="cuda: multiprocessors of a rank; default 24")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", metavar="TOKENSxHIDDENxEXPERTS", help=f"default on GPUs: {CASES['cuda']}")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="default 0.02: 2 %% slower is no regression")
+    args = parser.parse_args(argv)
+    args.cases = args.cases or CASES[args.engine]
+    return args
+
+
+class Build:
+    """The ranks of one build: processes that measure when they are asked."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace):
+        self.name, self.medians = str(folder), {}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        given = dict(ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases)
+        # A rank imports the package from its folder, and finds it there first.
+        environment = os.environ | {
+            "PYTHONPATH": str(folder.resolve()),
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        }
+        code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r})['work']"
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", f"{code}({rank}, {str(folder.resolve())!r}, **{given!r})"],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(args.ranks)
+        ]
+
+    def measure(self) -> dict[str, float]:
+        """Return the median microseconds of each operation, of the slowest rank of each iteration."""
+        for rank in self.ranks:
+            print(file=rank.stdin, flush=True)
+        lines = [rank.stdout.readline() for rank in self.ranks]
+        if not all(lines):
+            raise RuntimeError(f"a rank of {self.name} has ended")
+        times = [json.loads(line) for line in lines]
+        return {name: statistics.median(map(max, zip(*(t[name] for t in times)))) for name in times[0]}
+
+    def keep(self, medians: dict[str, float]) -> None:
+        for name, median in medians.items():
+            self.medians.setdefault(name, []).append(median)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def report(builds: list[Build], tolerance: float) -> int:
+    """Print the table. Return 1 if an operation of a later build is slower than that of the first."""
+    slower = False
+    print("microseconds: " + ", ".join(f"{'ABCDEFGH'[i]} = {build.name}" for i, build in enumerate(builds)))
+    for name in builds[0].medians:
+        figures, first = [], statistics.median(builds[0].medians[name])
+        for build in builds:
+            times = build.medians[name]
+            ratio = statistics.median(times) / first
+            slower |= ratio > 1 + tolerance
+            figures.append(f"{statistics.median(times):10.1f} {ratio:6.3f} ({min(times):.1f} to {max(times):.1f})")
+        print(f"{name:32}" + "".join(figures))
+    return int(slower)
+
+
+def work(rank: int, folder: str, *, ranks: int, port: int, engine: str, sms: int, cases: list[str]) -> None:
+    """One rank: measure each time a line comes in, and answer with a line of JSON."""
+    if engine == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    import ep_dispatcher
+
+    assert Path(ep_dispatcher.__file__).is_relative_to(Path(folder)), f"{ep_dispatcher.__file__} is not in {folder}"
+    with torch.no_grad():
+        runs = [one for case in cases for one in operations(rank, engine, sms, *map(int, case.split("x")))]
+        for _ in sys.stdin:
+            print(json.dumps({name: [run() for _ in range(ITERATIONS)] for name, run in runs}), flush=True)
+    os._exit(0)  # the other build may still be at work: free nothing
+
+
+def operations(rank: int, engine: str, sms: int, tokens: int, hidden: int, experts: int):
+    """Yield the name of each operation, and the function that runs ten of it and returns the microseconds of one."""
+    import ep_dispatcher as ep
+
+    device, dtype = engine if engine == "cpu" else torch.device("cuda"), torch.bfloat16
+    buffer = ep.Buffer(
+        hidden=hidden, num_experts=experts, num_topk=TOPK, max_tokens_per_rank=tokens, num_sms=sms, engine=engine
+    )
+    generator = torch.Generator().manual_seed(rank)
+    weights, idx = torch.rand(tokens, experts, generator=generator).softmax(-1).topk(TOPK)
+    weights, idx = weights.to(device), idx.to(device)
+    x = torch.randn(tokens, hidden, dtype=dtype).to(device)
+    pair = ep.quantize(x)
+    rows = torch.tensor(buffer.dispatch(x, idx, weights).x.shape[0])
+    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    limit = dict(max_recv_rows=int(rows))
+    handle = buffer.dispatch(x, idx, weights, **limit).handle
+    y = torch.randn(int(rows), hidden, dtype=dtype).to(device)
+    todo: dict[str, Callable[[], object]] = {
+        "dispatch": lambda: buffer.dispatch(x, idx, weights, **limit),
+        "dispatch FP8": lambda: buffer.dispatch(pair, idx, weights, **limit),
+        "dispatch, quantize": lambda: buffer.dispatch(x, idx, weights, quantize="e4m3_1x128", **limit),
+        "cached dispatch": lambda: buffer.dispatch(x, topk_weights=weights, handle=handle),
+        "combine": lambda: buffer.combine(y, handle),
+    }
+    for name, run in todo.items():
+        yield f"{tokens}x{hidden} {name}", on_host(run) if engine == "cpu" else on_device(run)
+
+
+def on_host(run: Callable[[], object]) -> Callable[[], float]:
+    def measure() -> float:
+        begin = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            run()
+        return (time.perf_counter() - begin) * 1e6 / IN_A_ROW
+
+    return measure
+
+
+def on_device(run: Callable[[], object]) -> Callable[[], float]:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        for _ in range(IN_A_ROW):
+            kept = run()
+
+    def measure(kept: object = kept, inputs: object = run) -> float:  # a graph does not keep what it reads and writes
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / IN_A_ROW
+
+    return measure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
