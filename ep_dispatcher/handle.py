@@ -106,6 +106,12 @@ class DispatchOutput(_ShortRepr):
     event: Event
     hook: Callable[[], None] | None = None
 
+    @property
+    def rows_on_host(self) -> Tensor:
+        """rows_per_expert on the CPU. The host waits for the device only if it does not know the counts yet."""
+        known = self.handle.rows_on_host
+        return self.rows_per_expert.cpu() if known is None else known
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CombineOutput(_ShortRepr):

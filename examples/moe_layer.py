@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         topk_idx, topk_weights, balance_loss, tokens_per_expert = self.router(x)
         out = ep.dispatch(self.buffer, x, topk_idx, topk_weights)
-        groups = out.x.split(out.rows_per_expert.tolist())  # the rows arrive sorted by local expert
+        groups = out.x.split(out.rows_on_host.tolist())  # the rows arrive sorted by local expert
         rows = torch.cat([expert(group) for expert, group in zip(self.experts.values(), groups)])
         y = ep.combine(self.buffer, rows * out.topk_weights[:, None], out.handle)
         return y, balance_loss, tokens_per_expert

@@ -15,7 +15,7 @@ with ep.Buffer(
     hidden=64, num_experts=num_experts, num_topk=2, max_tokens_per_rank=16, dtype=x.dtype, ranks_per_node=2
 ) as buffer:
     out = ep.dispatch(buffer, x, topk_idx, topk_weights)  # rows of the two experts that live here, one after the other
-    first, second = out.x.split(out.rows_per_expert.tolist())
+    first, second = out.x.split(out.rows_on_host.tolist())
     y = torch.cat([first * (2 * rank), second * (2 * rank + 1)])  # expert e multiplies by e
     res = ep.combine(buffer, y * out.topk_weights[:, None], out.handle)
     res.sum().backward()

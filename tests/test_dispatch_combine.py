@@ -428,6 +428,7 @@ def counts_on_host(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
             out = buffer.dispatch(x, topk_idx, layout=layout, expert_alignment=alignment)
             rows = out.handle.rows_on_host
             assert rows.device.type == "cpu" and torch.equal(rows, out.rows_per_expert.cpu())
+            assert out.rows_on_host is rows
             assert buffer.dispatch(x, handle=out.handle).handle.rows_on_host is rows
             # Later counts do not change it.
             none = buffer.dispatch(x, torch.full_like(topk_idx, -1), layout=layout, expert_alignment=alignment)
@@ -436,8 +437,7 @@ def counts_on_host(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         limited = buffer.dispatch(x, topk_idx, max_recv_rows=case.num_ranks * x.shape[0] * case.num_topk)
         if engine == "cuda":
             assert limited.handle.rows_on_host is None  # the host does not wait
-        else:
-            assert torch.equal(limited.handle.rows_on_host, limited.rows_per_expert)
+        assert torch.equal(limited.rows_on_host, limited.rows_per_expert.cpu())
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])

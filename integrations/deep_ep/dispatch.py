@@ -94,8 +94,7 @@ def _counts(
 ) -> list[int]:
     """Rows of every local expert, each rounded up; the host waits for them."""
     if by_topk:
-        rows = out.rows_per_expert if out.handle.rows_on_host is None else out.handle.rows_on_host
-        return rows.tolist()
+        return out.rows_on_host.tolist()
     num_ranks = pool.group.size()
     assert everyone is not None  # without topk_idx
     mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[pool.group.rank()]
