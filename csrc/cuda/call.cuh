@@ -32,7 +32,8 @@ __device__ void announce(const Op& op, const Call& call) {
   team_raises<Team>(op, context.own.called + op.rank());
 }
 
-// The result of `agree`: all Calls are equal; two differ; this rank has aborted.
+// The result of `agree`: all Calls are equal; two differ; this rank has aborted. Steps also return kAgree where they
+// compare nothing.
 enum class Verdict { kAgree, kDiffer, kAborted };
 
 // [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has

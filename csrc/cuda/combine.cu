@@ -18,7 +18,7 @@ using Block = Team<0, 0, Pipeline::kThreads>;
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all push, then all reduce
   const PlanHead& head = *params.plan.head;
-  if (head.num_items == 0) return 1;  // for the flags of chunks
+  if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
   const float push = static_cast<float>(head.num_rows) + head.num_items;
   // A sum from another node is written and read once more than a sum of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
@@ -39,6 +39,8 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   set(Field::kWeights, params.args.topk_weights != nullptr);
   call.num_tokens = params.args.num_tokens;
   call.num_chunks = end_of_pushed(op, head);
+  // `Block` only numbers the threads here: warp 0 has one for each rank of the node. `announce` has no barrier, and no
+  // counts need one.
   announce<Block>(op, call);
 }
 

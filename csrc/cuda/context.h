@@ -39,7 +39,7 @@ struct Context {
   Peers peers;
   WireData wire;
   Region own;          // this rank's region
-  StateArrays arrays;  // this rank's device memory, as `state`
+  StateArrays arrays;  // this rank's device memory; arrays.state is also `state`
   State* state;
   Report* report;         // pinned host memory
   int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
@@ -66,19 +66,21 @@ struct Context {
   __device__ int other(int of_node, int n) const { return n - (n > of_node); }
   __device__ int other(int n) const { return other(node, n); }
 
-  // [thread] Return this rank's array for the rail peer on node `n`: rail_to(n, &RailArrays::sums). rail_from returns
-  // the rail peer's array for this rank, as an address in the own region: an argument for Wire.
+  // [thread] Return this rank's array for its rail peer on node `n`: rail_for(n, &RailArrays::sums). The array holds
+  // data to send, or received data.
   template <class T>
-  __device__ T* rail_to(int n, T* RailArrays::* array) const {
+  __device__ T* rail_for(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n) * own.rail_bytes);
   }
+  // [thread] Return the rail peer's array for this rank, as the address of a put: the own region stands for the region
+  // there.
   template <class T>
-  __device__ T* rail_from(int n, T* RailArrays::* array) const {
+  __device__ T* rail_at_peer(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);
   }
 
   // [thread] Return the raiser of flags about `rank` on this node: the rank itself, or its rail peer here as its relay.
-  __device__ int relay_of(int rank) const { return node * config.ranks_per_node + local_of(rank); }
+  __device__ int raiser_of(int rank) const { return node * config.ranks_per_node + local_of(rank); }
   // [thread] Return this rank's rail peer on node `n`.
   __device__ int rail_peer(int n) const { return n * config.ranks_per_node + local; }
 #endif

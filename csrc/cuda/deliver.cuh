@@ -64,7 +64,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   for (int node = 0; node < context.config.num_nodes; ++node) {
     if (node == context.node) continue;
     const int num = __ldcg(&call_at(op, context.rail_peer(node))->num_tokens) * context.table_ints;
-    const int32_t* const from = context.rail_to(node, &RailArrays::table_in);
+    const int32_t* const from = context.rail_for(node, &RailArrays::table_in);
     int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
 #pragma unroll 1
     for (int i = op.block * Helpers::kThreads + Helpers::thread(); i < num; i += step) to[i] = __ldcg(from + i);
@@ -157,7 +157,8 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
 
 // [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
 // stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
-// may stay unwritten.
+// may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. All of them are
+// void.
 __device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
   clear_from<Block>(op, params, 0);
   if (!params.args.out_topk_idx) return;

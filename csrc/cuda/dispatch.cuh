@@ -88,7 +88,9 @@ __device__ inline void init_places(uint64_t* full) {
 struct DispatchParams {
   DispatchArgs args;
   Plan plan;
-  // Tasks of this launch. If the host needs the counts to make the outputs, it launches twice: stages, then pulls.
+  // Tasks of this launch. With `stages`: plan or announce, exchange the Calls, stage. With `pulls`: compare the Calls,
+  // move lists and rows between nodes, pull, deliver, complete the operation. If the host needs the counts to make the
+  // outputs, it launches twice for one epoch: stages, then pulls.
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
   int rail_blocks;              // last blocks of the launch

@@ -16,7 +16,7 @@ struct DispatchArgs {
   const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: use the plan of a handle
   const float* topk_weights = nullptr;  // [num_tokens, num_topk] or null
   const char* rows = nullptr;     // [num_tokens, row_bytes]; with `quantizes` bfloat16 [num_tokens, 2 * row_bytes]
-  const float* scales = nullptr;  // [num_tokens, scale_bytes] or null; with `quantizes` null
+  const float* scales = nullptr;  // [num_tokens, scale_bytes / 4] or null; with `quantizes` null
   bool quantizes = false;         // turn bfloat16 rows into float8 with scales while staging
   uint32_t row_bytes = 0, scale_bytes = 0;  // of one output row, and of its scales (0: none)
   int32_t num_tokens = 0;
@@ -27,7 +27,7 @@ struct DispatchArgs {
   uint64_t ticket = 0;              // with num_rows -1: value for Report::counted once the rows are counted
 
   char* out_rows = nullptr;                  // [num_rows, row_bytes]
-  float* out_scales = nullptr;               // [num_rows, scale_bytes]
+  float* out_scales = nullptr;               // [num_rows, scale_bytes / 4]
   float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
   int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; expert layout null
   int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]

@@ -30,7 +30,7 @@ __device__ inline int32_t* item_at_source(const Context& context, int source, in
 __device__ inline int32_t* items_for(const Context& context, int receiver) {
   const int node = context.node_of(receiver);
   int32_t* const items = node == context.node ? context.inbox_of(context.config.rank, &Inbox::items)
-                                              : context.rail_to(node, &RailArrays::items_out);
+                                              : context.rail_for(node, &RailArrays::items_out);
   return items + static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens * context.item_ints;
 }
 

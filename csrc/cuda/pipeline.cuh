@@ -5,7 +5,7 @@
 //           <--issued---
 //
 // Works stand in a queue, a ring of kQueue places; team t sums the works t, t + num_teams, ... A bay is room in
-// shared memory for one row of a work, or for one piece of a long row. A work has its bays in a row, in a ring of
+// shared memory for one row of a work, or for one piece of a long row. The bays of a work are adjacent, in a ring of
 // num_bays.
 #pragma once
 #include "common/cursor.h"

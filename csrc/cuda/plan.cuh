@@ -133,7 +133,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     const auto items_of = [&](int source) {
       return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
     };
-    const int offered = __ldcg(&call_at(op, rank)->max_rows);
+    const int max_rows = __ldcg(&call_at(op, rank)->max_rows);
     int items[kRankWords];
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word) items[word] = items_of(32 * word + lane);
@@ -144,7 +144,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     num_items = __reduce_add_sync(~0u, num_items);
     if (lane == 0) {
       scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : num_items;
-      scratch.offered[rank] = offered;
+      scratch.max_rows[rank] = max_rows;
       scratch.items[rank] = items_for(op.context, rank);
     }
   }
@@ -161,9 +161,9 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int rank = min(first + lane, op.num_ranks() - 1);
     const int64_t needed = scratch.needed[rank];
-    const int offered = scratch.offered[rank];
+    const int max_rows = scratch.max_rows[rank];
     countable &= __all_sync(~0u, needed <= INT32_MAX);
-    fit &= __all_sync(~0u, offered < 0 || needed <= offered);
+    fit &= __all_sync(~0u, max_rows < 0 || needed <= max_rows);
   }
   if (countable && fit) return true;
   if (op.block != 0) return false;
@@ -176,7 +176,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
 #pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) {
       facts.rows[rank][0] = scratch.needed[rank];
-      facts.rows[rank][1] = scratch.offered[rank];
+      facts.rows[rank][1] = scratch.max_rows[rank];
     }
     __threadfence();
   }

@@ -39,7 +39,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
     return plan.items + index_of(position) * item_ints;
   };
 
-  // Load the items, two batches ahead.
+  // Load the items, one batch ahead of the works.
   items.begin(num);
   items.fetch(where);
   items.fetch(where);

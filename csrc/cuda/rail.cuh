@@ -43,8 +43,8 @@ struct RailWarp {
     return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
   }
 
-  // [thread] Return a wire flag to be raised by this rank at its rail peer on `node`: of [num_others, max_chunks]
-  // there.
+  // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
+  // [num_others, max_chunks]. Its index there is this rank's node, numbered without the rail peer's own node.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
   }

@@ -33,13 +33,14 @@ struct DispatchRailWarp : RailWarp {
       for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
+        // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
         bytes += send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
-                            context.rail_to(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
+                            context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
       if (usable)
-        bytes +=
-            send_share(to, context.rail_from(to, &RailArrays::table_in), context.rail_to(to, &RailArrays::table_out),
-                       params.args.num_tokens * context.table_ints * 4, piece);
+        bytes += send_share(to, context.rail_at_peer(to, &RailArrays::table_in),
+                            context.rail_for(to, &RailArrays::table_out),
+                            params.args.num_tokens * context.table_ints * 4, piece);
       add_bytes(context.state->lists_sent, to, bytes);
       finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
     }

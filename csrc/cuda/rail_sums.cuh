@@ -24,10 +24,10 @@ struct CombineRailWarp : RailWarp {
         goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
       for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        wire().put(to, context.rail_from(to, &RailArrays::sums) + token * context.slot_stride,
+        wire().put(to, context.rail_at_peer(to, &RailArrays::sums) + token * context.slot_stride,
                    context.inbox_for(to, &Inbox::staging) + token * context.slot_stride, context.row_bytes);
         if (weight_bytes > 0)
-          wire().put_words(to, context.rail_from(to, &RailArrays::weights) + token * config.num_topk,
+          wire().put_words(to, context.rail_at_peer(to, &RailArrays::weights) + token * config.num_topk,
                            context.inbox_for(to, &Inbox::weights) + token * config.num_topk, weight_bytes);
       }
     }

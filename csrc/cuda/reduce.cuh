@@ -22,7 +22,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       if (i >= num) break;
       const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
       const int node = chosen && context.config.num_nodes > 1 ? plan.k_node[first + i] : context.node;
-      const float* weights = node == context.node ? own_weights : context.rail_to(node, &RailArrays::weights);
+      const float* weights = node == context.node ? own_weights : context.rail_for(node, &RailArrays::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
 #pragma unroll
@@ -66,7 +66,7 @@ struct Reducer {
   const Part for_others;
   const SumMilestones milestones;
   const int lane, num_tokens;
-  const int own_batch;           // own tokens to take at once; fewer for a small dispatch, so that all blocks get some
+  const int own_batch;           // own tokens to take at once; fewer if there are few, so that all blocks get some
   ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
   int milestone, next_begin;     // of the next batch for others: its milestone, its first token counted in the chunk
 
@@ -85,6 +85,7 @@ struct Reducer {
         sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
         milestone(has_part() && params.plan.head->usable ? milestones.first() : milestones.end()),
         next_begin(for_others.block * kBatch) {
+    // These flags are about the rail peers, and the relay of this rank raises them.
     sums_here.rank = context.rail_peer(lane + (lane >= context.node));
     sums_here.raiser = op.rank();
     records.begin(INT32_MAX);
@@ -174,7 +175,7 @@ struct Reducer {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
-          *addends++ = context.rail_to(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
+          *addends++ = context.rail_for(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
       };
       add_nodes(nodes & ((1u << context.node) - 1));
       for (int local = 0; local < op.ranks_per_node(); ++local) {

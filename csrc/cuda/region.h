@@ -25,7 +25,8 @@ struct Counts {
 };
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
-// another node. A rail peer writes through the wire.
+// another node. A rail peer writes through the wire. On its own node a rank writes items, staging and tails to its own
+// inbox, and the receivers read them there. For another node the inbox of its rail peer there takes this role.
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
@@ -52,7 +53,7 @@ struct RailArrays {
 // itself. About a rank of another node it is raised by the rank's relay here, after the wire has delivered the data
 // (rail.cuh). Only `aborted` of a rail peer needs no relay: the rail peer raises it through the wire.
 struct Region {
-  // About a rank. Raised by the rank or by its relay, read by this rank.
+  // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
   uint64_t* aborted;  // [num_ranks] the rank, or its host, has aborted: flags missing from this raiser may never rise
   uint64_t* called;   // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
   uint64_t* listed;   // [num_ranks] the rank's items are in its inbox on this node

@@ -30,7 +30,7 @@ struct Scratch {
   int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
   int* expert_total;   // [num_experts] tokens of all ranks
   int64_t* needed;     // [num_ranks] output rows of each rank
-  int* offered;        // [num_ranks] rows in the output of each rank, -1: the output is made later
+  int* max_rows;       // [num_ranks] rows in the output of each rank, -1: the output is made later
   int32_t** items;     // [num_ranks] this rank's items for each rank: its inbox, or items_out for another node
   int choices_per_token;  // num_topk, rounded up to whole vectors
 
@@ -47,7 +47,7 @@ struct Scratch {
     s.expert_before = c.take<int>(experts);
     s.expert_total = c.take<int>(experts);
     s.needed = c.take<int64_t>(ranks);
-    s.offered = c.take<int>(ranks);
+    s.max_rows = c.take<int>(ranks);
     s.items = c.take<int32_t*>(ranks);
     return s;
   }
@@ -269,7 +269,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     for (int node = 0; node < config.num_nodes; ++node) {
       int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                               config.max_tokens * context.table_ints
-                                                   : context.rail_to(node, &RailArrays::table_out)) +
+                                                   : context.rail_for(node, &RailArrays::table_out)) +
                              static_cast<size_t>(token) * context.table_ints;
 #pragma unroll 1
       for (int local = 0; local < locals; ++local) {

@@ -12,7 +12,7 @@ enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooMa
 // Facts of one mistake. Written by its finder (mistake.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
-//   kTooFewRows   rows[r]: needed and given on rank r
+//   kTooFewRows   rows[r]: needed rows and Call::max_rows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
 //   kDiffer       detail: field, rank, theirs, rank 0's (call.h)
 struct MistakeFacts {
@@ -27,8 +27,8 @@ struct State {
   uint64_t epoch;                     // last complete operation
   uint64_t staged_epoch;              // last operation with `consumed` raised at its end
   uint64_t pushed_epoch;              // last operation with `slots_free` raised at its end
-  uint64_t bytes_read[kMaxRanks];     // rows and tails pulled, by rank of the inbox (this node only)
-  uint64_t bytes_written[kMaxRanks];  // sums and weights pushed, by rank of the inbox (this node only)
+  uint64_t bytes_read[kMaxRanks];     // a row and a whole tail per received item, by rank of the inbox
+  uint64_t bytes_written[kMaxRanks];  // a sum and all weights per received item, by rank of the inbox
   uint64_t bytes_sent[kMaxNodes];     // rows, tails, sums and weights sent, by node of the rail peer
   uint64_t lists_sent[kMaxNodes];     // [bytes] Calls, counts, items and tables sent, by node of the rail peer
   uint64_t wire_free;                 // [ns] earliest start of the next put on a paced wire

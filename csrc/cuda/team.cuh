@@ -20,7 +20,8 @@ struct Team {
 };
 
 // [team] Call `wait()` in the first warp, and return its result to all threads. Two barriers of the team. Afterwards
-// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: `result` is one per Team.
+// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: `result` is one per Team
+// and kind of wait.
 template <class Team, class Wait>
 __device__ auto first_warp_waits(const Wait& wait) {
   __shared__ decltype(wait()) result;

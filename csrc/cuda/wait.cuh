@@ -12,7 +12,7 @@ struct Op {
   const Context& context;
   Operation operation;
   uint64_t epoch;
-  int block, num_blocks;  // this block, and the blocks without the rail blocks; rail blocks come last
+  int block, num_blocks;  // this block; number of blocks without the rail blocks. In these, block >= num_blocks
 
   __device__ int rank() const { return context.config.rank; }
   __device__ int num_ranks() const { return context.num_ranks; }
@@ -111,7 +111,7 @@ __device__ inline bool wait_for_ranks(const Op& op, Phase phase, const uint64_t*
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
-    if (!wait_until(op, phase, flags + rank, expected, rank, op.context.relay_of(rank))) return false;
+    if (!wait_until(op, phase, flags + rank, expected, rank, op.context.raiser_of(rank))) return false;
   }
   return true;
 }
@@ -148,7 +148,7 @@ struct ChunkFlags {
 };
 
 // [warp] Return the chunk flags about `num` ranks from first_rank on, one per lane: flags [num, max_chunks]. Each rank
-// is its own raiser.
+// is its own raiser, unless the caller sets other raisers (Reducer).
 __device__ inline ChunkFlags chunk_flags(const uint64_t* flags, int max_chunks, int num, int first_rank) {
   const int lane = threadIdx.x % 32;
   return {lane < num ? flags + static_cast<size_t>(lane) * max_chunks : nullptr, first_rank + lane, first_rank + lane};
@@ -177,7 +177,7 @@ struct StagedFlags {
   // lanes may read the chunk's memory, also by bulk loads.
   __device__ bool wait(const Op& op, int rank, int chunk) {
     const uint64_t* flag = flag_of(op, rank, chunk);
-    if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.relay_of(rank))) return false;
+    if (!wait_for_one(op, Phase::kRows, flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
     if (static_cast<int>(threadIdx.x) % 32 == rank % 32) {
       if (rank < 32)
         of_low = max(of_low, chunk);
