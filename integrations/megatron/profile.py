@@ -1,7 +1,7 @@
 """Where the time of one MoE layer goes: host, host waits and kernels, by step of the layer.
 
-    times = profile_layer(layer, step, 5)       # step() runs forward and backward once
-    print(table({"alltoall": ..., "ep_dispatcher": times}))
+    found = profile_layer(layer, forward, backward, 5)   # backward(forward()) is one pass
+    print(table({"alltoall": ..., "ep_dispatcher": found}))
 
 A kernel belongs to the step that launched it, whenever it ran. A host wait is a call that returns when the device has
 got somewhere. Profiling itself slows the host down: compare sides with each other, not with a run without it.
@@ -19,16 +19,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ep_dispatcher.integrations.megatron import plugin
+
 # The steps of a forward pass, in their order.
-OF_DISPATCHER = (
-    "dispatch_preprocess",
-    "token_dispatch",
-    "dispatch_postprocess",
-    "combine_preprocess",
-    "token_combine",
-    "combine_postprocess",
-)
-FORWARD = ("router", *OF_DISPATCHER[:3], "experts", *OF_DISPATCHER[3:])
+FORWARD = ("router", *plugin.STEPS[:3], "experts", *plugin.STEPS[3:])
 REST, BACKWARD, WHOLE = "rest of forward", "backward", "whole"
 ROWS = (*FORWARD, REST, BACKWARD, WHOLE)
 PREFIX = "moe layer: "
@@ -59,7 +53,7 @@ class Profile:
 def _named_steps(layer: Any) -> Iterator[None]:
     """Give profilers the steps of the layer by name."""
     owners = [(layer.router, "forward", "router"), (layer.experts, "forward", "experts")]
-    owners += [(layer.token_dispatcher, name, name) for name in OF_DISPATCHER]
+    owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
         setattr(owner, method, _named(getattr(owner, method), step))
     try:
