@@ -51,6 +51,9 @@ def test_each_time_goes_to_the_step_that_it_belongs_to():
     assert found.steps["experts"] == Times()
     assert found.idle == 10 + 16 + 40
     assert profile.summarise([*one_pass, *one_pass], 2).steps == found.steps
+    # A recompute runs the router again, in the backward.
+    again = profile.summarise([*one_pass, event(PREFIX + "router", 55, 58)], 1)
+    assert again.steps["router"].host == 13 and again.steps["rest of forward"] == found.steps["rest of forward"]
     shown = profile.table({"alltoall": found, "ep_dispatcher": found})
     assert "token_dispatch" in shown and "the device ran nothing for 66 us with alltoall" in shown
 

@@ -112,8 +112,11 @@ def summarise(events: Iterable[Any], num_passes: int) -> Profile:
         for name in {step, WHOLE}:
             steps[name].waits += waits if step != WHOLE else 0  # the wait at the end of a pass is the profile's own
             steps[name].kernels += kernels
-    for name in FORWARD:  # the rest is what is in no step
-        steps[REST].host -= steps[name].host
+    # The rest of a forward is in no step. A recompute runs steps in the backward: they are not of the forward.
+    forwards = [w for name, w in windows if name == REST]
+    for name, window in windows:
+        if name in FORWARD and any(w.start <= window.start < w.end for w in forwards):
+            steps[REST].host -= window.end - window.start
     for times in steps.values():
         times.host, times.waits, times.kernels = (t / num_passes for t in (times.host, times.waits, times.kernels))
     return Profile(steps, _idle(events, [w for name, w in windows if name == WHOLE]) / num_passes)
