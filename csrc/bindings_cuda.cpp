@@ -38,6 +38,11 @@ void launch_dispatch(const ep::cuda::Engine& engine, const ep::cuda::DispatchArg
   engine.dispatch(args, pointer<int32_t>(plan), kStages, kPulls, pointer<CUstream_st>(stream));
 }
 
+template <bool kPushes, bool kReduces>
+void launch_combine(const ep::cuda::Engine& engine, const ep::cuda::CombineArgs& args, Address plan, Address stream) {
+  engine.combine(args, pointer<int32_t>(plan), kPushes, kReduces, pointer<CUstream_st>(stream));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(EP_MODULE, m) {
@@ -54,7 +59,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("lists", Phase::kLists)
       .value("rows", Phase::kRows)
       .value("free_slots", Phase::kFreeSlots)
-      .value("partial_sums", Phase::kSums);
+      .value("partial_sums", Phase::kSums)
+      .value("weights", Phase::kWeights);
   py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
@@ -105,6 +111,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   combine.def(py::init<>()).def_readwrite("num_tokens", &CombineArgs::num_tokens);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
+  address(combine, "factors", &CombineArgs::factors);
   address(combine, "out", &CombineArgs::out);
   address(combine, "out_weights", &CombineArgs::out_weights);
 
@@ -161,8 +168,10 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("prepare", launch_dispatch<true, false>)
       .def("pull", launch_dispatch<false, true>)
       .def("dispatch", launch_dispatch<true, true>)
-      .def("combine", [](const Engine& e, const CombineArgs& args, Address plan,
-                         Address stream) { e.combine(args, pointer<int32_t>(plan), pointer<CUstream_st>(stream)); })
+      // `push` sends the partial sums, `reduce` sums them; `combine` is both in one launch.
+      .def("push", launch_combine<true, false>)
+      .def("reduce", launch_combine<false, true>)
+      .def("combine", launch_combine<true, true>)
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).

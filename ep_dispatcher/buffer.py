@@ -97,6 +97,7 @@ class Buffer:
         num_sms: int | None = None,
     ):
         self._engine: engines.Engine | None = None
+        self._unreceived: str | None = None  # operation whose hook is not called yet
         if not dist.is_initialized():
             given = "None" if group is None else type(group).__name__
             checks.fail(
@@ -215,8 +216,7 @@ class Buffer:
                       expert_alignment only rounds rows_per_expert up.
                       "decode": every local expert has room for all tokens of all ranks, so shapes do not depend on
                       counts, as masked grouped GEMMs want it. Rows are ordered as in expert layout. Give no
-                      topk_weights, max_recv_rows or expert_alignment. Nothing has a gradient. The CPU engine alone
-                      has this layout so far
+                      topk_weights, max_recv_rows or expert_alignment. Nothing has a gradient
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
         handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must be None then, and all
                       ranks must pass the handle of the same dispatch
@@ -227,8 +227,10 @@ class Buffer:
                       or destroy() (the buffer is finished). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; then hidden is a multiple of 512
-        return_hook   decode layout: the call sends, and out.hook() receives. The CPU engine does both in the call. Not
-                      together with async_finish
+        return_hook   decode layout: the call sends, and out.hook() receives, in the stream that is current then. No
+                      multiprocessor is in use in between. Call the hook before any other operation of this buffer;
+                      another buffer may be used meanwhile. The CPU engine does both in the call. Not together with
+                      async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -533,11 +535,20 @@ class Buffer:
         weights = None if topk_weights is None else combined.topk_weights
         return CombineOutput(combined.x, weights, self._event())
 
-    def _launch_dispatch(self, request: DispatchRequest) -> Received:
-        return self._explaining(self._live_engine().dispatch, request.plain())
+    def _launch_dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
+        self._check_received("dispatch")
+        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends)
 
-    def _launch_combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
-        return self._explaining(self._live_engine().combine, request.plain(), weights)
+    def _launch_combine(
+        self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False
+    ) -> Combined:
+        self._check_received("combine")
+        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends)
+
+    def _check_received(self, operation: str) -> None:
+        """Refuse an operation while another one waits for its hook."""
+        if self._unreceived is not None:
+            checks.fail("hook", f"a {operation} before the hook of the {self._unreceived}", "that hook() first")
 
     def _event(self) -> Event:
         """Return the event of the last operation. It words errors as the operation does."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,8 @@ def dispatch(
     async_finish: bool,
 ) -> DispatchOutput:
     """Check what decode layout alone refuses, run the dispatch, and give its rows their shape."""
-    config, engine, hook = buffer._config, buffer._live_engine(), _hook(return_hook, async_finish)
+    config, engine = buffer._config, buffer._live_engine()
+    _check_hook(return_hook, async_finish)
     if handle is None:
         checks.one_of("layout", layout, engine.layouts)
     if topk_weights is not None:
@@ -77,7 +79,7 @@ def dispatch(
         x = _with_powers_of_two(buffer, x, quantize)
         quantize = None
     out = buffer._checked_dispatch(
-        buffer._launch_dispatch,
+        partial(buffer._launch_dispatch, only_sends=return_hook),
         x,
         topk_idx,
         None,
@@ -93,12 +95,21 @@ def dispatch(
 
     rows: Tensor | tuple[Tensor, Tensor]
     if isinstance(out.x, Tensor):
-        rows = by_expert(out.x)
+        rows, complete = by_expert(out.x), _nothing
     else:
-        scales = by_expert(float8.packed_exponents(out.x[1]) if packs else out.x[1])
-        pair = by_expert(out.x[0]), float8.column_major(scales)
+        received = by_expert(out.x[1])
+        columns = received.shape[2] // (float8.SCALES_OF_INT if packs else 1)
+        dtype = torch.int32 if packs else torch.float32
+        # Scales of one column are beside each other, as masked grouped GEMMs take them.
+        scales = received.new_empty(len(received), columns, rows_per_group, dtype=dtype).transpose(1, 2)
+        pair = by_expert(out.x[0]), scales
         rows = pair if packs else float8.QuantizedRows(*pair)
+
+        def complete() -> None:
+            scales.copy_(float8.packed_exponents(received) if packs else received)
+
     counts = out.tokens_per_expert.int()
+    hook = _complete(buffer, "dispatch", complete, return_hook)
     return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=hook)
 
 
@@ -114,7 +125,8 @@ def combine(
     async_finish: bool,
 ) -> CombineOutput:
     """Check the arguments, and run the combine of decode layout."""
-    config, engine, hook = buffer._config, buffer._live_engine(), _hook(return_hook, async_finish)
+    config, engine = buffer._config, buffer._live_engine()
+    _check_hook(return_hook, async_finish)
     checks.handle(handle, buffer.id)
     if topk_weights is not None:
         checks.fail("topk_weights", "a tensor", "None with a handle of layout='decode', which takes weights")
@@ -125,9 +137,13 @@ def combine(
     if out is not None:
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), engine.device)
     request = CombineRequest(y.reshape(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
-    combined = buffer._launch_combine(request, plain(weights))
-    if out is not None:
-        out.detach().copy_(combined.x)
+    combined = buffer._launch_combine(request, plain(weights), only_sends=return_hook)
+
+    def complete() -> None:
+        if out is not None:
+            out.detach().copy_(combined.x)
+
+    hook = _complete(buffer, "combine", complete, return_hook)
     return CombineOutput(combined.x if out is None else out, None, buffer._event(), hook)
 
 
@@ -153,8 +169,31 @@ def _with_powers_of_two(
     return float8.quantize(x, powers_of_two=True)
 
 
-def _hook(wanted: bool, async_finish: bool) -> Callable[[], None] | None:
-    """Return a function that does nothing, if one is wanted: the CPU engine has received when its call returns."""
+def _check_hook(wanted: bool, async_finish: bool) -> None:
     if wanted and async_finish:
         checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
-    return (lambda: None) if wanted else None
+
+
+def _complete(
+    buffer: Buffer, operation: str, complete: Callable[[], None], with_hook: bool
+) -> Callable[[], None] | None:
+    """Complete an operation that has been launched: now, or in the hook that is returned."""
+    if not with_hook:
+        complete()
+        return None
+    buffer._unreceived = operation
+    received = False
+
+    def hook() -> None:
+        nonlocal received
+        if received:
+            return
+        received, buffer._unreceived = True, None
+        buffer._explaining(buffer._live_engine().receive)
+        complete()
+
+    return hook
+
+
+def _nothing() -> None:
+    """Complete nothing."""

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from conftest import on
+from round_trip import device as device_name
 from round_trip import inputs as inputs_of
 from round_trip import make_buffer as make_small_buffer
 from round_trip import round_trip
@@ -26,7 +27,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, float8, reference
-from ep_dispatcher.testing import ROUTINGS
+from ep_dispatcher.testing import ROUTINGS, device_of
 
 LIMIT_S = 1.0
 
@@ -69,26 +70,33 @@ def weights_of(case: Case, inputs: Inputs, rank: int) -> Tensor:
     return weights.masked_fill(idx < 0, float("nan"))
 
 
-def run_case(rank: int, case: Case, inputs: Inputs, again: list, options: dict):
+def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, options: dict):
     """Dispatch and combine, then the same with other rows on the cached handle. Unwritten memory is NaN."""
+    device = device_of(engine, rank)
     torch.set_num_threads(case.threads)
     quantize = "e4m3_1x128" if case.payload == "quantize" else None
     results, handle = [], None
-    with make_buffer(case, "cpu", most_tokens(inputs)) as buffer, uninitialised_memory_is_nan():
+    with make_buffer(case, engine, most_tokens(inputs)) as buffer, uninitialised_memory_is_nan():
         for x in (inputs.x[rank], again[rank]):
-            topk_idx = inputs.topk_idx[rank] if handle is None else None
+            topk_idx = to(device, inputs.topk_idx[rank]) if handle is None else None
             layout = {} if handle else {"layout": "decode"}
-            received = buffer.dispatch(x, topk_idx, quantize=quantize, handle=handle, **layout, **options)
+            received = buffer.dispatch(to(device, x), topk_idx, quantize=quantize, handle=handle, **layout, **options)
             handle = received.handle
             if options:
+                other = error_of(buffer.dispatch, to(device, x), to(device, inputs.topk_idx[rank]))
+                assert other.startswith("hook: given a dispatch before the hook of the dispatch, allowed: that hook()")
                 received.hook()
             counts = received.tokens_per_expert
             rows = received.x if isinstance(received.x, tuple) else (received.x,)
-            y = results_of_experts(case, counts.tolist(), rows[0].shape[1], rank)
-            out = torch.empty(len(x), case.hidden, dtype=case.dtype, requires_grad=True) if options else None
-            combined = buffer.combine(y, handle, weights=weights_of(case, inputs, rank), out=out, **options)
+            y = to(device, results_of_experts(case, counts.tolist(), rows[0].shape[1], rank))
+            weights, num_tokens, out = to(device, weights_of(case, inputs, rank)), len(inputs.topk_idx[rank]), None
             if options:
+                out = torch.empty(num_tokens, case.hidden, dtype=case.dtype, device=device, requires_grad=True)
+            combined = buffer.combine(y, handle, weights=weights, out=out, **options)
+            if options:
+                assert "the hook of the combine" in error_of(buffer.combine, y, handle, weights=weights)
                 combined.hook()
+                combined.hook()  # a second call does nothing
                 assert combined.x is out
             else:
                 assert received.hook is combined.hook is None
@@ -131,29 +139,34 @@ def assert_case(case: Case, inputs: Inputs, again: list, ranks: list) -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_every_bit(pools, case):
+def test_every_bit(pools, engine, case):
     inputs = make_inputs(case)
     again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
-    assert_case(case, inputs, again, pools(case.num_ranks).run(run_case, case, inputs, again, {}))
+    assert_case(case, inputs, again, pools(case.num_ranks).run(run_case, engine, case, inputs, again, {}))
 
 
-def test_hooks_and_given_outputs_change_no_bit(pools):
-    case = Case(2, 1, torch.bfloat16, layout="decode", weighted=False, tokens="uneven")
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("payload", ["rows", "quantize"])
+def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, ranks_per_node):
+    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=512)
+    case = Case(2, ranks_per_node, torch.bfloat16, **shape)
     inputs = make_inputs(case)
     again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
-    assert_case(case, inputs, again, pools(2).run(run_case, case, inputs, again, {"return_hook": True}))
+    assert_case(case, inputs, again, pools(2).run(run_case, engine, case, inputs, again, {"return_hook": True}))
 
 
-def packed_scales(rank: int, case: Case, inputs: Inputs):
-    with make_buffer(case, "cpu", most_tokens(inputs)) as buffer:
+def packed_scales(rank: int, engine: str, case: Case, inputs: Inputs):
+    device = device_of(engine, rank)
+    x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+    with make_buffer(case, engine, most_tokens(inputs)) as buffer:
         options = dict(layout="decode", quantize="e4m3_1x128")
-        plain = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], **options).x[1]
-        out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], scale_format="ue8m0", **options)
+        plain = buffer.dispatch(x, topk_idx, **options).x[1]
+        out = buffer.dispatch(x, topk_idx, scale_format="ue8m0", **options)
         assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
         return out.tokens_per_expert, out.x, plain.stride(), out.x[1].stride()
 
 
-def test_packed_scales(pools):
+def test_packed_scales(pools, engine):
     """Powers of two, four exponents in an int32; the rows of an expert lie beside each other in memory."""
     case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=1024, layout="decode", weighted=False)
     inputs = make_inputs(case)
@@ -161,7 +174,9 @@ def test_packed_scales(pools):
     pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
     options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=most_tokens(inputs))
     received = reference.dispatch(pairs, inputs.topk_idx, None, **options)
-    for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(pools(2).run(packed_scales, case, inputs)):
+    for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(
+        pools(2).run(packed_scales, engine, case, inputs)
+    ):
         assert plain_stride == (8 * rows_per_group, 1, rows_per_group)
         assert stride == (2 * rows_per_group, 1, rows_per_group)
         assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, 2)
@@ -181,38 +196,45 @@ def test_powers_of_two_are_the_next_ones():
     assert (ep.dequantize((rows, scales), torch.float32) - x).abs().le(x / 16).all()
 
 
-def many_steps(rank: int, case: Case, steps: list[Inputs]):
-    with make_buffer(case, "cpu", 64) as buffer:
+def many_steps(rank: int, engine: str, case: Case, steps: list[Inputs]):
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, 64) as buffer:
         results = []
         for inputs in steps:
-            out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
-            other = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank])  # operations of all layouts take turns
+            x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+            out = buffer.dispatch(x, topk_idx, layout="decode")
+            other = buffer.dispatch(x, topk_idx)  # operations of all layouts take turns
             buffer.combine(other.x, other.handle)
-            weights = weights_of(case, inputs, rank)
+            weights = to(device, weights_of(case, inputs, rank))
             results.append(buffer.combine(torch.nan_to_num(out.x), out.handle, weights=weights).x)
         return results
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_many_steps(pools, ranks_per_node):
+def test_many_steps(pools, engine, ranks_per_node):
     """Tokens come back as themselves times the sum of their weights, step after step."""
     case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
     steps = [make_inputs(dataclasses.replace(case, routing="masked"), seed) for seed in range(25)]
-    for rank, results in enumerate(pools(4).run(many_steps, case, steps)):
+    for rank, results in enumerate(pools(4).run(many_steps, engine, case, steps)):
         for inputs, result in zip(steps, results, strict=True):
             x = torch.nan_to_num(inputs.x[rank])
             expected = x * torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
-    x, idx = inputs.x[rank], inputs.topk_idx[rank]
-    weights = weights_of(case, inputs, rank)
-    with make_buffer(case, "cpu", 32) as buffer:
+def operations_so_far(buffer: ep.Buffer) -> int:
+    engine = buffer._engine
+    return engine._c.epoch if buffer.engine == "cpu" else engine._read_state(engine._state.cpu())[0]
+
+
+def wrong_arguments(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    device = device_of(engine, rank)
+    x, idx, weights = (to(device, t) for t in (inputs.x[rank], inputs.topk_idx[rank], weights_of(case, inputs, rank)))
+    with make_buffer(case, engine, 32) as buffer:
         out = buffer.dispatch(x, idx, layout="decode")
         y, flat = torch.zeros_like(out.x), buffer.dispatch(x, idx)
         gradient, both = "decode layout has no gradients", dict(return_hook=True, async_finish=True)
-        before = buffer._engine._c.epoch
+        before = operations_so_far(buffer)
         wrong = [
             (buffer.dispatch, (x, idx, weights), dict(layout="decode"), "topk_weights: given a tensor"),
             (buffer.dispatch, (x, idx), dict(layout="decode", max_recv_rows=9), "max_recv_rows: given 9"),
@@ -246,13 +268,13 @@ def wrong_arguments(rank: int, case: Case, inputs: Inputs) -> None:
         for call, given, options, words in wrong:
             text = error_of(call, *given, **options)
             assert words in text and "allowed:" in text, text
-        assert buffer._engine._c.epoch == before, "something was sent"
+        assert operations_so_far(buffer) == before, "something was sent"
         buffer.combine(y, out.handle, weights=weights)
 
 
-def test_wrong_arguments_are_value_errors(pools):
+def test_wrong_arguments_are_value_errors(pools, engine):
     case = Case(2, 2, layout="decode", weighted=False)
-    pools(2).run(wrong_arguments, case, make_inputs(case))
+    pools(2).run(wrong_arguments, engine, case, make_inputs(case))
 
 
 def too_many_rows(rank: int) -> str:
@@ -286,28 +308,36 @@ def test_counters_have_the_weights(pools, ranks_per_node):
         assert read == items * 3 * 4 > 0
 
 
-def other_handle(rank: int, ranks_per_node: int) -> str:
+def other_handle(rank: int, engine: str, ranks_per_node: int) -> str:
     """Rank 3 combines with another dispatch than the others. Returns the error; the buffer works afterwards."""
-    x, topk_idx, topk_weights = inputs_of(rank)
-    with make_small_buffer(engine="cpu", ranks_per_node=ranks_per_node) as buffer:
+    with make_small_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        x, topk_idx, topk_weights = inputs_of(rank, device=device_name(buffer))
         first, second = (buffer.dispatch(x, topk_idx, layout="decode") for _ in range(2))
         handle = (second if rank == 3 else first).handle
-        text = error_of(buffer.combine, torch.zeros_like(first.x), handle, weights=topk_weights)
+
+        def combine() -> None:
+            buffer.combine(torch.zeros_like(first.x), handle, weights=topk_weights).event.synchronize()
+
+        text = error_of(combine)
         round_trip(buffer)
         return text
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_another_handle_is_an_error_on_all_ranks(pools, ranks_per_node):
-    (text,) = set(pools(4).run(other_handle, ranks_per_node))
+def test_another_handle_is_an_error_on_all_ranks(pools, engine, ranks_per_node):
+    (text,) = set(pools(4).run(other_handle, engine, ranks_per_node))
     assert text.startswith("handle: rank 3 gave the plan of epoch 2, rank 0 gave the plan of epoch 1")
 
 
 @pytest.mark.parametrize("other", ["combine", "cached dispatch", "dispatch"])
-def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, other):
-    ranks = pools(4).run(mix_operations_on_one_node, "cpu", "decode combine", other, 3)
+def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, engine, other):
+    ranks = pools(4).run(mix_operations_on_one_node, engine, "decode combine", other, 3)
     (text,) = {message for messages in ranks for message in messages}
-    assert text.startswith("operation: rank 3 is in a ") and "rank 0 is in a combine of decode layout" in text
+    if engine == "cuda" and other == "combine":  # there it is a combine like others, with another plan
+        assert text.startswith("handle: rank 3 gave the plan of ")
+    else:
+        assert text.startswith("operation: rank 3 is in a ") and "rank 0 is in a combine" in text
+        assert ("of decode layout" in text) == (engine == "cpu")
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
@@ -338,12 +368,56 @@ def test_a_rank_that_is_late_with_its_weights_is_named(pools, ranks_per_node, ph
     assert (error.operation, error.phase, error.late_ranks) == ("combine", phase, (1,))
 
 
-def refused(rank: int, case: Case, inputs: Inputs) -> str:
+def replay(rank: int, case: Case, steps: list[Inputs], hooked: bool) -> list[Tensor]:
+    """Capture a dispatch and a combine once, and replay them for every step."""
+    device, results = device_of("cuda", rank), []
     with make_buffer(case, "cuda", 32) as buffer:
-        return error_of(buffer.dispatch, to("cuda", inputs.x[0]), to("cuda", inputs.topk_idx[0]), layout="decode")
+        given = [to(device, t[rank].clone()) for t in (steps[0].x, steps[0].topk_idx)]
+        weights = to(device, weights_of(case, steps[0], rank))
+
+        def run() -> Tensor:
+            out = buffer.dispatch(*given, layout="decode", return_hook=hooked)
+            if hooked:
+                out.hook()
+            combined = buffer.combine(out.x, out.handle, weights=weights, return_hook=hooked)
+            if hooked:
+                combined.hook()
+            return combined.x
+
+        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            result = run()
+        for inputs in steps:
+            for tensor, value in zip((*given, weights), (inputs.x, inputs.topk_idx, None)):
+                value = weights_of(case, inputs, rank) if value is None else value[rank]
+                tensor.copy_(to(device, value))
+            graph.replay()
+            buffer.check()
+            results.append(result.cpu())
+    return results
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("engine", [on("cuda")])
-def test_the_cuda_engine_says_that_it_has_no_decode_layout(pools, engine):
-    case = Case(1, 1, layout="decode", weighted=False)
-    assert pools(1).run(refused, case, make_inputs(case)) == ["layout: given 'decode', allowed: 'expert', 'rank'"]
+def test_graphs(pools, engine, ranks_per_node, hooked):
+    case = Case(2, ranks_per_node, torch.bfloat16, layout="decode", weighted=False, num_topk=3)
+    steps = [make_inputs(case, seed) for seed in range(5)]
+    for rank, results in enumerate(pools(2).run(replay, case, steps, hooked)):
+        for inputs, seen in zip(steps, results, strict=True):
+            received = reference.dispatch(
+                inputs.x, inputs.topk_idx, None, num_experts=case.num_experts, layout="decode", max_tokens_per_rank=32
+            )
+            combined = reference.combine(
+                [out.x for out in received],
+                received,
+                inputs.topk_idx,
+                num_experts=case.num_experts,
+                node_of=case.node_of,
+                layout="decode",
+                factors=[weights_of(case, inputs, source) for source in range(2)],
+            )
+            assert_same(seen, combined[rank][0], f"rank {rank}")

@@ -576,9 +576,8 @@ def operations_of(buffer: ep.Buffer, rank: int):
         "cached dispatch": lambda: buffer.dispatch(given[0], None, given[2], handle=out.handle),
         "combine": lambda: buffer.combine(out.x, out.handle),
     }
-    if buffer.engine == "cpu":
-        decoded = buffer.dispatch(*given[:2], layout="decode")
-        calls["decode combine"] = lambda: buffer.combine(decoded.x, decoded.handle, weights=given[2])
+    decoded = buffer.dispatch(*given[:2], layout="decode")
+    calls["decode combine"] = lambda: buffer.combine(decoded.x, decoded.handle, weights=given[2])
     return {name: lambda call=call: call().event.synchronize() for name, call in calls.items()}
 
 

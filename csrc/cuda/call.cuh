@@ -55,6 +55,11 @@ __device__ inline Difference find_difference(const Op& op) {
   return {true, which, rank, value_of(rank, which), value_of(0, which)};
 }
 
+// [thread] Return the phase of a wait for Calls.
+__device__ inline Phase phase_of_calls(const Op& op) {
+  return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+}
+
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
 // `keeps`, block 0 keeps a difference as the operation's mistake.
 // After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
@@ -62,8 +67,7 @@ __device__ inline Difference find_difference(const Op& op) {
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
   const Context& context = op.context;
   // Wait for the Calls and compare.
-  const Phase phase = op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
-  if (!wait_for_ranks(op, phase, context.own.called, op.epoch)) return Verdict::kAborted;
+  if (!wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch)) return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
   // Keep the difference.

@@ -1,6 +1,7 @@
 // Combine. Most blocks push: they sum the rows of every item and store the sum at the token's owner, chunk by chunk.
 // The others reduce: they wait for chunks and sum the partial sums of each token. Tokens of other nodes come first, and
-// rail blocks send their sums home. A pushing block reduces too, after its last push.
+// rail blocks send their sums home. A pushing block reduces too, after its last push. In decode layout the factors of
+// all tokens travel first, and the pushes multiply by them.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 #include "cuda/push.cuh"
@@ -12,10 +13,12 @@ namespace {
 
 using Block = Team<0, 0, Pipeline::kThreads>;
 
-// [thread] Return the number of pushing blocks, from block 0 on: at least 1. Pushing and reducing are weighed by their
-// rows to read and to write: a rank with many received items pushes with nearly all blocks. Never use more blocks than
-// saturate the links. All threads of a launch compute the same number.
+// [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Pushing and
+// reducing are weighed by their rows to read and to write: a rank with many received items pushes with nearly all
+// blocks. Never use more blocks than saturate the links. All threads of a launch compute the same number.
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
+  if (!params.pushes) return 0;
+  if (!params.reduces) return op.num_blocks;
   if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all push, then all reduce
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
@@ -38,21 +41,27 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   set(Field::kPlan, head.made);
   set(Field::kWeights, params.args.topk_weights != nullptr);
   call.num_tokens = params.args.num_tokens;
-  call.num_chunks = end_of_pushed(op, head);
+  call.num_chunks =
+      params.args.factors ? 0 : end_of_pushed(op, head);  // with factors no rank pushes after a difference
   // `Block` only numbers the threads here: warp 0 has one for each rank of the node. `announce` has no barrier, and no
   // counts need one.
   announce<Block>(op, call);
 }
 
-// [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree.
-// Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the verdict. Return kAborted
-// after an abort of this rank, else the verdict of `agree`.
+// [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree;
+// with factors before both. Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the
+// verdict. Return kAborted after an abort of this rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
-  if (pushers.block < pushers.num_blocks) push_items(op, params, pushers, memory, preparer);
-  Verdict verdict = agree(op);
-  if (verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
+  const bool agrees_first = params.pushes && params.args.factors;
+  Verdict verdict = agrees_first ? agree(op) : Verdict::kAgree;
+  if (agrees_first && verdict == Verdict::kAgree && !wait_for_factors(op)) verdict = Verdict::kAborted;
+  if (verdict == Verdict::kAgree && pushers.block < pushers.num_blocks)
+    push_items(op, params, pushers, memory, preparer);
+  // The second of two launches does not keep a difference: the first one did.
+  if (params.reduces && !agrees_first) verdict = agree(op, params.pushes);
+  if (params.reduces && verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
     verdict = Verdict::kAborted;
   preparer.end();
   return verdict;
@@ -117,9 +126,14 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
-    if (ok && op.block == 0) announce_combine(op, params);
+    if (ok && op.block == 0 && params.pushes && !params.args.factors) announce_combine(op, params);
   }
   if (!__syncthreads_and(ok)) return;
+  if (op.block == 0 && params.pushes && params.args.factors) {
+    share_factors(op, params);
+    __syncthreads();
+    if (threadIdx.x < 32) announce_combine(op, params);
+  }
 
   // Push the weights: the chunk flags cover them.
   if (pushes && params.args.topk_weights) {
@@ -147,6 +161,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Count this block in. The last one hands the slots back and completes the operation.
   if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
+  if (!params.reduces) return;
   if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
@@ -154,13 +169,15 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
 
 }  // namespace
 
-void Engine::combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const {
+void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
   const Config& config = context_.config;
   CombineParams params{};
   params.args = args;
   params.plan = read_plan(config, plan);
   params.max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
   params.rail_blocks = rail_blocks_;
+  params.pushes = pushes;
+  params.reduces = reduces;
   const auto memory = [&] {
     Cursor c;
     CombineMemory::carve(c, params, context_);

@@ -14,8 +14,11 @@ struct CombineParams {
   uint32_t bay_bytes;         // of a Pipeline
   int num_bays, max_addends;  // of a Pipeline
   int rail_blocks;            // the last blocks of the launch; 0 with one node
-  float reduce_weight;        // time to reduce a row; the time to push a row is 1
-  float saturating;           // pushing blocks that saturate the links if they only store
+  // Tasks of this launch. With `pushes`: announce, and push partial sums. With `reduces`: compare the Calls, reduce,
+  // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
+  bool pushes, reduces;
+  float reduce_weight;  // time to reduce a row; the time to push a row is 1
+  float saturating;     // pushing blocks that saturate the links if they only store
 };
 
 // [thread] Return the number of chunks of a list. The n-th chunks of all lists of a section share a flag.
@@ -33,7 +36,7 @@ struct CombineMemory {
   // [host] [thread] Lay the memory out. Without a base the cursor measures.
   EP_HOST_DEVICE static CombineMemory carve(Cursor& c, const CombineParams& params, const Context& context) {
     CombineMemory memory;
-    memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends);
+    memory.pipeline = Pipeline::carve(c, params.num_bays, params.bay_bytes, params.max_addends, params.args.factors);
     memory.positions = c.take<ItemOrder::Position>(2 * Records::kBatch);
     memory.sources = SourceOrder::carve(c, context.config.num_ranks());
     memory.items = Records::carve(c, context.item_ints * 4);

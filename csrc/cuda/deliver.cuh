@@ -147,9 +147,10 @@ __device__ inline void clear_row(const Op& op, const DispatchParams& params, int
 }
 
 // [team] Clear the output rows from `begin` to the end. Called by the same team in every block; the warps share the
-// rows.
+// rows. In decode layout clear nothing: rows behind an expert's count are not written.
 template <class Team>
 __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t begin) {
+  if (params.args.layout == Layout::kDecode) return;
   const int warp = op.block + op.num_blocks * Team::warp();
   for (int64_t row = begin + warp; row < params.args.num_rows; row += op.num_blocks * Team::kWarps)
     clear_row(op, params, row);
@@ -172,6 +173,7 @@ __device__ inline void clear_padding(const Op& op, const DispatchParams& params)
   const Plan& plan = params.plan;
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
+  if (plan.head->has_decode_layout()) return;
   if (plan.head->has_expert_layout())
     // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {

@@ -1,6 +1,6 @@
 // The CUDA engine of one rank, called by Python. `dispatch` and `combine` launch one kernel on the given stream and do
 // not wait for the device. A dispatch is one launch, or two where Python needs the counts to allocate the outputs:
-// stage, [wait_for_counts], pull.
+// stage, [wait_for_counts], pull. With a hook, dispatch and combine are two launches: the hook makes the second one.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -44,6 +44,7 @@ inline uint32_t tail_bytes(const Config& config, const DispatchArgs& args) {
 struct CombineArgs {
   const char* y = nullptr;              // [num_rows, row_bytes]
   const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
+  const float* factors = nullptr;       // decode layout: [num_tokens, num_topk] of own tokens' rows; else null
   char* out = nullptr;                  // [num_tokens, row_bytes]
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
@@ -67,8 +68,9 @@ class Engine {
   // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, but the
   // second one also the outputs and num_rows.
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
-  // [host] Launch a combine with the plan of a dispatch.
-  void combine(const CombineArgs& args, int32_t* plan, cudaStream_t stream) const;
+  // [host] Launch a combine with the plan of a dispatch: with `pushes` its partial sums, with `reduces` the rest, with
+  // both all in one launch. Two launches of one combine get the same arguments.
+  void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an

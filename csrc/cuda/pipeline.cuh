@@ -23,6 +23,7 @@ struct alignas(16) Work {
   int16_t first_bay;  // of its rows; the others follow
   int8_t num_rows;    // number of addends
   bool stops;         // the last work of its team
+  bool has_factors;   // its addends are multiplied by Pipeline::factors
   int32_t milestone;  // of the sum; before it the warps of the team count themselves in for all lower milestones
 };
 
@@ -60,11 +61,12 @@ struct Pipeline {
   Batch* batches;        // [kBatches]
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
+  float* factors;        // [kQueue, max_addends] of the rows of each work; null: there are none in this launch
   int max_addends;
   int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
 
   // [host] [thread] Lay the pipeline out. Without a base the cursor measures.
-  EP_HOST_DEVICE static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends) {
+  EP_HOST_DEVICE static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends, bool has_factors) {
     Pipeline p;
     p.num_bays = num_bays;
     p.bay_bytes = bay_bytes;
@@ -78,6 +80,8 @@ struct Pipeline {
     p.issued = p.prepared + kBatches;
     p.batches = c.take<Batch>(kBatches);
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
+    p.factors = c.take<float>(has_factors ? kQueue * max_addends : 0);
+    if (!has_factors) p.factors = nullptr;
     return p;
   }
 
@@ -107,9 +111,9 @@ struct Preparer {
   int num_works = 0, num_batches = 0;
   int next_bay = 0;
 
-  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
-  // of each addend, from `offset` on. Wait until the batch before the last one is issued. Then its place is free, and
-  // so are the places of the works: those of kQueue works ago are done.
+  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to, factors)` writes its addends
+  // and, for a work with factors, these. Sum `bytes` of each addend, from `offset` on. Wait until the batch before the
+  // last one is issued. Then its place is free, and so are the places of the works: those of kQueue works ago are done.
   template <class Fill>
   __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
@@ -123,8 +127,10 @@ struct Preparer {
         inclusive_sum(lane < num ? work.num_rows : 0, 1, Pipeline::kBatch);  // bays up to the end of this work
     if (lane < num) {
       work.first_bay = static_cast<int16_t>((next_bay + end - work.num_rows) % pipeline.num_bays);
-      pipeline.queue[QueueRing::place(num_works + lane)] = work;
-      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends);
+      const int in_queue = QueueRing::place(num_works + lane);
+      pipeline.queue[in_queue] = work;
+      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends,
+           pipeline.factors + in_queue * pipeline.max_addends);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     next_bay = (next_bay + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_bays;
@@ -155,14 +161,14 @@ struct Preparer {
     Work work{};
     work.milestone = milestone;
     work.stops = stops;
-    prepare(work, num_teams, 0, 0, [](const char**) {});
+    prepare(work, num_teams, 0, 0, [](const char**, float*) {});
   }
 
   // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. Wait only for
   // places in the queue, as the other functions here.
   __device__ void end() {
     reach(0, true);
-    prepare(Work{}, 0, 0, 0, [](const char**) {});
+    prepare(Work{}, 0, 0, 0, [](const char**, float*) {});
   }
 };
 
@@ -300,7 +306,11 @@ __device__ void consume(const Pipeline& pipeline, int milestone, const Finish& f
     if (work.bytes > 0) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.bay(work.first_bay + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
-      sum_rows<Summing>(row, work.num_rows, work.bytes / 16, to, thread, release);
+      if (work.has_factors)
+        sum_rows<Summing>(row, pipeline.factors + place * pipeline.max_addends, work.num_rows, work.bytes / 16, to,
+                          thread, release);
+      else
+        sum_rows<Summing>(row, NoFactors{}, work.num_rows, work.bytes / 16, to, thread, release);
     } else {
       release();
     }

@@ -97,6 +97,9 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
+  // Decode layout: a group has room for every token of every rank. No alignment pads it.
+  const int64_t rows_per_group =
+      params.args.layout == Layout::kDecode ? int64_t{op.num_ranks()} * op.context.config.max_tokens : 0;
   int64_t begin = 0;
 #pragma unroll 1
   for (int first = 0; first < num_local; first += 32) {
@@ -106,7 +109,7 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
     const int64_t sum = inclusive_sum(padded);
     if (e < num_local) {
       const int64_t group = begin + sum - padded;
-      scratch.expert_before[expert] += static_cast<int>(group);
+      scratch.expert_before[expert] += static_cast<int>(rows_per_group > 0 ? e * rows_per_group : group);
       if (writes) {
         params.plan.expert_rows[e] = static_cast<int>(tokens);
         params.plan.expert_begin[e] = static_cast<int>(group);
@@ -143,7 +146,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     for (int word = 0; word < kRankWords; ++word) num_items += items[word];
     num_items = __reduce_add_sync(~0u, num_items);
     if (lane == 0) {
-      scratch.needed[rank] = params.args.layout == Layout::kExpert ? rows : num_items;
+      scratch.needed[rank] = params.args.layout == Layout::kRank ? num_items : rows;
       scratch.max_rows[rank] = max_rows;
       scratch.items[rank] = items_for(op.context, rank);
     }

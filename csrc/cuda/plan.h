@@ -12,15 +12,16 @@ namespace ep::cuda {
 struct PlanHead {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output
-  int32_t num_rows;                   // rows of the output used by the plan, with padding
+  int32_t num_rows;                   // rows of the output used by the plan, with padding. Decode layout: with tokens
   int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
   int32_t num_items;                  // received items: pairs of source rank and source token
   int32_t num_addends;                // partial sums for this rank's inboxes
   int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
 
 #ifdef __CUDACC__
-  // [thread] Return whether the output has expert layout.
-  __device__ bool has_expert_layout() const { return layout == static_cast<int32_t>(Layout::kExpert); }
+  // [thread] Return whether the output has a row for each local expert of a token: expert and decode layout.
+  __device__ bool has_expert_layout() const { return layout != static_cast<int32_t>(Layout::kRank); }
+  __device__ bool has_decode_layout() const { return layout == static_cast<int32_t>(Layout::kDecode); }
 #endif
 };
 
@@ -28,8 +29,10 @@ struct PlanHead {
 // unusable plan may be unwritten.
 struct Plan {
   PlanHead* head;
-  int32_t* expert_rows;   // [num_local_experts] received tokens, without padding
-  int32_t* expert_begin;  // [num_local_experts + 1] first row of each expert group, then the end
+  int32_t* expert_rows;  // [num_local_experts] received tokens, without padding
+  // [num_local_experts + 1] first row of each expert group, then the end. In decode layout without the rows between
+  // the groups.
+  int32_t* expert_begin;
   // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank or of its rail peer there: number of the
   // token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;

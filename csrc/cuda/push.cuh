@@ -15,9 +15,33 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.config.first_own_chunk() + num_item_chunks(most);
 }
 
+// [block] Write the factors of own tokens to this rank's inbox, where the ranks of the node and the senders read them.
+// Called in block 0, once slots are free: then nobody reads factors of an earlier combine. `called` covers them.
+__device__ inline void share_factors(const Op& op, const CombineParams& params) {
+  const Context& context = op.context;
+  float* const to = context.inbox_for(context.node, &Inbox::weights);
+  const int num = params.args.num_tokens * context.config.num_topk;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < num; i += blockDim.x) to[i] = __ldg(params.args.factors + i);
+}
+
+// [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
+// Calls. Return false after an abort of this rank.
+__device__ inline bool wait_for_factors(const Op& op) {
+  const Context& context = op.context;
+#pragma unroll 1
+  for (int first = 0; context.config.num_nodes > 1 && first < op.num_ranks(); first += 32) {
+    const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
+    const uint64_t* flag = context.own.staged + static_cast<size_t>(rank) * context.max_token_chunks;
+    if (context.node_of(rank) == context.node) flag = nullptr;
+    if (!wait_until(op, Phase::kWeights, flag, op.epoch, rank, context.raiser_of(rank))) return false;
+  }
+  return true;
+}
+
 // [warp] Queue the sums of this part's items, chunk by chunk; ItemOrder keeps all links busy. Called in the preparing
-// warp, once slots are free. Wait only for own loads and for room in the queue. Afterwards no load of items is under
-// way; sums may be.
+// warp, once slots are free, and with factors once these are here. Wait only for own loads and for room in the queue.
+// Afterwards no load of items is under way; sums may be.
 __device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
                                   Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
@@ -48,6 +72,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
     items.wait(first);
     // Lane i fills a work with the i-th item of the batch.
     Work work{};
+    const float* weights = nullptr;  // of the item's token
     const Item item{reinterpret_cast<int32_t*>(items.at(first + lane % kBatch)), max_copies};
     const ItemOrder::Position position = memory.positions[(first + lane) % (2 * kBatch)];
     if (lane < kBatch && first + lane < num) {
@@ -57,11 +82,16 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
       const int local = position.source - op.first_local_rank();
       const bool is_own = local >= 0 && local < op.ranks_per_node();
       work.milestone = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
+      work.has_factors = params.args.factors != nullptr;
+      weights = context.inbox_of(position.source, &Inbox::weights) +
+                static_cast<size_t>(item.token()) * context.config.num_topk;
     }
     // Queue the works with their addends: the rows of y.
-    preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends) {
-      for (int j = 0; j < work.num_rows; ++j)
+    preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends, float* factors) {
+      for (int j = 0; j < work.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
+        if (work.has_factors) factors[j] = __ldcg(weights + item.k(j));
+      }
     });
   }
   // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.

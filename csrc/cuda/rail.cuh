@@ -38,11 +38,6 @@ struct RailWarp {
   // [thread] Return the i-th other node. Every node begins with a different one.
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   __device__ Wire wire() const { return Wire{context}; }
-  // [thread] Return the phase of a wait for Calls.
-  __device__ Phase phase_of_calls() const {
-    return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
-  }
-
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
   // [num_others, max_chunks]. Its index there is this rank's node, numbered without the rail peer's own node.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
@@ -124,7 +119,7 @@ struct RailWarp {
   // ranks of this node, and raise `called` at all of them and here. Return false after an abort of this rank. Called in
   // a relay. If the peer makes no new plan, the copied counts are stale: the Calls differ, so no rank reads them.
   __device__ bool relay_call(int node, bool has_counts) const {
-    if (!wait_for_peer(phase_of_calls(), node, context.own.call_arrived)) return false;
+    if (!wait_for_peer(phase_of_calls(op), node, context.own.call_arrived)) return false;
     const int source = context.rail_peer(node);
     for (int local = 0; local < op.ranks_per_node(); ++local) {
       if (local == context.local) continue;

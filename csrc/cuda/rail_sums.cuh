@@ -1,5 +1,5 @@
 // The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
-// relay those sent to this rank.
+// relay those sent to this rank. In decode layout factors of tokens go before.
 #pragma once
 #include "cuda/combine.cuh"
 #include "cuda/rail.cuh"
@@ -34,6 +34,31 @@ struct CombineRailWarp : RailWarp {
     add_bytes(context.state->bytes_sent, to, num * (context.row_bytes + weight_bytes));
   }
 
+  // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
+  // begun this combine, so nobody there uses the memory. Called in senders, once all ranks agree.
+  __device__ void send_factors(const CombineParams& params) const {
+    float* const factors = context.inbox_for(context.node, &Inbox::weights);
+    // Whole vectors: up to 12 bytes more go to the padding behind the array.
+    const int num = params.args.num_tokens * context.config.num_topk;
+    const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
+    for (int i = sender(); i < num_others; i += num_senders) {
+      // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
+      wire().put(node(i), factors, factors, bytes);
+      __syncwarp();
+      if (lane == 0)
+        wire().signal(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks), op.epoch);
+      add_bytes(context.state->lists_sent, node(i), bytes);
+    }
+  }
+
+  // [warp] Wait for the factors of the rail peer on `node`, and raise its first `staged` flag at every rank of this
+  // node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  __device__ bool relay_factors(int node) const {
+    if (!wait_for_peer(Phase::kWeights, node, context.own.rows_arrived, context.max_token_chunks)) return false;
+    raise(context.own.staged + static_cast<size_t>(context.rail_peer(node)) * context.max_token_chunks);
+    return true;
+  }
+
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
   // Return false after an abort of this rank. Called in senders, once all ranks agree.
   __device__ bool send_sums(const CombineParams& params) const {
@@ -66,13 +91,21 @@ struct CombineRailWarp : RailWarp {
   }
 };
 
-// [warp] Do one rail warp's part of a combine: exchange Calls, agree, then send or relay. Called in all warps of rail
-// blocks. Return what `agree` found, or kAborted after an abort of this rank.
+// [warp] Do one rail warp's part of a combine: exchange Calls, agree, send or relay factors, then sums. Called in all
+// warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params) {
   const CombineRailWarp warp(op);
-  if (!warp.exchange_calls(false)) return Verdict::kAborted;
+  if (params.pushes && !warp.exchange_calls(false)) return Verdict::kAborted;
+  if (!params.reduces && !params.args.factors) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
-  if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
+  if (verdict != Verdict::kAgree) return verdict;
+  if (params.pushes && params.args.factors) {
+    if (!warp.relays())
+      warp.send_factors(params);
+    else if (!warp.relay_factors(warp.node(warp.warp)))
+      return Verdict::kAborted;
+  }
+  if (!params.reduces || !params.plan.head->usable) return verdict;
   const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params);
   return ok ? verdict : Verdict::kAborted;
 }

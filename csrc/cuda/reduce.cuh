@@ -171,7 +171,7 @@ struct Reducer {
     for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && item_numbers[local] >= 0;
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
     const char* slots = context.inbox_for(tokens.node, &Inbox::slots);
-    preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends) {
+    preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends, float*) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)

@@ -245,7 +245,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   const Scan scan(op, params, scratch, warp);
   const int num_local = context.num_local_experts, locals = config.ranks_per_node;
   const int num_vectors = scan.choices_per_token / kChoices;
-  const bool expert_layout = params.args.layout == Layout::kExpert;
+  const bool expert_layout = params.args.layout != Layout::kRank;
   const auto item_of = [&](int rank, int number) {
     return Item{scratch.items[rank] + static_cast<size_t>(number) * context.item_ints, context.max_copies};
   };

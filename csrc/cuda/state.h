@@ -5,7 +5,15 @@
 namespace ep::cuda {
 
 // The purpose of a wait, for PeerTimeoutError. bindings_cuda.cpp names the values.
-enum class Phase : int32_t { kFreeStaging = 0, kCounts = 1, kLists = 2, kRows = 3, kFreeSlots = 4, kSums = 5 };
+enum class Phase : int32_t {
+  kFreeStaging = 0,
+  kCounts = 1,
+  kLists = 2,
+  kRows = 3,
+  kFreeSlots = 4,
+  kSums = 5,
+  kWeights = 6
+};
 // Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
 

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ep::cuda {
 
@@ -86,15 +87,20 @@ __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
   return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
 }
 
+// Stands for the factors of a sum without any.
+struct NoFactors {};
+
 // [team] Sum rows of num_vectors vectors from shared memory to global memory, in the order of rows. Without rows store
 // zeros. No barrier.
 //   thread: number of this thread in its team
 //   row(j): address of row j
+//   factors: `const float*` in shared memory, one for each row; products are rounded to float32. Or NoFactors
 //   release(): called once by every thread, after its last read of the rows and before its last stores
-template <class Summing, class Row, class Release>
-__device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_vectors, uint4* to, int thread,
-                                         const Release& release) {
+template <class Summing, class Row, class Factors, class Release>
+__device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors, int num_rows, int num_vectors,
+                                         uint4* to, int thread, const Release& release) {
   using T = typename Summing::T;
+  constexpr bool kHasFactors = !std::is_same_v<Factors, NoFactors>;
   constexpr int kVectors = Summing::kVectors, kStep = kVectors * Summing::kThreads;
   for (int begin = 0; begin < num_vectors; begin += kStep) {
     const auto at = [&](int i) { return begin + thread + i * Summing::kThreads; };
@@ -105,19 +111,23 @@ __device__ __forceinline__ void sum_rows(const Row& row, int num_rows, int num_v
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
         if (at(i) < num_vectors) vectors[i] = from[at(i)];
-      if (num_rows == 1) break;  // one row needs no float32
+      if (num_rows == 1 && !kHasFactors) break;  // one row needs no float32
+      float factor = 1;
+      if constexpr (kHasFactors) factor = factors[j];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float values[T::kElements];
         T::load(vectors[i], values);
 #pragma unroll
-        for (int e = 0; e < T::kElements; ++e) total[i][e] += values[e];
+        for (int e = 0; e < T::kElements; ++e)
+          total[i][e] += kHasFactors ? __fmul_rn(factor, values[e]) : values[e];  // not one fused operation
       }
     }
     if (begin + kStep >= num_vectors) release();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
-      if (at(i) < num_vectors) to[at(i)] = num_rows == 1 ? plus_zero<T>(vectors[i]) : T::round(total[i]);
+      if (at(i) < num_vectors)
+        to[at(i)] = num_rows == 1 && !kHasFactors ? plus_zero<T>(vectors[i]) : T::round(total[i]);
   }
 }
 

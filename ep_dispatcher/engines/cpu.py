@@ -119,7 +119,7 @@ class CpuEngine:
             self._connections.free()
             raise
 
-    def dispatch(self, request: DispatchRequest) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
         if request.quantize:
             rows, scales = float8.quantize(request.rows)
             request = request._replace(rows=rows, scales=scales)
@@ -206,7 +206,7 @@ class CpuEngine:
             plan=plan,
         )
 
-    def combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
+    def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden)
         weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
@@ -231,6 +231,9 @@ class CpuEngine:
                 rail.wait(receive)
             c.sum(topk_weights, address_of(x), address_of(weights_out))
         return Combined(x, weights_out)
+
+    def receive(self) -> None:
+        """Do nothing: every operation is complete when its call returns."""
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""

@@ -69,7 +69,7 @@ class StreamEvent:
 
 class CudaEngine:
     device = "cuda"
-    layouts: tuple[str, ...] = ("expert", "rank")
+    layouts: tuple[str, ...] = ("expert", "rank", "decode")
     rows_on_host: Tensor | None = None
 
     def __init__(self, config: EngineConfig):
@@ -81,6 +81,9 @@ class CudaEngine:
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
+        # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
+        # addresses these hold.
+        self._unreceived: tuple[str, Callable[..., None], Any, Tensor, tuple[Tensor | None, ...]] | None = None
         with config.gather.same_on_all_ranks():
             check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
             self._regions = regions_of(config)
@@ -142,7 +145,7 @@ class CudaEngine:
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
-    def dispatch(self, request: DispatchRequest) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         counted = plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
@@ -189,7 +192,11 @@ class CudaEngine:
             args.out_scales = address_of(received.scales if num_scales else None)
             args.out_weights = address_of(None if topk_weights is None else received.topk_weights)
             args.out_topk_idx = address_of(received.topk_idx if by_rank else None)
-            (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
+            if only_sends:
+                self._c.prepare(args, plan.data_ptr(), stream)
+                self._unreceived = "dispatch", self._c.pull, args, plan, (*request[:4], *received)
+            else:
+                (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(received)
         if counted:
             try:
@@ -215,10 +222,9 @@ class CudaEngine:
             raise RuntimeError("the kernels were aborted")
         return num_rows
 
-    def combine(self, request: CombineRequest, weights: Tensor | None = None) -> Combined:
-        assert weights is None  # there is no decode layout
+    def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
         y, plan, topk_weights, num_tokens, _ = request
-        with self._operation("combine", y, plan, topk_weights) as (stream, _):
+        with self._operation("combine", y, plan, topk_weights, weights) as (stream, _):
             y = _aligned(y)
             args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
@@ -226,10 +232,24 @@ class CudaEngine:
             weights_out = y.new_empty(shape, dtype=torch.float32)
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
             args.out_weights, args.num_tokens = address_of(None if topk_weights is None else weights_out), num_tokens
-            self._c.combine(args, plan.data_ptr(), stream)
+            args.factors = address_of(weights)
             combined = Combined(x, weights_out)
+            if only_sends:
+                self._c.push(args, plan.data_ptr(), stream)
+                self._unreceived = "combine", self._c.reduce, args, plan, (y, weights, *combined)
+            else:
+                self._c.combine(args, plan.data_ptr(), stream)
             self._hand_over(combined)
         return combined
+
+    def receive(self) -> None:
+        assert self._unreceived is not None  # the caller has seen to it
+        (name, launch, args, plan, tensors), self._unreceived = self._unreceived, None
+        with self._operation(name) as (stream, _):
+            for t in (plan, *tensors):
+                if t is not None:
+                    t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
+            launch(args, plan.data_ptr(), stream)
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)
