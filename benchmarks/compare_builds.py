@@ -57,6 +57,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sms", type=int, default=24, help="cuda: multiprocessors of a rank; default 24")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", metavar="TOKENSxHIDDENxEXPERTS", help=f"default on GPUs: {CASES['cuda']}")
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help="only these, e.g. 'dispatch FP8' combine")
     parser.add_argument("--tolerance", type=float, default=0.02, help="default 0.02: 2 %% slower is no regression")
     args = parser.parse_args(argv)
     args.cases = args.cases or CASES[args.engine]
@@ -71,7 +72,7 @@ class Build:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        given = dict(ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases)
+        given = dict(ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases, only=args.operations)
         # A rank imports the package from its folder, and finds it there first.
         environment = os.environ | {
             "PYTHONPATH": str(folder.resolve()),
@@ -125,7 +126,9 @@ def report(builds: list[Build], tolerance: float) -> int:
     return int(slower)
 
 
-def work(rank: int, folder: str, *, ranks: int, port: int, engine: str, sms: int, cases: list[str]) -> None:
+def work(
+    rank: int, folder: str, *, ranks: int, port: int, engine: str, sms: int, cases: list[str], only: list[str] | None
+) -> None:
     """One rank: measure each time a line comes in, and answer with a line of JSON."""
     if engine == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -134,13 +137,13 @@ def work(rank: int, folder: str, *, ranks: int, port: int, engine: str, sms: int
 
     assert Path(ep_dispatcher.__file__).is_relative_to(Path(folder)), f"{ep_dispatcher.__file__} is not in {folder}"
     with torch.no_grad():
-        runs = [one for case in cases for one in operations(rank, engine, sms, *map(int, case.split("x")))]
+        runs = [one for case in cases for one in operations(rank, engine, sms, only, *map(int, case.split("x")))]
         for _ in sys.stdin:
             print(json.dumps({name: [run() for _ in range(ITERATIONS)] for name, run in runs}), flush=True)
     os._exit(0)  # the other build may still be at work: free nothing
 
 
-def operations(rank: int, engine: str, sms: int, tokens: int, hidden: int, experts: int):
+def operations(rank: int, engine: str, sms: int, only: list[str] | None, tokens: int, hidden: int, experts: int):
     """Yield the name of each operation, and the function that runs ten of it and returns the microseconds of one."""
     import ep_dispatcher as ep
 
@@ -166,6 +169,8 @@ def operations(rank: int, engine: str, sms: int, tokens: int, hidden: int, exper
         "combine": lambda: buffer.combine(y, handle),
     }
     for name, run in todo.items():
+        if only is not None and name not in only:
+            continue
         yield f"{tokens}x{hidden} {name}", on_host(run) if engine == "cpu" else on_device(run)
 
 
