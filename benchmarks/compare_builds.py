@@ -72,7 +72,9 @@ class Build:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        given = dict(ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases, only=args.operations)
+        given = dict(
+            ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases, only=args.operations
+        )
         # A rank imports the package from its folder, and finds it there first.
         environment = os.environ | {
             "PYTHONPATH": str(folder.resolve()),

@@ -84,7 +84,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("num_topk", &Config::num_topk)
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
-      .def_readwrite("dtype", &Config::dtype);
+      .def_readwrite("dtype", &Config::dtype)
+      .def_readwrite("plans_directly", &Config::plans_directly);
 
   py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
   dispatch.def(py::init<>())
@@ -95,7 +96,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("layout", &DispatchArgs::layout)
       .def_readwrite("expert_alignment", &DispatchArgs::expert_alignment)
       .def_readwrite("num_rows", &DispatchArgs::num_rows)
-      .def_readwrite("ticket", &DispatchArgs::ticket);
+      .def_readwrite("ticket", &DispatchArgs::ticket)
+      .def_readwrite("packs_scales", &DispatchArgs::packs_scales);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
   address(dispatch, "rows", &DispatchArgs::rows);
@@ -106,6 +108,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(dispatch, "out_topk_idx", &DispatchArgs::out_topk_idx);
   address(dispatch, "out_tokens_per_expert", &DispatchArgs::out_tokens_per_expert);
   address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
+  address(dispatch, "out_counts", &DispatchArgs::out_counts);
 
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>()).def_readwrite("num_tokens", &CombineArgs::num_tokens);

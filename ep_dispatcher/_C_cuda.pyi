@@ -88,6 +88,7 @@ class Config:
     max_tokens: int
     hidden: int
     dtype: DType
+    plans_directly: bool
     def __init__(self) -> None: ...
 
 class DispatchArgs:
@@ -109,6 +110,8 @@ class DispatchArgs:
     out_topk_idx: int
     out_tokens_per_expert: int
     out_rows_per_expert: int
+    out_counts: int
+    packs_scales: bool
     def __init__(self) -> None: ...
 
 class CombineArgs:

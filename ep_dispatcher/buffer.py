@@ -535,9 +535,11 @@ class Buffer:
         weights = None if topk_weights is None else combined.topk_weights
         return CombineOutput(combined.x, weights, self._event())
 
-    def _launch_dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
+    def _launch_dispatch(
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False
+    ) -> Received:
         self._check_received("dispatch")
-        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends)
+        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends, packs_scales)
 
     def _launch_combine(
         self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False

@@ -79,7 +79,7 @@ def dispatch(
         x = _with_powers_of_two(buffer, x, quantize)
         quantize = None
     out = buffer._checked_dispatch(
-        partial(buffer._launch_dispatch, only_sends=return_hook),
+        partial(buffer._launch_dispatch, only_sends=return_hook, packs_scales=packs),
         x,
         topk_idx,
         None,
@@ -90,27 +90,15 @@ def dispatch(
         max_recv_rows=num_rows if handle is None else None,
     )
 
-    def by_expert(rows: Tensor) -> Tensor:
-        return rows.view(config.num_local_experts, rows_per_group, rows.shape[1])
-
-    rows: Tensor | tuple[Tensor, Tensor]
-    if isinstance(out.x, Tensor):
-        rows, complete = by_expert(out.x), _nothing
-    else:
-        received = by_expert(out.x[1])
-        columns = received.shape[2] // (float8.SCALES_OF_INT if packs else 1)
-        dtype = torch.int32 if packs else torch.float32
-        # Scales of one column are beside each other, as masked grouped GEMMs take them.
-        scales = received.new_empty(len(received), columns, rows_per_group, dtype=dtype).transpose(1, 2)
-        pair = by_expert(out.x[0]), scales
-        rows = pair if packs else float8.QuantizedRows(*pair)
-
-        def complete() -> None:
-            scales.copy_(float8.packed_exponents(received) if packs else received)
-
+    rows, scales = out.x if isinstance(out.x, tuple) else (out.x, None)
+    rows = rows.view(config.num_local_experts, rows_per_group, rows.shape[1])
+    complete = _nothing
+    if scales is not None and scales.dim() == 2:  # this engine has written them by row
+        scales, complete = _by_column(scales.view(*rows.shape[:2], scales.shape[1]), packs)
+    x = rows if scales is None else (rows, scales) if packs else float8.QuantizedRows(rows, scales)
     counts = out.tokens_per_expert.int()
     hook = _complete(buffer, "dispatch", complete, return_hook)
-    return replace(out, x=rows, tokens_per_expert=counts, rows_per_expert=counts, hook=hook)
+    return replace(out, x=x, tokens_per_expert=counts, rows_per_expert=counts, hook=hook)
 
 
 def combine(
@@ -167,6 +155,18 @@ def _with_powers_of_two(
     )
     assert isinstance(x, Tensor)  # since quantize is given
     return float8.quantize(x, powers_of_two=True)
+
+
+def _by_column(by_row: Tensor, packs: bool) -> tuple[Tensor, Callable[[], None]]:
+    """Return memory for scales by column, [experts, rows, columns], and the function that copies them there."""
+    experts, rows, columns = by_row.shape
+    columns, dtype = (columns // float8.SCALES_OF_INT, torch.int32) if packs else (columns, torch.float32)
+    by_column = by_row.new_empty(experts, columns, rows, dtype=dtype).transpose(1, 2)
+
+    def copy() -> None:
+        by_column.copy_(float8.packed_exponents(by_row) if packs else by_row)
+
+    return by_column, copy
 
 
 def _check_hook(wanted: bool, async_finish: bool) -> None:

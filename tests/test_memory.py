@@ -53,6 +53,12 @@ def config_of(module, sizes: dict):
     config.num_topk, config.max_tokens = sizes["num_topk"], sizes["max_tokens_per_rank"]
     config.hidden = sizes["hidden"]
     config.dtype = getattr(module.DType, str(sizes["dtype"]).removeprefix("torch."))
+    if hasattr(config, "plans_directly"):
+        names = ("num_experts", "num_topk", "max_tokens_per_rank", "hidden")
+        shape = memory.Shape(
+            config.num_nodes, config.ranks_per_node, *(sizes[name] for name in names), sizes["dtype"].itemsize
+        )
+        config.plans_directly = shape.plans_directly
     return config
 
 

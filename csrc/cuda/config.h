@@ -49,6 +49,7 @@ struct Config {
   int max_tokens = 1;  // tokens of one rank in one dispatch, at most
   int hidden = 1;
   DType dtype = DType::kBFloat16;
+  bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
 
   EP_HOST_DEVICE int num_ranks() const { return num_nodes * ranks_per_node; }
   EP_HOST_DEVICE int node_of(int r) const { return r / ranks_per_node; }
@@ -57,6 +58,8 @@ struct Config {
   EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks(); }
   // Return the most local experts of one token on one rank.
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
+  // Return the int16 of a token in Region::choices: num_topk, rounded up to whole vectors.
+  EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
   // Return the most chunks of one rank's tokens: in staging, or of sums between nodes.
   EP_HOST_DEVICE int max_token_chunks() const { return (max_tokens + kTokenChunk - 1) / kTokenChunk; }
   EP_HOST_DEVICE int max_sum_chunks() const { return (max_tokens + kSumChunk - 1) / kSumChunk; }

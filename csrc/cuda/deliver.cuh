@@ -1,7 +1,6 @@
 // Delivery by the helpers: weights, indices, scales not copied with the rows, and zeros in rows without a token.
 #pragma once
-#include "cuda/dispatch.cuh"
-#include "cuda/item.cuh"
+#include "cuda/direct.cuh"
 
 namespace ep::cuda {
 
@@ -74,11 +73,11 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
 // [team] Deliver the tails of this block's share of the items, 32 items per warp at a time. With a new plan, also copy
 // the items to it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails, if there
 // are tails. Return false after an abort of this rank: a warp may then leave alone, so no barrier of the helpers may
-// follow.
-__device__ inline bool deliver_tails(const Op& op, const DispatchParams& params) {
+// follow. `shared`: of the block.
+__device__ inline bool deliver_tails(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
-  const PlanHead& head = *params.plan.head;
+  const PlanHead& head = *plan_here(op, params, shared).head;
   const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
   const int num_scales = args.scale_bytes / 4;
@@ -97,7 +96,9 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
 #pragma unroll 1
       while (index >= head.item_begin[source + 1]) ++source;
       const Item item = item_at(index);
-      if (params.new_plan) {
+      if (params.direct) {
+        write_item(op, params, shared, source, index - head.item_begin[source], item);
+      } else if (params.new_plan) {
         const auto* from =
             reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - head.item_begin[source]));
 #pragma unroll 4
@@ -121,11 +122,10 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params)
       const Item item = item_at(first + j);
       const int num_rows = expert_layout ? item.num_copies() : 1;
 #pragma unroll 1
-      for (int s = lane; s < num_scales; s += 32)
+      for (int word = lane; word < params.num_scale_words(); word += 32)
 #pragma unroll 1
         for (int copy = 0; copy < num_rows; ++copy)
-          args.out_scales[static_cast<size_t>(expert_layout ? item.value(copy) : first + j) * num_scales + s] =
-              scales[s];
+          params.write_scale(expert_layout ? item.value(copy) : first + j, word, scales);
     }
   }
   return true;
@@ -169,8 +169,8 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
 
 // [team] Clear the padding of the expert groups, and the rows after the last group. Called by the helpers of each
 // block.
-__device__ inline void clear_padding(const Op& op, const DispatchParams& params) {
-  const Plan& plan = params.plan;
+__device__ inline void clear_padding(const Op& op, const DispatchParams& params, char* shared) {
+  const Plan plan = plan_here(op, params, shared);
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
   if (plan.head->has_decode_layout()) return;

@@ -18,16 +18,10 @@ constexpr uint32_t kMaxScales = kLine;  // [bytes] rows with more scales have th
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
   for (int e = threadIdx.x; e < op.context.num_local_experts; e += Movers::kThreads) {
-    params.args.out_tokens_per_expert[e] = plan.head->usable ? plan.expert_rows[e] : 0;
-    params.args.out_rows_per_expert[e] = plan.head->usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
+    const bool usable = plan.head->usable;
+    params.write_counts(e, usable ? plan.expert_rows[e] : 0,
+                        usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0);
   }
-}
-
-// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. Return false
-// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
-template <class Team>
-__device__ bool wait_for_free_staging(const Op& op) {
-  return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
 // [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
@@ -47,21 +41,23 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 // after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
 // is unusable or another launch pulls. In all cases no load of the movers is under way.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
-  // Plan, or announce. Both raise `called`, so `called` implies free staging on this rank's node.
+  // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
-  if (plans) {
+  Verdict verdict = Verdict::kAgree;
+  if (params.direct) {
+    verdict = make_direct_plan(op, params, shared);
+  } else if (plans) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
-    const Verdict verdict = make_plan(op, params, shared);
-    if (verdict != Verdict::kAgree) return verdict;
+    verdict = make_plan(op, params, shared);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     announce<Movers>(op, call_of(params));
   }
   // Pull.
-  if (!params.pulls) return Verdict::kAgree;
-  const Verdict verdict = wait_for_items<Movers>(op, params, plans);
-  if (verdict != Verdict::kAgree || !params.plan.head->usable) return verdict;
+  if (verdict != Verdict::kAgree || !params.pulls) return verdict;
+  if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
+  if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
   return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
 }
 
@@ -70,22 +66,33 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
 // the ranks differ or the plan is unusable.
 __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
   // Stage.
+  bool ok = true;
   if (params.stages) {
-    if (!wait_for_free_staging<Helpers>(op)) return Verdict::kAborted;
-    stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
+    ok = wait_for_free_staging<Helpers>(op);
+    if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
   }
-  // Wait for the items. Without a usable plan, clear the output.
-  if (!params.pulls) return Verdict::kAgree;
-  const Verdict verdict = wait_for_items<Helpers>(op, params, false);
+  // Wait for the items; for a direct plan even after an abort, because the movers arrive then too. Without a usable
+  // plan, clear the output.
+  if (!params.pulls) return ok ? Verdict::kAgree : Verdict::kAborted;
+  Verdict verdict = Verdict::kAborted;
+  if (params.direct) {
+    verdict = wait_for_direct_plan(op, shared);
+    if (!ok) verdict = Verdict::kAborted;
+  } else if (ok) {
+    verdict = wait_for_items<Helpers>(op, params, false);
+  }
   if (verdict == Verdict::kAborted) return verdict;
-  if (verdict == Verdict::kDiffer || !params.plan.head->usable) {
+  if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
     return verdict;
   }
   // Deliver, and clear.
-  if (params.new_plan) keep_tables(op, params);
-  if (!deliver_tails(op, params)) return Verdict::kAborted;
-  clear_padding(op, params);
+  if (params.direct)
+    keep_direct_table(op, params, DirectPlan::at(op, shared));
+  else if (params.new_plan)
+    keep_tables(op, params);
+  if (!deliver_tails(op, params, shared)) return Verdict::kAborted;
+  clear_padding(op, params, shared);
   return verdict;
 }
 
@@ -111,8 +118,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
-    for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads)
-      params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
+    for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
   // Do the work of this warp. All threads begin, or none.
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(has_aborted(context)))
@@ -141,17 +147,25 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   params.stages = stages;
   params.pulls = pulls;
   params.new_plan = args.topk_idx != nullptr;
+  params.direct = params.new_plan && config.plans_directly;
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   params.tail_bytes = tail_bytes(config, args);
+  params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
   params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
   params.rail_blocks = rail_blocks_;
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
-  // Divide shared memory: the scratch of a plan and later the movers' rings, then the helpers' counters.
+  // Divide shared memory: a direct plan, the scratch of another plan and later the movers' rings, the helpers'
+  // counters.
   const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
-  const size_t room = kUsableShared - counters;
-  size_t shared = 0;
+  size_t room = kUsableShared - counters, shared = 0;
+  if (params.direct) {
+    Cursor c;
+    DirectPlan::carve(c, config);
+    shared = round_up(c.size(), kLine);
+    params.rings_at = static_cast<uint32_t>(shared);
+  }
   if (params.plans()) {
     const auto scratch = [&] {
       Cursor c;
@@ -172,9 +186,9 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
       PullMemory::carve(c, context_, params.pulled, 0);
       return c.size();
     };
-    const size_t rings = room - memory();
+    const size_t rings = room - params.rings_at - memory();
     params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMaxPiece);
-    shared = std::max(shared, memory());
+    shared = std::max(shared, params.rings_at + memory());
   }
   params.counters_at = static_cast<uint32_t>(shared);
   launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context_, params);

@@ -93,17 +93,46 @@ struct DispatchParams {
   // outputs, it launches twice for one epoch: stages, then pulls.
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
+  bool direct;                  // the new plan is a direct plan (direct.cuh): each launch makes it anew
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
+  int rows_per_group;           // decode layout: rows from one expert to the next; else 0
   int weights_at;               // [floats] from the start of a tail to its weights
   Pieces pulled;                // pieces of a row in the movers' rings
   bool bulk_scales;             // the last piece of a row takes its scales along
+  uint32_t rings_at;            // [bytes] from the start of shared memory to the movers' memory for pulls
   uint32_t counters_at;         // [bytes] from the start of shared memory to the helpers' counters
 
-  // [host] [thread] Return whether this launch makes a plan.
-  __host__ __device__ bool plans() const { return stages && new_plan; }
+  // [host] [thread] Return whether this launch makes a plan that is no direct one.
+  __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
+  // [thread] Return whether the host waits for the counts, between two launches.
+  __device__ bool counts() const { return args.ticket != 0; }
+
+  // [thread] Give the caller the counts of one expert: its tokens, and its rows with padding.
+  __device__ void write_counts(int expert, int tokens, int rows) const {
+    if (args.layout == Layout::kDecode) {
+      args.out_counts[expert] = tokens;
+    } else {
+      args.out_tokens_per_expert[expert] = tokens;
+      args.out_rows_per_expert[expert] = rows;
+    }
+  }
+  // [thread] Return the number of words of a row's scales in the output.
+  __device__ int num_scale_words() const { return args.scale_bytes / (args.packs_scales ? 16 : 4); }
+  // [thread] Write one of them. `scales`: of the row's token.
+  __device__ void write_scale(int64_t row, int word, const float* scales) const {
+    uint32_t value = 0;
+    for (int i = 0; args.packs_scales && i < 4; ++i) value |= (__float_as_uint(scales[4 * word + i]) >> 23) << 8 * i;
+    if (!args.packs_scales) value = __float_as_uint(scales[word]);
+    int64_t at = row * num_scale_words() + word;
+    if (rows_per_group > 0) {
+      const int group = static_cast<int>(row) / rows_per_group;
+      at = (static_cast<int64_t>(group) * num_scale_words() + word) * rows_per_group + (row - group * rows_per_group);
+    }
+    reinterpret_cast<uint32_t*>(args.out_scales)[at] = value;
+  }
 };
 
 }  // namespace ep::cuda

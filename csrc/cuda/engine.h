@@ -24,14 +24,20 @@ struct DispatchArgs {
   Layout layout = Layout::kExpert;  // of the plan, new or old
   int32_t expert_alignment = 1;     // of the plan, new or old
   int32_t num_rows = -1;            // rows of the output; -1: unknown until counted
-  uint64_t ticket = 0;              // with num_rows -1: value for Report::counted once the rows are counted
+  // Value for Report::counted once the rows are counted, in both launches of a counted dispatch; 0: they are not
+  // counted.
+  uint64_t ticket = 0;
 
   char* out_rows = nullptr;                  // [num_rows, row_bytes]
   float* out_scales = nullptr;               // [num_rows, scale_bytes / 4]
   float* out_weights = nullptr;              // expert layout [num_rows]; rank layout [num_rows, num_topk]; or null
   int64_t* out_topk_idx = nullptr;           // rank layout [num_rows, num_topk]; expert layout null
-  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]
+  int64_t* out_tokens_per_expert = nullptr;  // [num_local_experts]; null in decode layout, as the next
   int64_t* out_rows_per_expert = nullptr;    // [num_local_experts]
+  // Decode layout only. out_scales is [num_local_experts, scale_bytes / 4, rows_per_group] there, or with packs_scales
+  // int32 [num_local_experts, scale_bytes / 16, rows_per_group]: four exponents, the first one in the low byte.
+  int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
+  bool packs_scales = false;
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.

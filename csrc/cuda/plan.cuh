@@ -97,9 +97,6 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
-  // Decode layout: a group has room for every token of every rank. No alignment pads it.
-  const int64_t rows_per_group =
-      params.args.layout == Layout::kDecode ? int64_t{op.num_ranks()} * op.context.config.max_tokens : 0;
   int64_t begin = 0;
 #pragma unroll 1
   for (int first = 0; first < num_local; first += 32) {
@@ -109,12 +106,11 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
     const int64_t sum = inclusive_sum(padded);
     if (e < num_local) {
       const int64_t group = begin + sum - padded;
-      scratch.expert_before[expert] += static_cast<int>(rows_per_group > 0 ? e * rows_per_group : group);
+      scratch.expert_before[expert] += static_cast<int>(params.rows_per_group > 0 ? e * params.rows_per_group : group);
       if (writes) {
         params.plan.expert_rows[e] = static_cast<int>(tokens);
         params.plan.expert_begin[e] = static_cast<int>(group);
-        params.args.out_tokens_per_expert[e] = tokens;
-        params.args.out_rows_per_expert[e] = padded;
+        params.write_counts(e, static_cast<int>(tokens), static_cast<int>(padded));
         if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
       }
     }
@@ -155,8 +151,9 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
 }
 
 // [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
-// keeps the mistake. Called by warp 0 of a planning block, after find_first_rows.
-__device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+// keeps the mistake, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
+// scratch.needed and scratch.max_rows.
+__device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch, bool keeps = true) {
   const Context& context = op.context;
   const int lane = threadIdx.x % 32;
   bool countable = true, fit = true;
@@ -169,7 +166,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
     fit &= __all_sync(~0u, max_rows < 0 || needed <= max_rows);
   }
   if (countable && fit) return true;
-  if (op.block != 0) return false;
+  if (op.block != 0 || !keeps) return false;
   // Keep the mistake.
   bool claimed = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
   claimed = __shfl_sync(~0u, claimed, 0);
@@ -187,9 +184,20 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   return false;
 }
 
-// [warp] Write the head of the plan. If the host waits for the counts, also publish a mistake and then the number of
-// rows: it covers counted_rows too. Called in one warp of block 0. Without `usable` the counts are not read: after a
-// difference they may be stale.
+// [warp] If the host waits for the counts, publish a mistake and then the number of rows: it covers counted_rows too.
+// Called in one warp of block 0; the warp has seen the counted rows.
+__device__ inline void report_rows(const Op& op, const DispatchParams& params, int num_rows) {
+  if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
+  // The mistake first, because the host raises it with the counts.
+  Report* report = op.context.report;
+  publish_mistake(op.context);
+  report->num_rows = num_rows;
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
+}
+
+// [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without `usable` the counts
+// are not read: after a difference they may be stale.
 __device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
   const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
   PlanHead& head = *params.plan.head;
@@ -218,13 +226,14 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
     head.usable = usable;
   }
   __syncwarp();
-  // Report to the waiting host: the mistake first, because the host raises it with the counts.
-  if (lane != 0 || params.args.num_rows >= 0) return;
-  Report* report = op.context.report;
-  publish_mistake(op.context);
-  report->num_rows = head.num_rows;
-  __threadfence_system();
-  *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
+  report_rows(op, params, head.num_rows);
+}
+
+// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. Return false
+// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
+template <class Team>
+__device__ bool wait_for_free_staging(const Op& op) {
+  return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
 // [team] Make the plan. Called by the movers of the planning blocks, once staging is free. Return kAborted after an
@@ -255,8 +264,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   if (usable) {
     list_items(op, params, scratch);
   } else if (op.block == 0) {
-    for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads)
-      params.args.out_tokens_per_expert[e] = params.args.out_rows_per_expert[e] = 0;
+    for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads) params.write_counts(e, 0, 0);
   }
   // Raise `listed` in the last block to list.
   if (last_block<Movers>(&context.state->list_done, params.plan_blocks))

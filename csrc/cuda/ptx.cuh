@@ -133,4 +133,9 @@ __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// [thread] Arrive at a named barrier, without waiting. Threads that wait there then see what this thread has stored.
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 }  // namespace ep::ptx

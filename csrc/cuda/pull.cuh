@@ -1,8 +1,7 @@
 // Pulling: movers load rows from the inboxes of all ranks and store them in their final rows of the output. This rank's
 // own rows come from the caller's tensor, unless staging quantises them.
 #pragma once
-#include "cuda/dispatch.cuh"
-#include "cuda/item.cuh"
+#include "cuda/direct.cuh"
 #include "cuda/records.cuh"
 
 namespace ep::cuda {
@@ -42,6 +41,7 @@ struct Puller {
   const Op op;
   const DispatchParams& params;
   const Pieces& pieces;
+  char* const shared;  // of the block
   const PlanHead& head;
   const bool expert_layout;
   const int lane, first, step;  // this mover takes items first, first + step, ... of `order`
@@ -57,13 +57,14 @@ struct Puller {
       : op(op),
         params(params),
         pieces(params.pulled),
-        head(*params.plan.head),
+        shared(shared),
+        head(*plan_here(op, params, shared).head),
         expert_layout(head.has_expert_layout()),
         lane(threadIdx.x % 32),
         first(op.block + op.num_blocks * Movers::warp()),
         step(op.num_blocks * Movers::kWarps),
         num(first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0),
-        memory(memory_of(op, params, shared)),
+        memory(memory_of(op, params, head, shared)),
         order(memory.sources, op.context, true),
         room(pieces.num_places) {
     memory.records.begin(num);
@@ -72,10 +73,11 @@ struct Puller {
   }
 
   // [warp] Find this mover's shared memory, and fill in the order of the sources.
-  static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
-    Cursor c(shared);
+  static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, const PlanHead& head,
+                                         char* shared) {
+    Cursor c(shared + params.rings_at);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
-    memory.sources.fill(op.context, params.plan.head->item_begin);
+    memory.sources.fill(op.context, head.item_begin);
     return memory;
   }
 
@@ -85,15 +87,25 @@ struct Puller {
   }
   __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
-  // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan.
+  // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan. With a
+  // direct plan write the items.
   __device__ void fetch_items() {
-    memory.records.fetch([&](int n) -> const int32_t* {
+    const auto find = [&](int n) {
       const ItemOrder::Position position = order.at(first + n * step, step);
       Origin& origin = origin_of(n);
       origin.index = head.item_begin[position.source] + position.number;
       origin.source = position.source;
+      return position;
+    };
+    if (params.direct)
+      return memory.records.fill([&](int n, char*) {
+        const ItemOrder::Position position = find(n);
+        write_item(op, params, shared, position.source, position.number, item_at(n));
+      });
+    memory.records.fetch([&](int n) -> const int32_t* {
+      const ItemOrder::Position position = find(n);
       if (params.new_plan) return item_at_source(op.context, position.source, op.rank(), position.number);
-      return params.plan.items + static_cast<size_t>(origin.index) * op.context.item_ints;
+      return params.plan.items + static_cast<size_t>(origin_of(n).index) * op.context.item_ints;
     });
   }
 
@@ -151,10 +163,23 @@ struct Puller {
     for (int copy = 0; copy < num_rows; ++copy) {
       const size_t row = expert_layout ? item.value(copy) : origin_of(store.item).index;
       ptx::bulk_store(to + row * args.row_bytes, from, bytes);
-      if (scale_bytes > 0)
+      if (scale_bytes > 0 && params.rows_per_group == 0)
         ptx::bulk_store(reinterpret_cast<char*>(args.out_scales) + row * scale_bytes, scales, scale_bytes);
     }
     ptx::bulk_commit();
+  }
+
+  // [warp] Store the scales that came with a piece to every output row of its item, by columns. Called in decode
+  // layout.
+  __device__ void store_columns() const {
+    if (pieces.scale_bytes_of(store.piece) == 0) return;
+    const Item item = item_at(store.item);
+    const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
+#pragma unroll 1
+    for (int word = lane; word < params.num_scale_words(); word += 32)
+#pragma unroll 1
+      for (int copy = 0; copy < item.num_copies(); ++copy) params.write_scale(item.value(copy), word, scales);
+    ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
   }
 
   // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and
@@ -172,6 +197,7 @@ struct Puller {
       if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
+      if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
         store_piece();
         ptx::bulk_wait_read<1>();

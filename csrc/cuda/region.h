@@ -72,7 +72,10 @@ struct Region {
   // About a rank, as the first flags: written by the rank or by its relay, read by this rank.
   Call* calls;      // [2, num_ranks] by parity of the epoch: a peer can be one operation ahead
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
-  Inbox inbox;      // for node 0; the inbox for node n begins n * inbox_bytes later
+  // [2, num_ranks, max_tokens, choices_per_token] by parity of the epoch: experts of the rank's tokens, or -1. Only
+  // with Config::plans_directly.
+  int16_t* choices;
+  Inbox inbox;  // for node 0; the inbox for node n begins n * inbox_bytes later
   size_t inbox_bytes;
   RailArrays rail;  // for the first other node; the next one begins rail_bytes later
   size_t rail_bytes;
@@ -121,6 +124,8 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
   region.calls = c.take<Call>(2 * ranks);
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
+  const size_t choices = ranks * config.max_tokens * config.choices_per_token();
+  region.choices = c.take<int16_t>(config.plans_directly ? 2 * choices : 0);
   // Parts with several copies begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {
     c.take<char>(0, kLine);

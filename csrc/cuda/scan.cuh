@@ -38,7 +38,7 @@ struct Scratch {
   EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps) {
     const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
     Scratch s;
-    s.choices_per_token = (config.num_topk + kChoices - 1) / kChoices * kChoices;
+    s.choices_per_token = config.choices_per_token();
     s.expert_offset = c.take<int>(warps * experts);
     s.marks = c.take<uint32_t>(warps * experts);
     s.rank_offset = c.take<int>(warps * ranks);

@@ -97,10 +97,10 @@ class Received(NamedTuple):
     """The tensors of one dispatch; what was not asked for has no elements."""
 
     rows: Tensor
-    scales: Tensor
+    scales: Tensor  # in decode layout perhaps already [num_local_experts, rows, columns], as DispatchOutput has them
     topk_weights: Tensor
     topk_idx: Tensor
-    tokens_per_expert: Tensor
+    tokens_per_expert: Tensor  # int64; in decode layout perhaps already int32, as the next
     rows_per_expert: Tensor
     plan: Tensor  # a new plan; no elements when the plan was given
     anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
@@ -120,7 +120,8 @@ class Engine(Protocol):
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
     # `only_sends`: `receive` is called before anything else of this engine, and completes the operation.
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received: ...
+    # `packs_scales`: scales of decode layout are powers of two; an engine that writes them by column packs them.
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received: ...
 
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
     def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined: ...

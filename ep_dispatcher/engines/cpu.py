@@ -119,7 +119,7 @@ class CpuEngine:
             self._connections.free()
             raise
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
         if request.quantize:
             rows, scales = float8.quantize(request.rows)
             request = request._replace(rows=rows, scales=scales)

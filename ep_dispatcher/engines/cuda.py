@@ -23,8 +23,8 @@ from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.regions import regions_of
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
-from ep_dispatcher.float8 import BLOCK
-from ep_dispatcher.memory import DEFAULT_SMS, check_cuda_sizes, check_cuda_sms
+from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
+from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
 _SLICE_OVER = -2  # of wait_for_counts
@@ -93,6 +93,16 @@ class CudaEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
         c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
+        shape = Shape(
+            topology.num_nodes,
+            topology.ranks_per_node,
+            config.num_experts,
+            config.num_topk,
+            config.max_tokens_per_rank,
+            config.hidden,
+            config.dtype.itemsize,
+        )
+        c.plans_directly = shape.plans_directly
 
         def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -145,7 +155,7 @@ class CudaEngine:
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         counted = plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
@@ -160,17 +170,20 @@ class CudaEngine:
             args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
-            tokens_per_expert, rows_per_expert = (
-                torch.empty(self._config.num_local_experts, dtype=torch.int64, device="cuda") for _ in range(2)
-            )
+            num_local, decodes = self._config.num_local_experts, layout == "decode"
+            tokens_per_expert = torch.empty(num_local, dtype=torch.int32 if decodes else torch.int64, device="cuda")
+            rows_per_expert = tokens_per_expert if decodes else torch.empty_like(tokens_per_expert)
             elements = self.plan_capacity(num_rows, layout) if plan is None else 0
             new_plan = torch.empty(elements, dtype=torch.int32, device="cuda")
-            args.out_tokens_per_expert = address_of(tokens_per_expert)
-            args.out_rows_per_expert = address_of(rows_per_expert)
-            if plan is None:
-                plan, self._ticket = new_plan, self._ticket + 1
-                args.ticket = self._ticket
+            if decodes:
+                args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
+            else:
+                args.out_tokens_per_expert = address_of(tokens_per_expert)
+                args.out_rows_per_expert = address_of(rows_per_expert)
+            plan = new_plan if plan is None else plan
             if counted:
+                self._ticket += 1
+                args.ticket = self._ticket
                 self._c.prepare(args, plan.data_ptr(), stream)
                 step("wait for counts")
                 num_rows = self._wait_for_counts()
@@ -181,7 +194,9 @@ class CudaEngine:
             weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
             received = Received(
                 rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
-                scales=rows.new_empty((num_rows, num_scales) if num_scales else 0, dtype=torch.float32),
+                scales=self._scales_by_column(num_rows, num_scales, packs_scales)
+                if decodes and num_scales
+                else rows.new_empty((num_rows, num_scales) if num_scales else 0, dtype=torch.float32),
                 topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
                 topk_idx=rows.new_empty((num_rows, self._config.num_topk) if by_rank else 0, dtype=torch.int64),
                 tokens_per_expert=tokens_per_expert,
@@ -206,6 +221,12 @@ class CudaEngine:
                 self._wait(self._stream)  # until the operation is complete: then all ranks are in step
                 raise
         return received
+
+    def _scales_by_column(self, num_rows: int, num_scales: int, packs: bool) -> Tensor:
+        """Memory for the scales of decode layout: [num_local_experts, rows, columns], by columns."""
+        num_local, columns = self._config.num_local_experts, num_scales // (SCALES_OF_INT if packs else 1)
+        dtype = torch.int32 if packs else torch.float32
+        return torch.empty(num_local, columns, num_rows // num_local, dtype=dtype, device="cuda").transpose(1, 2)
 
     def _wait_for_counts(self) -> int:
         """Return the rows of the dispatch with the last ticket.

@@ -1,0 +1,379 @@
+// A plan of few tokens. Every rank sends its choices of experts to all ranks of the node; then every block of every
+// rank makes the same plan from them, in its own shared memory. No list of items travels, and no block waits for
+// another block's part: this takes about half the time of make_plan.
+//
+// Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
+#pragma once
+#include "cuda/plan.cuh"
+
+namespace ep::cuda {
+
+// Shared memory of one block. Written by its movers, read by its movers and helpers.
+struct DirectPlan {
+  int16_t* choices;        // [num_ranks, max_tokens, choices_per_token] experts of every token, -1 for none
+  uint32_t* chosen;        // [num_local_experts, words] a bit per token of the expert
+  uint16_t* before;        // [num_local_experts, words] tokens of the expert before the word
+  uint32_t* received;      // [words] a bit per token with an expert here
+  int32_t* items_before;   // [words] received tokens before the word
+  uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
+  int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout, where all rows fit; as the next
+  int32_t* rank_items;     // [num_ranks] items of each rank
+  int64_t* needed;         // [num_ranks] output rows of each rank
+  int* max_rows;           // [num_ranks] rows in the output of each rank
+  int32_t* first_row;      // [num_local_experts] first output row of each expert
+  int32_t* expert_rows;    // as in Plan
+  int32_t* expert_begin;   // as in Plan
+  PlanHead* head;          // as in Plan
+  Verdict* verdict;        // of the movers, for the helpers
+  int choices_per_token, source_words, words;
+
+  // [host] [thread] Lay the plan out, or measure it.
+  EP_HOST_DEVICE static DirectPlan carve(Cursor& c, const Config& config) {
+    const size_t ranks = config.num_ranks(), experts = config.num_local_experts();
+    DirectPlan p;
+    p.choices_per_token = config.choices_per_token();
+    p.source_words = (config.max_tokens + 31) / 32;
+    p.words = static_cast<int>(ranks) * p.source_words;
+    p.choices = c.take<int16_t>(ranks * config.max_tokens * p.choices_per_token);
+    p.chosen = c.take<uint32_t>(experts * p.words);
+    p.before = c.take<uint16_t>(experts * p.words);
+    p.received = c.take<uint32_t>(p.words);
+    p.items_before = c.take<int32_t>(p.words);
+    p.sent = c.take<uint32_t>(ranks * p.source_words);
+    p.expert_tokens = c.take<int32_t>(config.num_experts);
+    p.rank_items = c.take<int32_t>(ranks);
+    p.needed = c.take<int64_t>(ranks);
+    p.max_rows = c.take<int>(ranks);
+    p.first_row = c.take<int32_t>(experts);
+    p.expert_rows = c.take<int32_t>(experts);
+    p.expert_begin = c.take<int32_t>(experts + 1);
+    p.head = c.take<PlanHead>(1);
+    p.verdict = c.take<Verdict>(1);
+    return p;
+  }
+
+  // [thread] Return the plan at the start of a block's shared memory.
+  static __device__ DirectPlan at(const Op& op, char* shared) {
+    Cursor c(shared);
+    return carve(c, op.context.config);
+  }
+
+  // [thread] Return the choices of one token.
+  __device__ int16_t* choices_of(const Op& op, int source, int token) const {
+    return choices + (static_cast<size_t>(source) * op.context.config.max_tokens + token) * choices_per_token;
+  }
+
+  // [thread] Return the token of `source` with this number among its tokens received here.
+  __device__ int token_of(int source, int number) const {
+    int word = source * source_words;
+    const int item = items_before[word] + number, end = word + source_words;
+    while (word + 1 < end && items_before[word + 1] <= item) ++word;
+    uint32_t left = received[word];
+    for (int skip = item - items_before[word]; skip > 0; --skip) left &= left - 1;
+    return (word - source * source_words) * 32 + __ffs(left) - 1;
+  }
+};
+
+// [thread] Return the plan of this dispatch, as far as this block may read it: a direct plan from its shared memory.
+__device__ inline Plan plan_here(const Op& op, const DispatchParams& params, char* shared) {
+  Plan plan = params.plan;
+  if (!params.direct) return plan;
+  const DirectPlan direct = DirectPlan::at(op, shared);
+  plan.head = direct.head;
+  plan.expert_rows = direct.expert_rows;
+  plan.expert_begin = direct.expert_begin;
+  return plan;
+}
+
+// A barrier between the movers, who arrive with a direct plan, and the helpers, who wait for it.
+constexpr int kDirectPlanBarrier = 3;
+
+// [thread] Return the choices of `source` in the memory of local rank `local`, for this operation.
+__device__ inline int16_t* choices_at(const Op& op, int local, int source) {
+  const Config& config = op.context.config;
+  const size_t index = op.epoch % 2 * op.num_ranks() + source;
+  return op.context.peers.at(op.context.own.choices, local) + index * config.max_tokens * config.choices_per_token();
+}
+
+// [thread] Call f(k, expert) for all choices of a token. `choices`: int16 [choices_per_token], whole vectors.
+template <class F>
+__device__ void for_choices(const int16_t* choices, int num_topk, const F& f) {
+#pragma unroll 1
+  for (int k = 0; k < num_topk; k += kChoices) {
+    const uint4 vector = *reinterpret_cast<const uint4*>(choices + k);
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < kChoices; ++i) {
+      const int expert = static_cast<int16_t>(words[i / 2] >> i % 2 * 16);
+      if (k + i < num_topk && expert >= 0) f(k + i, expert);
+    }
+  }
+}
+
+// [team] Write this rank's choices to every rank of the node, and announce the dispatch. Called by the movers of block
+// 0, once staging is free. An invalid or repeated entry is kept as a mistake, and counts as -1.
+__device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const Context& context = op.context;
+  const int num_topk = context.config.num_topk, num_tokens = params.args.num_tokens;
+  int16_t* const own = plan.choices_of(op, op.rank(), 0);
+#pragma unroll 1
+  for (int token = threadIdx.x; token < num_tokens; token += Movers::kThreads) {
+    const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
+    int16_t* to = own + token * plan.choices_per_token;
+#pragma unroll 8
+    for (int k = 0; k < plan.choices_per_token; ++k) {
+      const int64_t given = k < num_topk ? __ldg(from + k) : -1;
+      const bool bad = given < -1 || given >= context.config.num_experts;
+      if (bad) keep_bad_entry(context, token, k, false, given);
+      to[k] = static_cast<int16_t>(bad ? -1 : given);
+    }
+#pragma unroll 1
+    for (int k = 1; k < num_topk; ++k)
+#pragma unroll 1
+      for (int earlier = 0; to[k] >= 0 && earlier < k; ++earlier)
+        if (to[earlier] == to[k]) {
+          keep_bad_entry(context, token, k, true, to[k]);
+          to[k] = -1;
+        }
+  }
+  Movers::sync();
+  const int num_vectors = num_tokens * plan.choices_per_token / kChoices;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_vectors * op.ranks_per_node(); i += Movers::kThreads) {
+    const int local = i / num_vectors, vector = i - local * num_vectors;
+    reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[vector] = reinterpret_cast<const uint4*>(own)[vector];
+  }
+  Movers::sync();
+  announce<Movers>(op, call_of(params));
+}
+
+// [team] Take the choices of all ranks to shared memory, and count: for this rank's experts, for this rank's tokens,
+// and unless the layout is decode for all experts. Called by the movers of a block, after `called` of all ranks; the
+// counters are 0. Ends with a barrier of the movers.
+__device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const Config& config = op.context.config;
+  const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
+  const bool counts_all = params.args.layout != Layout::kDecode;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < op.num_ranks() * config.max_tokens; i += Movers::kThreads) {
+    const int source = i / config.max_tokens, token = i - source * config.max_tokens;
+    const int num_tokens = __ldcg(&call_at(op, source)->num_tokens);
+    const auto* from = reinterpret_cast<const uint4*>(choices_at(op, op.context.local, source) +
+                                                      static_cast<size_t>(token) * plan.choices_per_token);
+    auto* const to = reinterpret_cast<uint4*>(plan.choices_of(op, source, token));
+#pragma unroll 1
+    for (int v = 0; v < plan.choices_per_token / kChoices; ++v) to[v] = __ldcg(from + v);
+    if (token >= num_tokens) continue;
+    const int word = source * plan.source_words + token / 32;
+    const uint32_t bit = 1u << token % 32;
+    RankSet ranks;
+    for_choices(reinterpret_cast<const int16_t*>(to), config.num_topk, [&](int, int expert) {
+      ranks.add(expert / num_local);
+      if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
+      if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
+        atomicOr(plan.chosen + (expert - first_expert) * plan.words + word, bit);
+    });
+    if (ranks.has(op.rank())) atomicOr(plan.received + word, bit);
+    if (!counts_all && source != op.rank()) continue;
+#pragma unroll 1
+    for (int rank = 0; rank < op.num_ranks(); ++rank) {
+      if (!ranks.has(rank)) continue;
+      if (counts_all) atomicAdd(plan.rank_items + rank, 1);
+      if (source == op.rank()) atomicOr(plan.sent + rank * plan.source_words + token / 32, bit);
+    }
+  }
+  Movers::sync();
+}
+
+// [warp] Sum the bits of `words` words: write the sum before each word, and return the sum of all.
+template <class T>
+__device__ int sum_bits(const uint32_t* bits, T* before, int words) {
+  const int lane = threadIdx.x % 32;
+  int sum = 0;
+#pragma unroll 1
+  for (int first = 0; first < words; first += 32) {
+    const int word = first + lane, count = word < words ? __popc(bits[word]) : 0;
+    const int up_to = sum + inclusive_sum(count);
+    if (word < words) before[word] = static_cast<T>(up_to - count);
+    sum = __shfl_sync(~0u, up_to, 31);
+  }
+  return sum;
+}
+
+// [team] Sum the counts: tokens of this rank's experts, received items, and the output rows that each rank needs.
+// Called by the movers of a block. Ends with a barrier of the movers.
+__device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+#pragma unroll 1
+  for (int e = Movers::warp(); e <= num_local; e += Movers::kWarps) {
+    const int sum = e == num_local ? sum_bits(plan.received, plan.items_before, plan.words)
+                                   : sum_bits(plan.chosen + e * plan.words, plan.before + e * plan.words, plan.words);
+    if (lane == 0) (e == num_local ? plan.head->num_items : plan.expert_rows[e]) = sum;
+  }
+  const uint32_t alignment = params.args.expert_alignment;
+#pragma unroll 1
+  for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
+       rank += Movers::kWarps) {
+    int rows = 0;
+    for (int e = lane; e < num_local; e += 32)
+      rows += static_cast<int>((plan.expert_tokens[rank * num_local + e] + alignment - 1) / alignment * alignment);
+    rows = __reduce_add_sync(~0u, rows);
+    if (lane != 0) continue;
+    plan.needed[rank] = params.args.layout == Layout::kRank ? plan.rank_items[rank] : rows;
+    plan.max_rows[rank] = __ldcg(&call_at(op, rank)->max_rows);
+  }
+  Movers::sync();
+}
+
+// [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit. Called in one warp of a block,
+// after sum_choices.
+__device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+  const uint32_t alignment = params.args.expert_alignment;
+  int begin = 0;
+#pragma unroll 1
+  for (int first = 0; first < num_local; first += 32) {
+    const int e = first + lane;
+    const uint32_t tokens = e < num_local ? plan.expert_rows[e] : 0;
+    const int padded = static_cast<int>((tokens + alignment - 1) / alignment * alignment);
+    const int up_to = begin + inclusive_sum(padded);
+    if (e < num_local) {
+      plan.expert_begin[e] = up_to - padded;
+      plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : up_to - padded;
+    }
+    begin = __shfl_sync(~0u, up_to, 31);
+  }
+  int addends = 0;
+  for (int i = lane; i < op.num_ranks() * plan.source_words; i += 32) addends += __popc(plan.sent[i]);
+  addends = __reduce_add_sync(~0u, addends);
+  PlanHead& head = *plan.head;
+  for (int source = lane; source < op.num_ranks(); source += 32)
+    head.item_begin[source] = usable ? plan.items_before[source * plan.source_words] : 0;
+  if (lane == 0) {
+    plan.expert_begin[num_local] = begin;
+    if (!usable) head.num_items = 0;
+    head.item_begin[op.num_ranks()] = head.num_items;
+    head.num_rows = !usable ? 0 : params.args.layout == Layout::kRank ? head.num_items : begin;
+    head.num_addends = usable ? addends : 0;
+    head.made = static_cast<int32_t>(op.epoch);
+    head.layout = static_cast<int32_t>(params.args.layout);
+    head.usable = usable;
+  }
+  __syncwarp();
+}
+
+// [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
+// one warp of block 0.
+__device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+  const bool usable = plan.head->usable;
+  const auto* from = reinterpret_cast<const int32_t*>(plan.head);
+  for (int i = lane; i < static_cast<int>(sizeof(PlanHead) / sizeof(int32_t)); i += 32)
+    reinterpret_cast<int32_t*>(params.plan.head)[i] = from[i];
+  for (int e = lane; e < num_local; e += 32) {
+    const int tokens = usable ? plan.expert_rows[e] : 0;
+    const int padded = usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
+    params.plan.expert_rows[e] = tokens;
+    params.plan.expert_begin[e] = plan.expert_begin[e];
+    params.write_counts(e, tokens, padded);
+    if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
+  }
+  if (lane == 0) params.plan.expert_begin[num_local] = plan.expert_begin[num_local];
+  __syncwarp();
+  report_rows(op, params, plan.head->num_rows);
+}
+
+// [team] Make the plan of this block, once this rank's choices are sent. Called by the movers of each block. Return as
+// make_plan.
+__device__ inline Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  // Clear the counters: `chosen` to `rank_items`.
+  for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
+       word += Movers::kThreads)
+    *word = 0;
+  Movers::sync();
+  if (params.stages && op.block == 0) {
+    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    send_choices(op, params, plan);
+  }
+  if (!params.pulls && (op.block != 0 || !params.counts())) return Verdict::kAgree;
+  // The second launch of a counted dispatch does not keep a mistake: the first one did.
+  const bool keeps = params.stages || !params.counts();
+  const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op, keeps); });
+  if (verdict == Verdict::kAgree) {
+    count_choices(op, params, plan);
+    sum_choices(op, params, plan);
+  }
+  if (threadIdx.x < 32 && verdict != Verdict::kAborted) {
+    bool fits = verdict == Verdict::kAgree;
+    if (fits && params.args.layout != Layout::kDecode) {
+      Scratch scratch{};
+      scratch.needed = plan.needed;
+      scratch.max_rows = plan.max_rows;
+      fits = rows_fit(op, params, scratch, keeps);
+    }
+    lay_out(op, params, plan, fits);
+    if (op.block == 0) publish_plan(op, params, plan);
+  }
+  return verdict;
+}
+
+// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
+// block. Return as make_plan.
+__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared) {
+  const DirectPlan plan = DirectPlan::at(op, shared);
+  const Verdict verdict = plan_choices(op, params, plan);
+  if (!params.pulls) return verdict;
+  if (threadIdx.x == 0) *plan.verdict = verdict;
+  Movers::sync();
+  ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
+  return verdict;
+}
+
+// [team] Wait for the direct plan of this block. Return its verdict. Called by the helpers of a block that pulls.
+__device__ inline Verdict wait_for_direct_plan(const Op& op, char* shared) {
+  ptx::named_barrier(kDirectPlanBarrier, kBlockThreads);
+  return *DirectPlan::at(op, shared).verdict;
+}
+
+// [thread] Write one item from its choices. The plan is usable.
+__device__ __noinline__ inline void write_item(Op op, const DispatchParams& params, char* shared, int source,
+                                               int number, Item item) {
+  const DirectPlan plan = DirectPlan::at(op, shared);
+  const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
+  const int token = plan.token_of(source, number), num_vectors = plan.choices_per_token / kChoices;
+  const int word = source * plan.source_words + token / 32;
+  const uint32_t earlier = (1u << token % 32) - 1;
+  const int16_t* choices = plan.choices_of(op, source, token);
+  item.begin(token, count_between(choices, num_vectors, first_expert, first_expert + num_local));
+  for_choices(choices, op.context.config.num_topk, [&](int k, int expert) {
+    const int e = expert - first_expert;
+    if (static_cast<unsigned>(e) >= static_cast<unsigned>(num_local)) return;
+    const int copy = count_between(choices, num_vectors, first_expert, expert);
+    const int index = e * plan.words + word;
+    item.value(copy) = params.args.layout == Layout::kRank
+                           ? e
+                           : plan.first_row[e] + plan.before[index] + __popc(plan.chosen[index] & earlier);
+    item.k(copy) = static_cast<uint8_t>(k);
+  });
+}
+
+// [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the
+// helpers of each block, with a usable plan.
+__device__ inline void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const Context& context = op.context;
+  for (int token = op.block + op.num_blocks * Helpers::thread(); token < params.args.num_tokens;
+       token += op.num_blocks * Helpers::kThreads) {
+    int32_t* const table = params.plan.tables + static_cast<size_t>(token) * context.table_ints;
+    for (int rank = 0; rank < op.num_ranks(); ++rank) {
+      const uint32_t* const sent = plan.sent + rank * plan.source_words;
+      int number = __popc(sent[token / 32] & ((1u << token % 32) - 1));
+      for (int word = 0; word < token / 32; ++word) number += __popc(sent[word]);
+      table[rank] = sent[token / 32] >> token % 32 & 1 ? number : -1;
+    }
+    uint32_t used = 0;
+    for_choices(plan.choices_of(op, op.rank(), token), context.config.num_topk, [&](int k, int) { used |= 1u << k; });
+    params.plan.sent_k[token] = used;
+  }
+}
+
+}  // namespace ep::cuda
