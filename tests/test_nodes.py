@@ -1,6 +1,7 @@
 """Between (virtual) nodes: what crosses, that it is right however the routing changes, and who may form nodes."""
 
 import random
+import threading
 import time
 from dataclasses import fields
 
@@ -183,27 +184,44 @@ def test_graphs_replay_between_nodes(pools, engine, num_ranks, ranks_per_node):
 # ---- the peer wire, and who may form nodes --------------------------------------------------------------------------
 
 
-def pace(rank: int, engine: str, case: Case, gb_per_s: float) -> float:
+def pace(rank: int, engine: str, case: Case, gb_per_s: float, leaves: bool) -> float:
+    """The time of a cached dispatch, over the time that its rows take to cross.
+
+    With ``leaves``: the time until destroy() has ended a dispatch, over the same.
+    """
     device, given = device_of(engine, rank), make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", 0)
     x, idx, _ = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+    least = sum(least_rows(case, given.topk_idx[rank], rank)) * case.hidden * 2 / gb_per_s / 1e9
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_DISPATCHER_WIRE_GBPS", str(gb_per_s))
         buffer = make_buffer(case, engine, NUM_TOKENS)
     with buffer:
-        out = buffer.dispatch(x, idx)
-        buffer.check()
-        least = sum(least_rows(case, given.topk_idx[rank], rank)) * case.hidden * 2 / gb_per_s / 1e9
-        begin = time.monotonic()
-        buffer.dispatch(x, handle=out.handle)
-        buffer.check()
+        if leaves:
+            begin = time.monotonic()
+            buffer.dispatch(x, idx, max_recv_rows=NUM_ROWS)
+            watchdog = threading.Timer(0.3, buffer.destroy)  # now data is crossing
+            watchdog.start()
+            watchdog.join()
+        else:
+            out = buffer.dispatch(x, idx)
+            buffer.check()
+            begin = time.monotonic()
+            buffer.dispatch(x, handle=out.handle)
+            buffer.check()
         return (time.monotonic() - begin) / least
 
 
 @cuda
 def test_a_paced_wire_takes_as_long_as_it_says(pools, engine):
     gb_per_s = 0.01  # 60 ms for the rows
-    ratios = pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s)
-    assert min(ratios) > 0.95 and max(ratios) < 3
+    ratios = pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, False)
+    assert min(ratios) > 0.98 and max(ratios) < 1.5
+
+
+@cuda
+def test_a_rank_leaves_a_paced_wire_at_once(pools, engine):
+    gb_per_s = 0.0001  # 6 s for the rows
+    assert max(pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, True)) < 0.5
 
 
 def refused(rank: int, hosts: str, options: dict) -> str:

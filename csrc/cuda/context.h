@@ -24,7 +24,7 @@ struct Peers {
 struct WireData {
   ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to its rail peer's on each node (peer wire)
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
-  float ns_per_byte;              // pace of the peer wire; 0: no pace
+  float ticks_per_byte;           // [1/8 ns] pace of the peer wire; 0: no pace
 };
 
 // Written by the host once per buffer; a parameter of each launch, read by all threads.

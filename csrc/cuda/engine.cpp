@@ -5,6 +5,8 @@
 #include <chrono>
 #include <thread>
 
+#include "cuda/pace.h"
+
 namespace ep::cuda {
 
 size_t state_bytes(const Config& config, int num_sms) {
@@ -46,7 +48,7 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;
   for (size_t node = 0; node < rail.size(); ++node) context_.wire.distance[node] = rail[node] - own;
   std::copy(rail_pes.begin(), rail_pes.end(), context_.wire.pe);
-  context_.wire.ns_per_byte = wire_rate > 0 ? static_cast<float>(1e9 / wire_rate) : 0;
+  context_.wire.ticks_per_byte = wire_rate > 0 ? static_cast<float>(kTicksPerNs * 1e9 / wire_rate) : 0;
   Cursor of_region(const_cast<char*>(own));
   context_.own = carve_region(of_region, config);
 }

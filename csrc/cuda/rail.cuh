@@ -76,11 +76,22 @@ struct RailWarp {
     __syncwarp();
   }
 
-  // [warp] Count this sender in, after its puts. The last of all senders resets the counter and raises the wire flag at
-  // the rail peer: it covers the puts of all senders.
-  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there) const {
+  // [warp] Begin to send `bytes` to a node: count them, and book the wire for them. Return the time at which they have
+  // crossed, in lane 0. A later call returns a later time, so a sender keeps only the last one. Called in senders, just
+  // before their puts.
+  __device__ uint32_t begin_sending(uint64_t* counters, int node, uint32_t bytes) const {
+    if (lane != 0) return 0;
+    atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
+    return wire().book(bytes);
+  }
+
+  // [warp] Count this sender in, after its puts, once they have crossed. The last of all senders resets the counter and
+  // raises the wire flag at the rail peer: it covers the puts of all senders. `crossed`: of begin_sending, in lane 0; 0
+  // without puts. Each sender waits for its own puts, so no flag waits for puts behind those that it covers.
+  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there, uint32_t crossed) const {
     __syncwarp();
     if (lane == 0) {
+      wire().wait_to_cross(crossed);
       ptx::fence_system();
       if (atomicAdd(counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
         *counter = 0;
@@ -91,9 +102,13 @@ struct RailWarp {
     __syncwarp();
   }
 
-  // [warp] Add to the byte counter of a node.
-  __device__ void add_bytes(uint64_t* counters, int node, uint64_t bytes) const {
-    if (lane == 0 && bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), bytes);
+  // [warp] Raise a wire flag that covers the puts of this sender alone, once they have crossed.
+  __device__ void signal_alone(int node, uint64_t* flag_there, uint32_t crossed) const {
+    __syncwarp();
+    if (lane == 0) {
+      wire().wait_to_cross(crossed);
+      wire().signal(node, flag_there, op.epoch);
+    }
   }
 
   // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; the senders take the peers in turn.
@@ -106,11 +121,10 @@ struct RailWarp {
       Call* const call = call_at(op, op.rank());
       const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
       int32_t* const counts = own_counts(op, op.rank()).data;
+      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), counts_bytes + sizeof(Call));
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
       wire().put(node(i), call, call, sizeof(Call));
-      __syncwarp();
-      if (lane == 0) wire().signal(node(i), flag_at(node(i), context.own.call_arrived), op.epoch);
-      add_bytes(context.state->lists_sent, node(i), counts_bytes + sizeof(Call));
+      signal_alone(node(i), flag_at(node(i), context.own.call_arrived), crossed);
     }
     return true;
   }

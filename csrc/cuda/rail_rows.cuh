@@ -9,17 +9,17 @@ struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
-  // `piece` counts them over all arrays, the same in all senders. Return the bytes put. Wait for nothing.
-  __device__ uint64_t send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece) const {
+  // `piece` counts them over all arrays, the same in all senders. Set `crossed` as begin_sending, if
+  // this sender puts anything. Wait for nothing.
+  __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece,
+                             uint32_t& crossed) const {
     constexpr uint32_t kPiece = 8192;
-    uint64_t sent = 0;
     for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
       if (piece % num_senders != sender()) continue;
       const uint32_t here_bytes = min(kPiece, bytes - offset);
+      crossed = begin_sending(context.state->lists_sent, node, here_bytes);
       wire().put(node, there + offset / 4, here + offset / 4, here_bytes);
-      sent += here_bytes;
     }
-    return sent;
   }
 
   // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
@@ -28,36 +28,40 @@ struct DispatchRailWarp : RailWarp {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
-      uint64_t bytes = 0;
+      uint32_t crossed = 0;
       int piece = 0;
       for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-        bytes += send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
-                            context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
+        send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
+                   context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece, crossed);
       }
       if (usable)
-        bytes += send_share(to, context.rail_at_peer(to, &RailArrays::table_in),
-                            context.rail_for(to, &RailArrays::table_out),
-                            params.args.num_tokens * context.table_ints * 4, piece);
-      add_bytes(context.state->lists_sent, to, bytes);
-      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
+        send_share(to, context.rail_at_peer(to, &RailArrays::table_in), context.rail_for(to, &RailArrays::table_out),
+                   params.args.num_tokens * context.table_ints * 4, piece, crossed);
+      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived),
+                     crossed);
     }
   }
 
   // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
-  // Row and tail of a token have the same offset in the rail peer's inbox as here. Called in senders, after `staged` of
-  // this rank.
-  __device__ void send_tokens(const DispatchParams& params, int to, int begin, int end) const {
+  // Row and tail of a token have the same offset in the rail peer's inbox as here. Return the time at which they have
+  // crossed, as begin_sending. Called in senders, after `staged` of this rank.
+  __device__ uint32_t send_tokens(const DispatchParams& params, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
-    uint64_t num = 0;
+    uint32_t crossed = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
       const bool goes = lane_token < end && (__ldcg(params.plan.sent_nodes + lane_token) >> to & 1);
-      for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
+      uint32_t lanes = __ballot_sync(~0u, goes);
+      if (lanes == 0) continue;
+      // Book once for all: an atomic access and its answer take as long as a short put.
+      crossed =
+          begin_sending(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
+      for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         char* const row = staging + token * params.row_stride;
         wire().put(to, row, row, params.args.row_bytes);
@@ -65,7 +69,7 @@ struct DispatchRailWarp : RailWarp {
         if (params.tail_bytes > 0) wire().put(to, tail, tail, params.tail_bytes);
       }
     }
-    add_bytes(context.state->bytes_sent, to, num * (params.args.row_bytes + params.tail_bytes));
+    return crossed;
   }
 
   // [warp] Send this rank's items, rows and tails to all rail peers. Wait for `listed` of this rank, then for each
@@ -81,9 +85,9 @@ struct DispatchRailWarp : RailWarp {
       if (!wait_for_self(staged)) return false;
       const int begin = chunk * kTokenChunk, end = min(params.args.num_tokens, begin + kTokenChunk);
       for (int i = 0; i < num_others; ++i) {
-        send_tokens(params, node(i), begin, end);
+        const uint32_t crossed = send_tokens(params, node(i), begin, end);
         finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
-                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
+                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
       }
     }
     return true;

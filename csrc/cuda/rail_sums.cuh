@@ -11,18 +11,22 @@ struct CombineRailWarp : RailWarp {
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
   // experts on this node. Weights go by whole tokens; the owner reads only the columns with experts here. Called in
-  // senders, after `summed`.
-  __device__ void send_sums_of(const CombineParams& params, int to, int begin, int end) const {
+  // senders, after `summed`. Return the time at which they have crossed, as begin_sending.
+  __device__ uint32_t send_sums_of(const CombineParams& params, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
-    uint64_t num = 0;
+    uint32_t crossed = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       const int lane_token = first + lane * num_senders;
       bool goes = false;
       for (int local = 0; lane_token < end && local < op.ranks_per_node(); ++local)
         goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
-      for (uint32_t lanes = __ballot_sync(~0u, goes); lanes != 0; lanes &= lanes - 1, ++num) {
+      uint32_t lanes = __ballot_sync(~0u, goes);
+      if (lanes == 0) continue;
+      // Book once for all, as for rows.
+      crossed = begin_sending(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
+      for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         wire().put(to, context.rail_at_peer(to, &RailArrays::sums) + token * context.slot_stride,
                    context.inbox_for(to, &Inbox::staging) + token * context.slot_stride, context.row_bytes);
@@ -31,7 +35,7 @@ struct CombineRailWarp : RailWarp {
                            context.inbox_for(to, &Inbox::weights) + token * config.num_topk, weight_bytes);
       }
     }
-    add_bytes(context.state->bytes_sent, to, num * (context.row_bytes + weight_bytes));
+    return crossed;
   }
 
   // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
@@ -43,11 +47,9 @@ struct CombineRailWarp : RailWarp {
     const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
     for (int i = sender(); i < num_others; i += num_senders) {
       // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
+      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), bytes);
       wire().put(node(i), factors, factors, bytes);
-      __syncwarp();
-      if (lane == 0)
-        wire().signal(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks), op.epoch);
-      add_bytes(context.state->lists_sent, node(i), bytes);
+      signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks), crossed);
     }
   }
 
@@ -70,8 +72,9 @@ struct CombineRailWarp : RailWarp {
         if (begin >= end) continue;
         const int flag = context.other(to) * max_chunks + chunk;
         if (!wait_for_self(context.own.summed + flag)) return false;
-        send_sums_of(params, to, begin, end);
-        finish_sending(context.arrays.sums_sent + flag, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk));
+        const uint32_t crossed = send_sums_of(params, to, begin, end);
+        finish_sending(context.arrays.sums_sent + flag, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk),
+                       crossed);
       }
     return true;
   }

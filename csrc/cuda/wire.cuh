@@ -3,6 +3,10 @@
 //
 //   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
 //   put_words  [warp] the same, with multiples of 4
+//   book       [thread] take the time of puts on a paced wire, just before them; return the time at which they have
+//              crossed (pace.h, 32 bits), or 0 without a pace
+//   wait_to_cross  [thread] wait for this time, between the puts and their signal; the end of an own booking, so it is
+//              soon over
 //   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
 //   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
 //   quiet      [thread] wait until all puts of this rank, by any block, have read their source; only own puts

@@ -1,10 +1,11 @@
-// The peer wire: stores through NVLink, between virtual nodes of one host. It can be paced, for measurements. The
-// pacing itself takes about 0.36 us per put, so a paced wire does not stand for a network card. Measured on 2 H200; to
-// measure again, compare dispatches with EP_DISPATCHER_WIRE_GBPS unset and with more than NVLink's rate. The functions
-// are those of wire.cuh.
+// The peer wire: stores through NVLink, between virtual nodes of one host. The functions are those of wire.cuh.
+//
+// It can be paced, and then stands for a network card of this rate: a put is stored at once, but its flag rises only
+// after the time that all bytes of the rank, up to those of the put, take on the wire (pace.h).
 #pragma once
 #include "cuda/context.h"
 #include "cuda/copy.cuh"
+#include "cuda/pace.h"
 #include "cuda/ptx.cuh"
 
 namespace ep::cuda {
@@ -15,14 +16,29 @@ struct PeerWire {
   // [warp] Copy vectors of 16 bytes, of any type. The copy has read its source when it returns.
   template <class T>
   __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
-    pace(bytes);
     copy_words<uint4, 14>(at<uint4>(node, there), static_cast<const uint4*>(here), bytes);
   }
 
   // [warp] Copy words of 4 bytes.
   __device__ void put_words(int node, float* there, const float* here, uint32_t bytes) const {
-    pace(bytes);
     copy_words<uint32_t, 1>(at<uint32_t>(node, there), reinterpret_cast<const uint32_t*>(here), bytes);
+  }
+
+  // [thread] Book the time of the next puts. The booking is ordered with nothing: it counts bytes, the puts move them.
+  __device__ uint32_t book(uint32_t bytes) const {
+    if (context.wire.ticks_per_byte == 0) return 0;
+    return short_time(cuda::book(Free{context}, ticks(), ticks_of(bytes, context.wire.ticks_per_byte)));
+  }
+
+  // [thread] Wait for the time to come, by the clock of this GPU that `book` has read too. No peer can delay it, and no
+  // flag is missed: nobody signals it. It ends early after an abort of this rank. The clock may stand still for up to
+  // 1 us and then jump: a wait is late by that much at most, and a booking on an idle wire early.
+  __device__ void wait_to_cross(uint32_t crossed) const {
+    if (crossed == 0) return;
+    for (int turn = 1; !has_come(crossed, ticks()); ++turn) {
+      if (turn % 32 == 0 && *static_cast<volatile uint32_t*>(&context.state->aborted) != 0) return;
+      __nanosleep(100);
+    }
   }
 
   // [thread] Raise a flag there, after all stores of this thread and those seen by it.
@@ -44,23 +60,22 @@ struct PeerWire {
     return reinterpret_cast<To*>(reinterpret_cast<char*>(there) + context.wire.distance[node]);
   }
 
-  // [warp] Wait as long as a wire of the given rate would take for the bytes. All puts of the rank queue up for the
-  // wire.
-  __device__ void pace(uint32_t bytes) const {
-    if (context.wire.ns_per_byte == 0) return;
-    if (threadIdx.x % 32 == 0) {
-      const auto takes = static_cast<uint64_t>(bytes * context.wire.ns_per_byte + 0.5f);
-      auto* const free = reinterpret_cast<unsigned long long*>(&context.state->wire_free);
-      unsigned long long begin, end, seen = __ldcg(free);
-      do {
-        begin = seen;
-        end = max(begin, static_cast<unsigned long long>(ptx::nanoseconds())) + takes;
-        seen = atomicCAS(free, begin, end);
-      } while (seen != begin);
-      while (ptx::nanoseconds() < end) __nanosleep(100);
+  // [thread] Return the time, as `book` takes it.
+  static __device__ uint64_t ticks() { return ptx::nanoseconds() * kTicksPerNs; }
+
+  // State::wire_free, as `book` takes it.
+  struct Free {
+    const Context& context;
+
+    __device__ unsigned long long* address() const {
+      return reinterpret_cast<unsigned long long*>(&context.state->wire_free);
     }
-    __syncwarp();
-  }
+    // [thread] Both are atomic on one address, so they stay in this order.
+    __device__ void raise_to(uint64_t value) const { atomicMax(address(), static_cast<unsigned long long>(value)); }
+    __device__ uint64_t add(uint64_t value) const {
+      return atomicAdd(address(), static_cast<unsigned long long>(value));
+    }
+  };
 };
 
 }  // namespace ep::cuda

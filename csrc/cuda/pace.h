@@ -1,0 +1,45 @@
+// The pace of a wire: the time that bytes take to cross, one after the other. Compiled for the host too, for a test.
+#pragma once
+#include <cstdint>
+
+#include "common/cursor.h"
+
+namespace ep::cuda {
+
+// Times are in eighths of a nanosecond: in whole ones, rounding would change the rate of short rows by a few per cent.
+// From 2043 on the timer does not fit.
+constexpr uint64_t kTicksPerNs = 8;
+
+// [host] [thread] Return the ticks that `bytes` take.
+EP_HOST_DEVICE inline uint64_t ticks_of(uint64_t bytes, float ticks_per_byte) {
+  return static_cast<uint64_t>(static_cast<float>(bytes) * ticks_per_byte + 0.5f);
+}
+
+// [host] [thread] Book a wire for `takes` ticks, behind all earlier bookings. Return the end of this booking. `free` is
+// the end of the last one: `raise_to(value)` makes it at least `value`, `add(value)` returns the value before. Both are
+// atomic, and any number of threads may book at once. No thread tries again, and none waits for another one.
+//
+// Two bookings never overlap: `add` hands out adjacent times, and in between `free` only grows. A booking never begins
+// before `now`: this thread has raised `free` before it adds. So an idle wire saves up no time. A busy wire loses none:
+// raise_to changes nothing if `free` is past `now`.
+template <class Free>
+EP_HOST_DEVICE inline uint64_t book(Free&& free, uint64_t now, uint64_t takes) {
+  free.raise_to(now);
+  return free.add(takes) + takes;
+}
+
+// A time in 32 bits, for kernels short of registers: in units of 128 ns, rounded up, modulo 2^32. 0: no time.
+constexpr int kShortShift = 10;
+
+// [host] [thread] Return a time of `book` in short.
+EP_HOST_DEVICE inline uint32_t short_time(uint64_t ticks) {
+  const auto time = static_cast<uint32_t>((ticks + (1u << kShortShift) - 1) >> kShortShift);
+  return time == 0 ? 1 : time;
+}
+
+// [host] [thread] Return whether a time has come. It may be 4 minutes ahead or behind.
+EP_HOST_DEVICE inline bool has_come(uint32_t time, uint64_t now) {
+  return time == 0 || static_cast<int32_t>(static_cast<uint32_t>(now >> kShortShift) - time) >= 0;
+}
+
+}  // namespace ep::cuda
