@@ -1,10 +1,11 @@
-"""The chart of the runs on one machine: all sides, time against multiprocessors, and time against tokens."""
+"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), and of a paced wire."""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, Case, is_standard
@@ -91,3 +92,46 @@ def _draw_growth(axes, pairs: list[tuple[int, dict]], field: str, unit: tuple[st
     axes.set_xlabel(title)
     axes.set_ylabel(f"{name} (less is better)")
     axes.legend(fontsize=8)
+
+
+def draw_paced(run: dict, limit: float, path: Path) -> Path:
+    """Of benchmarks/paced_wire.py: time against multiprocessors, and against the rate over the wire's own time."""
+    points = run["points"]
+    operations = list(dict.fromkeys(p["operation"] for p in points))
+    counts = sorted({p["sms"] for p in points if p["gb_per_s"] and p["gb_per_s"] != run["at"]})
+    at = [p for p in points if p["gb_per_s"] == (run["at"] if run["wire"] == "peer" else None)]
+    figure = Figure(figsize=(5.7 * (1 + len(counts)), 4.8), layout="constrained")
+    of_sms, *of_rates = figure.subplots(1, 1 + len(counts), squeeze=False)[0]
+    for n, operation in enumerate(operations):
+        mine = sorted((p for p in at if p["operation"] == operation), key=lambda p: p["sms"])
+        of_sms.plot([p["sms"] for p in mine], [p["us"] for p in mine], "o-", color=f"C{n}", label=operation)
+        for wire_us in {p["wire_us"] for p in mine if "wire_us" in p}:
+            of_sms.axhline(limit * wire_us, linestyle="--", linewidth=1, color=f"C{n}")
+        for axes, sms in zip(of_rates, counts):
+            mine = [p for p in points if p["operation"] == operation and p["sms"] == sms and p["gb_per_s"]]
+            mine.sort(key=lambda p: p["gb_per_s"])
+            axes.plot([p["gb_per_s"] for p in mine], [p["ratio"] for p in mine], "o-", color=f"C{n}", label=operation)
+            axes.set_xticks([p["gb_per_s"] for p in mine], [f"{p['gb_per_s']:g}" for p in mine])
+    of_sms.set_title(f"{run['at']:g} GB/s; dashed: {limit:g} x the wire alone" if run["wire"] == "peer" else "no pace")
+    values = sorted({p["sms"] for p in at})
+    of_sms.set_xticks(values, [str(value) for value in values])
+    of_sms.set_xlabel("multiprocessors, those of the wire too")
+    of_sms.set_ylabel("microseconds (less is better)")
+    of_sms.set_ylim(bottom=0)
+    for axes, sms in zip(of_rates, counts):
+        axes.axhline(limit, linestyle="--", linewidth=1, color="grey")
+        axes.set_title(f"{sms} multiprocessors")
+        axes.set_xlabel("GB/s of the wire, per rank")
+        axes.set_ylabel("times the wire alone (1 is best)")
+        axes.set_ylim(bottom=0)
+    for axes in (of_sms, *of_rates):
+        axes.legend(fontsize=8)
+    gpus = run["machine"]["gpus"]
+    figure.suptitle(
+        f"{run['nodes']} virtual nodes of {run['ranks_per_node']} on {len(gpus)} x {gpus[0]}, {run['wire']} wire: "
+        f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}",
+        fontsize=10,
+    )
+    with rc_context({"svg.hashsalt": "ep_dispatcher"}):  # the same file from the same figures
+        figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+    return path

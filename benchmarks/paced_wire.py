@@ -1,0 +1,271 @@
+"""Measures dispatch and combine between virtual nodes, where the wire has the rate of a network card.
+
+    python benchmarks/paced_wire.py                                    # 2 nodes, all GPUs
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/paced_wire.py --ranks-per-node 2    # 4 ranks on a GPU, under NVIDIA's MPS
+    python benchmarks/paced_wire.py --draw runs/paced_wire.json        # only the table and the chart
+
+The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/nodes.md): 50 GB/s per rank stand
+for a card of 400 Gb/s. All but the wire should hide behind it. So each time is compared with the wire's own time: the
+bytes that the slowest rank sends to other nodes, rows and lists, over the rate. Against multiprocessors the rate is
+that of --at; against the rate, the multiprocessors are those of --sms-at. A time is that of one operation among ten in
+a CUDA graph, on the slowest rank; the median of several graphs. Writes JSON, and beside it the chart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ep_dispatcher as ep
+from ep_dispatcher.benchmark.machine import describe_machine, to_json
+from ep_dispatcher.benchmark.ranks import largest_over_ranks
+from ep_dispatcher.engines import cuda_problem
+from ep_dispatcher.testing import RankPool, make_routing
+
+LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s
+UNPACED = "unpaced"
+TIMEOUT_S = 20.0  # of an operation
+COUNTERS = ("inter_node_bytes_sent", "inter_node_list_bytes_sent")
+# What the tests of the NVSHMEM wire set too, on one host without a network card.
+OF_NVSHMEM = dict(REMOTE_TRANSPORT="none", BOOTSTRAP_UID_SOCK_IFNAME="lo")
+OF_NVSHMEM |= dict(DISABLE_NVLS="1", DISABLE_MNNVL="1", DISABLE_NCCL="1")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.draw:
+        print(table(json.loads(args.draw.read_text())))
+        return draw(args.draw)
+    problem = cuda_problem()
+    if problem:
+        print(f"engine: given none that can run, because {problem}; allowed: the CUDA engine, whose wire has a pace")
+        return 2
+    run = measure_all(args)
+    print(f"{table(run)}\nwritten: {args.out}")
+    return draw(args.out)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--nodes", type=_number(int, 2), default=2, help="virtual nodes; default 2")
+    add("--ranks-per-node", type=_number(int, 1), help="default: as many as give each rank a GPU, or 1")
+    add("--wire", choices=("peer", "nvshmem"), default="peer", help="nvshmem has no pace: measured as it is")
+    add("--sms", type=_numbers(int, 2), default=[2, 4, 6, 8, 12, 24], help="multiprocessors of a rank, as 2,4,6")
+    add("--at", type=_number(float, 1e-3), default=50.0, help="GB/s for all of --sms; default 50")
+    add("--rates", type=_numbers(float, 1e-3), default=[25.0, 50.0, 100.0, 200.0, 300.0], help="GB/s, as 25,50")
+    add("--sms-at", type=_numbers(int, 2), default=[8, 24], help="multiprocessors for all of --rates; default 8,24")
+    add("--rail-sms", type=_number(int, 1), help="of them for the wire; default: as the engine chooses")
+    add("--tokens", type=_number(int, 1), default=4096)
+    add("--hidden", type=_number(int, 128), default=7168)
+    add("--experts", type=_number(int, 1), default=256)
+    add("--topk", type=_number(int, 1), default=8)
+    add("--graphs", type=_number(int, 3), default=10, help="timed graphs of ten; fewer where they take long")
+    add("--out", type=Path, default=Path("runs/paced_wire.json"))
+    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    return parser.parse_args(argv)
+
+
+def _number(kind: Callable, lowest: float) -> Callable:
+    def parse(text: str):
+        value = kind(text)
+        if not lowest <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"given {text}, allowed: from {lowest:g} on")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def _numbers(kind: Callable, lowest: float) -> Callable:
+    one = _number(kind, lowest)
+
+    def parse(text: str) -> list:
+        return [one(part) for part in text.split(",")]
+
+    parse.__name__ = f"numbers of kind {kind.__name__}"
+    return parse
+
+
+def points_of(args: argparse.Namespace) -> list[tuple[int, float | None]]:
+    """What is measured: multiprocessors, and the rate in GB/s or None without a pace. Each once."""
+    if args.wire != "peer":
+        return [(sms, None) for sms in args.sms]
+    points = [(sms, args.at) for sms in args.sms]
+    points += [(sms, rate) for sms in args.sms_at for rate in (*args.rates, None)]
+    return list(dict.fromkeys(points))
+
+
+def measure_all(args: argparse.Namespace) -> dict:
+    """Return what stands in the JSON. It is written after each point: what ends this program takes one with it."""
+    per_node = args.ranks_per_node or max(1, torch.cuda.device_count() // args.nodes)
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU
+    if args.wire == "nvshmem":
+        for name, value in OF_NVSHMEM.items():
+            os.environ.setdefault(f"NVSHMEM_{name}", value)
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "topk")}
+    run = {"machine": describe_machine(), "wire": args.wire, "nodes": args.nodes, "ranks_per_node": per_node}
+    run |= {**sizes, "at": args.at, "points": []}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with RankPool(args.nodes * per_node) as pool:
+        for sms, rate in points_of(args):
+            print(f"{sms} multiprocessors, {_rate(rate)}", flush=True)
+            of_ranks = pool.run(measure, per_node, args.wire, sms, args.rail_sms, rate, sizes, args.graphs)
+            run["points"] += merge(of_ranks, sms, rate)
+            args.out.write_text(to_json(run))
+    return run
+
+
+def merge(of_ranks: list[dict], sms: int, rate: float | None) -> list[dict]:
+    """One point per operation, from what each rank has measured: the slowest rank, and the most bytes."""
+    points = []
+    for operation in of_ranks[0]["operations"]:
+        found = [rank["operations"][operation] for rank in of_ranks]
+        times = [max(of_one) for of_one in zip(*(f["us"] for f in found), strict=True)]
+        num_bytes = max(f["bytes"] for f in found)
+        point = dict(sms=sms, rail_sms=of_ranks[0]["rail_sms"], gb_per_s=rate, operation=operation)
+        point |= dict(us=round(statistics.median(times), 2), least_us=round(min(times), 2), bytes=num_bytes)
+        if rate:
+            point["wire_us"] = round(num_bytes / rate / 1e3, 2)
+            point["ratio"] = round(point["us"] / point["wire_us"], 4)
+        points.append(point)
+    return points
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def switches(**values: object) -> Iterator[None]:
+    """Set EP_DISPATCHER_* switches; None leaves one as it is."""
+    given = {f"EP_DISPATCHER_{name}": str(value) for name, value in values.items() if value is not None}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ |= given
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def measure(rank: int, per_node: int, wire: str, sms: int, rail_sms: int | None, rate: float | None, sizes, graphs):
+    """Return the microseconds of each graph's operations on this rank, and the bytes of one."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    tokens, hidden, experts, topk = (sizes[name] for name in ("tokens", "hidden", "experts", "topk"))
+    idx, weights = (t.cuda() for t in make_routing("uniform", tokens, experts, topk, seed=rank))
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    with switches(WIRE=wire, WIRE_GBPS=rate, RAIL_SMS=rail_sms):
+        buffer = ep.Buffer(
+            hidden=hidden,
+            num_experts=experts,
+            num_topk=topk,
+            max_tokens_per_rank=tokens,
+            engine="cuda",
+            ranks_per_node=per_node,
+            num_sms=sms,
+            timeout_s=TIMEOUT_S,
+        )
+    with buffer, torch.no_grad():
+        found = re.search(r"(\d+) of them for the (\w+) wire", repr(buffer))
+        assert found and found[2] == wire, f"one node, or another wire: {buffer!r}"
+        operations = {
+            name: {"bytes": sent_by(buffer, run), "us": time(run, graphs)}
+            for name, run in operations_of(buffer, x, idx, weights).items()
+        }
+        buffer.check()
+    return {"rail_sms": int(found[1]), "operations": operations}
+
+
+def operations_of(buffer: ep.Buffer, x, idx, weights) -> dict[str, Callable[[], object]]:
+    """The operations by name. All make outputs of the same number of rows on all ranks, so no host waits."""
+    received = buffer.dispatch(x, idx, weights)
+    rows = int(largest_over_ranks([len(received.x)])[0])
+    pair, handle = ep.quantize(x), buffer.dispatch(x, idx, weights, max_recv_rows=rows).handle
+    y = x.new_zeros(rows, x.shape[1])
+    y[: len(received.x)] = received.x
+    return {
+        "dispatch": lambda: buffer.dispatch(x, idx, weights, max_recv_rows=rows),
+        "dispatch FP8": lambda: buffer.dispatch(pair, idx, weights, max_recv_rows=rows),
+        "combine": lambda: buffer.combine(y, handle),
+    }
+
+
+def sent_by(buffer: ep.Buffer, run: Callable[[], object]) -> int:
+    """Return the bytes that this rank sends to other nodes, lists included. Also the warm-up."""
+
+    def sent() -> int:
+        counters = buffer.counters()
+        return sum(sum(counters[name]) for name in COUNTERS)
+
+    run()
+    before = sent()
+    run()
+    return sent() - before
+
+
+def time(run: Callable[[], object], graphs: int, budget_s: float = 0.3) -> list[float]:
+    from compare_builds import IN_A_ROW, on_device
+
+    replay = on_device(run)
+    dist.barrier()
+    took = largest_over_ranks([replay() * IN_A_ROW / 1e6])[0]
+    return [replay() for _ in range(max(3, min(graphs, int(budget_s / took))))]
+
+
+# ---- the table and the chart ----------------------------------------------------------------------------------------
+
+
+def table(run: dict) -> str:
+    """Return all points as a table for docs/performance.md, with the machine above it."""
+    machine = run["machine"]
+    ranks = f"{run['nodes']} virtual nodes of {run['ranks_per_node']} on {len(machine['gpus'])} x {machine['gpus'][0]}"
+    sizes = f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}"
+    lines = [f"{ranks}, {run['wire']} wire, {sizes}, build {machine['git_commit']}, {machine['date'][:10]}:", ""]
+    titles = ("operation", "SMs", "for the wire", "GB/s", "us", "MB sent", "wire alone, us", "ratio")
+    lines += [_row(titles), _row(["---"] * len(titles))]
+    for p in sorted(run["points"], key=_order):
+        figures = [f"{p['wire_us']:.0f}", f"{p['ratio']:.2f}"] if p["gb_per_s"] else ["", ""]
+        rate = _rate(p["gb_per_s"]).removesuffix(" GB/s")
+        cells = [p["operation"], p["sms"], p["rail_sms"], rate, f"{p['us']:.0f}", f"{p['bytes'] / 1e6:.1f}"]
+        lines.append(_row([*cells, *figures]))
+    return "\n".join(lines)
+
+
+def _order(point: dict) -> tuple:
+    names = ("dispatch", "dispatch FP8", "combine")
+    return names.index(point["operation"]), point["sms"], point["gb_per_s"] or float("inf")
+
+
+def _row(cells) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _rate(rate: float | None) -> str:
+    return UNPACED if rate is None else f"{rate:g} GB/s"
+
+
+def draw(path: Path) -> int:
+    try:
+        import charts
+    except ImportError:
+        print("no chart: matplotlib is missing (pip install matplotlib)")
+        return 0
+    print(f"chart: {charts.draw_paced(json.loads(path.read_text()), LIMIT, path.with_suffix('.svg'))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""benchmarks/paced_wire.py: points, table and chart from figures that are made up; with a GPU also a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT
+
+from ep_dispatcher.engines import cuda_problem
+
+SCRIPT = ROOT / "benchmarks" / "paced_wire.py"
+MACHINE = {"gpus": ["NVIDIA H200"] * 2, "git_commit": "abc", "date": "2026-11-22T10:00:00+00:00"}
+OPERATIONS = ("dispatch", "dispatch FP8", "combine")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import paced_wire
+
+    return paced_wire
+
+
+def of_rank(us: float, num_bytes: int) -> dict:
+    """What a rank measures: three graphs, the second one 10 us slower."""
+    times = {"us": [us, us + 10, us], "bytes": num_bytes}
+    return {"rail_sms": 1, "operations": dict.fromkeys(OPERATIONS, times)}
+
+
+def made_up(script, argv: list[str]) -> dict:
+    """Every operation sends 50 MB and takes 1.5 times as long as these alone; without a pace 500 us."""
+    args = script.parse_args(argv)
+    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "topk")}
+    run = {"machine": MACHINE, "wire": args.wire, "nodes": 2, "ranks_per_node": 1, **sizes, "at": args.at, "points": []}
+    for sms, rate in script.points_of(args):
+        us = 1.5 * 50e6 / rate / 1e3 if rate else 500
+        run["points"] += script.merge([of_rank(us, 50_000_000), of_rank(us / 2, 40_000_000)], sms, rate)
+    return run
+
+
+def test_each_point_is_measured_once(script):
+    args = script.parse_args(["--sms", "2,8", "--rates", "25,50", "--sms-at", "8"])
+    assert script.points_of(args) == [(2, 50.0), (8, 50.0), (8, 25.0), (8, None)]
+    assert script.points_of(script.parse_args(["--wire", "nvshmem", "--sms", "2,8"])) == [(2, None), (8, None)]
+
+
+def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):
+    ranks = [of_rank(100, 3_000_000), of_rank(70, 5_000_000)]
+    ranks[1]["operations"] = {name: {"us": [70, 95, 130], "bytes": 5_000_000} for name in OPERATIONS}
+    points = script.merge(ranks, 8, 50.0)  # slowest: 100, 110, 130
+    assert [p["operation"] for p in points] == list(OPERATIONS)
+    assert {k: points[0][k] for k in ("us", "least_us", "bytes", "wire_us", "ratio")} == {
+        "us": 110,
+        "least_us": 100,
+        "bytes": 5_000_000,
+        "wire_us": 100.0,
+        "ratio": 1.1,
+    }
+    assert "ratio" not in script.merge(ranks, 8, None)[0]
+
+
+def test_the_table_and_the_chart(script, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "paced.json"
+    path.write_text(json.dumps(made_up(script, [])))
+    assert script.main(["--draw", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 virtual nodes of 1 on 2 x NVIDIA H200, peer wire, 4096 tokens per rank, hidden 7168")
+    rows = [line for line in lines if line.startswith("| dispatch |")]
+    assert len(rows) == 16 and rows[0] == "| dispatch | 2 | 1 | 50 | 1500 | 50.0 | 1000 | 1.50 |"
+    assert "| dispatch | 24 | 1 | unpaced | 500 | 50.0 |  |  |" in rows
+    drawn = path.with_suffix(".svg").read_bytes()
+    assert drawn.count(b'<g id="axes_') == 3  # against multiprocessors; against rates, with 8 and with 24
+    assert script.draw(path) == 0 and path.with_suffix(".svg").read_bytes() == drawn
+
+
+def test_a_wire_without_a_pace_has_a_chart_too(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "nvshmem.json"
+    path.write_text(json.dumps(made_up(script, ["--wire", "nvshmem", "--sms", "4,8"])))
+    assert script.draw(path) == 0 and path.with_suffix(".svg").read_bytes().count(b'<g id="axes_') == 1
+
+
+@pytest.mark.parametrize(
+    "argument, given, allowed",
+    [("--sms", "8,1", "from 2 on"), ("--rates", "0", "from 0.001 on"), ("--nodes", "1", "from 2 on")],
+)
+def test_wrong_arguments(script, capsys, argument, given, allowed):
+    with pytest.raises(SystemExit):
+        script.parse_args([argument, given])
+    wrong = given.split(",")[-1]
+    assert f"argument {argument}: given {wrong}, allowed: {allowed}" in capsys.readouterr().err
+
+
+def test_switches_are_put_back(script, monkeypatch):
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", "auto")
+    monkeypatch.delenv("EP_DISPATCHER_WIRE_GBPS", raising=False)
+    environ = script.os.environ
+    with script.switches(WIRE="peer", WIRE_GBPS=50.0, RAIL_SMS=None):
+        assert environ["EP_DISPATCHER_WIRE"] == "peer" and environ["EP_DISPATCHER_WIRE_GBPS"] == "50.0"
+        assert "EP_DISPATCHER_RAIL_SMS" not in environ
+    assert environ["EP_DISPATCHER_WIRE"] == "auto" and "EP_DISPATCHER_WIRE_GBPS" not in environ
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
+def test_without_a_gpu_it_says_why(tmp_path):
+    found = run_script("--out", tmp_path / "paced.json")
+    assert found.returncode == 2 and "allowed: the CUDA engine, whose wire has a pace" in found.stdout, found.stderr
+
+
+@pytest.mark.skipif(cuda_problem() is not None, reason="no GPU")
+def test_a_run(tmp_path):
+    out = tmp_path / "paced.json"
+    sizes = "--tokens 64 --hidden 512 --experts 8 --topk 2 --ranks-per-node 1 --graphs 3".split()
+    found = run_script(*sizes, "--sms", "4", "--rates", "0.1", "--sms-at", "4", "--at", "0.1", "--out", out)
+    assert found.returncode == 0, found.stderr
+    points = json.loads(out.read_text())["points"]
+    expected = [(name, rate) for rate in (0.1, None) for name in OPERATIONS]
+    assert [(p["operation"], p["gb_per_s"]) for p in points] == expected
+    # 0.1 GB/s: 100 us for each 10 KB. Nothing is faster than the wire alone.
+    assert all(p["bytes"] > 10_000 and p["rail_sms"] == 1 for p in points)
+    assert all(p["ratio"] > 0.98 for p in points if p["gb_per_s"])
