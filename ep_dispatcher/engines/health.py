@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from types import TracebackType
 
 from ep_dispatcher import checks
 
 
 class Operation:
-    """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch."""
+    """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch.
 
-    def __init__(self, name: str):
-        self.name, self.thread = name, threading.get_ident()
+    A class, because a generator with ``contextmanager`` takes the host twice as long.
+    """
+
+    __slots__ = ("name", "thread", "_health")
+
+    def __init__(self, health: Health, name: str):
+        self.name, self.thread, self._health = name, threading.get_ident(), health
+
+    def __enter__(self) -> Operation:
+        try:
+            self._health._enter(self)
+            return self
+        except BaseException:
+            self._health._leave(self)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._health._end_inside(self, error)
+        finally:
+            self._health._leave(self)
 
 
 class Health:
@@ -39,7 +61,8 @@ class Health:
     def __init__(self, abort: Callable[[], None]):
         self._abort = abort
         self._pid = os.getpid()
-        self._changed = threading.Condition()  # its lock is reentrant
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._failure: Callable[[], Exception] | None = None  # makes the error that ended the use of the buffer
         self._aborted = False
         self._inside: Operation | None = None
@@ -77,33 +100,14 @@ class Health:
 
     def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
         """End the buffer's use and abort. The first failure stays, unless a later one is to ``replace`` it."""
-        with self._changed:
+        with self._lock:
             if self._failure is None or replace:
                 self._failure = failure
         self._abort_once()
 
-    @contextmanager
-    def operation(self, name: str) -> Iterator[Operation]:
+    def operation(self, name: str) -> Operation:
         """Run one operation, and no other meanwhile. An exception ends the buffer's use."""
-        operation, entered = Operation(name), False
-        try:
-            self._enter(operation)
-            entered = True
-            yield operation
-        except BaseException as error:  # an interrupt, no memory: this rank is now the one that is late for the others
-            if not entered:
-                raise
-            text = f"this buffer gave up in {operation.name}, by {type(error).__name__}: {error}; destroy() it"
-            self.end(partial(RuntimeError, text))
-            if self._stopped and isinstance(error, Exception):
-                raise RuntimeError(
-                    "this buffer was destroyed, by another thread or a signal handler, while this thread was in "
-                    f"{operation.name}"
-                ) from error
-            raise
-        finally:
-            if self._inside is operation:
-                self._leave()
+        return Operation(self, name)
 
     def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
         """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
@@ -114,7 +118,7 @@ class Health:
         """
         if self.is_forked:
             return False
-        with self._changed:
+        with self._lock:
             if not self._stopped:
                 self._stopped, self._free = True, free
             inside = self._inside
@@ -128,18 +132,31 @@ class Health:
 
     def _enter(self, operation: Operation) -> None:
         self.raise_if_ended()
-        with self._changed:
+        with self._lock:
             if self._inside is not None:
                 checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
             self._inside = operation
         self.raise_if_ended()  # again: from here on nothing is freed before this operation leaves
 
-    def _leave(self) -> None:
-        with self._changed:
+    def _end_inside(self, operation: Operation, error: BaseException) -> None:
+        """End the buffer's use after an interrupt, no memory: this rank is now the one that is late for the others."""
+        text = f"this buffer gave up in {operation.name}, by {type(error).__name__}: {error}; destroy() it"
+        self.end(partial(RuntimeError, text))
+        if self._stopped and isinstance(error, Exception):
+            raise RuntimeError(
+                "this buffer was destroyed, by another thread or a signal handler, while this thread was in "
+                f"{operation.name}"
+            ) from error
+
+    def _leave(self, operation: Operation) -> None:
+        if self._inside is not operation:  # it never entered; in a forked child nobody may hold the lock
+            return
+        with self._lock:
             self._inside = None
-            if self._stopped and self._free is not None:
-                self._release()
-            self._changed.notify_all()
+            if self._stopped:  # only then does a thread wait for this
+                if self._free is not None:
+                    self._release()
+                self._changed.notify_all()
 
     def _release(self) -> None:
         """Abort and free, with the lock held and nobody inside."""
@@ -149,7 +166,7 @@ class Health:
             free()
 
     def _abort_once(self) -> None:
-        with self._changed:
+        with self._lock:
             aborted, self._aborted = self._aborted, True
         if aborted:
             return

@@ -33,6 +33,8 @@ class KernelReports:
         if not self._health.ended:
             late = self._engine.late()
             mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
+            if mistake is None and late is None:
+                return
             if mistake is not None and late is None and not ends:
                 raise ValueError(mistake)
             if mistake is not None:
