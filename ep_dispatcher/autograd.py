@@ -7,7 +7,7 @@ than everything else together.
     ep.dispatch -> Buffer._checked_dispatch -> _run_dispatch -> dispatch_op      something looks at operators
                                                                 _EagerDispatch   gradients are wanted
                                                                 neither          as in a backward
-    each of the three -> _dispatch_flat -> Buffer._launch_dispatch -> Engine.dispatch
+    each of the three -> Buffer._launch_dispatch -> Engine.dispatch
 
 The same holds for combine.
 """
@@ -33,9 +33,9 @@ from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
 
 
-def _anchor(rows: Tensor, num_rows: int | SymInt, quantize: bool) -> Tensor:
-    """Stands for the exact rows of a quantised dispatch (QuantizedRows); no elements without one."""
-    return rows.new_zeros(()).expand(num_rows, rows.shape[1]) if quantize else rows.new_empty(0)
+def _anchor(rows: Tensor, num_rows: int | SymInt) -> Tensor:
+    """Stands for the exact rows of a quantised dispatch (QuantizedRows)."""
+    return rows.new_zeros(()).expand(num_rows, rows.shape[1])
 
 
 def _dispatch_flat(
@@ -51,10 +51,26 @@ def _dispatch_flat(
     buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run one dispatch with a flat list of arguments and results: torch.library takes no tuples."""
+    """Run one dispatch with a flat list of arguments and results: torch.library takes no tuples, and returns no None.
+
+    What was not asked for has no elements.
+    """
     request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
-    received = find_buffer(buffer_id)._launch_dispatch(request)
-    return *received[:-1], _anchor(rows, received.rows.shape[0], quantize)
+    received = _launch_dispatch(find_buffer(buffer_id), request)
+
+    def given(t: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return rows.new_empty(0, dtype=dtype) if t is None else t
+
+    return (
+        received.rows,
+        given(received.scales, torch.float32),
+        given(received.topk_weights, torch.float32),
+        given(received.topk_idx, torch.int64),
+        received.tokens_per_expert,
+        received.rows_per_expert,
+        given(received.plan, torch.int32),
+        given(received.anchor, rows.dtype),
+    )
 
 
 dispatch_op = torch.library.custom_op("ep_dispatcher::dispatch", _dispatch_flat, mutates_args=())
@@ -92,7 +108,7 @@ def _(
         tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         rows_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
         plan=rows.new_empty(plan_size, dtype=torch.int32),
-        anchor=_anchor(rows, size, quantize),
+        anchor=_anchor(rows, size) if quantize else rows.new_empty(0),
     )
     return tuple(received)
 
@@ -109,7 +125,8 @@ def _combine_flat(
     """Run one combine with a flat list of arguments and results."""
     request = CombineRequest(y, plan, topk_weights, num_tokens, layout)
     combined = find_buffer(buffer_id)._launch_combine(request)
-    return combined.x, combined.topk_weights
+    weights = combined.topk_weights
+    return combined.x, y.new_empty(0, dtype=torch.float32) if weights is None else weights
 
 
 combine_op = torch.library.custom_op("ep_dispatcher::combine", _combine_flat, mutates_args=())
@@ -149,20 +166,29 @@ def _needs_no_autograd() -> bool:
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
-def _run_dispatch(buffer_id: str, request: DispatchRequest) -> Received:
-    if _is_observed(request):
-        return Received(*dispatch_op(*request, buffer_id, None))
-    if _needs_no_autograd():
-        return Received(*_dispatch_flat(*request, buffer_id))
-    return Received(*_EagerDispatch.apply(request.rows, request.topk_weights, request, buffer_id))
+def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
+    received = buffer._launch_dispatch(request)
+    if request.quantize:
+        received = received._replace(anchor=_anchor(request.rows, received.rows.shape[0]))
+    return received
 
 
-def _run_combine(buffer_id: str, request: CombineRequest) -> Combined:
+def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if _is_observed(request):
-        return Combined(*combine_op(*request, buffer_id, None))
+        return Received(*dispatch_op(*request, buffer.id, None))
     if _needs_no_autograd():
-        return Combined(*_combine_flat(*request, buffer_id))
-    return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer_id))
+        return _launch_dispatch(buffer, request)
+    made: list[Received] = []
+    rows, topk_weights, anchor = _EagerDispatch.apply(request.rows, request.topk_weights, request, buffer, made)
+    return made[0]._replace(rows=rows, topk_weights=topk_weights, anchor=anchor)
+
+
+def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
+    if _is_observed(request):
+        return Combined(*combine_op(*request, buffer.id, None))
+    if _needs_no_autograd():
+        return buffer._launch_combine(request)
+    return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer))
 
 
 def _saved_plan(ctx: Any) -> Tensor:
@@ -175,69 +201,97 @@ def _saved_plan(ctx: Any) -> Tensor:
     return plan
 
 
-def _keep_for_combine(ctx: Any, request: DispatchRequest, plan: Tensor, buffer_id: str) -> None:
+def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer_id: str) -> None:
     """Keep what the backward of a dispatch needs."""
-    ctx.save_for_backward(plan)
-    ctx.num_tokens, ctx.layout, ctx.quantize = request.rows.shape[0], request.layout, request.quantize
+    ctx.save_for_backward(received.plan if request.plan is None else request.plan)
+    ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
+    ctx.layout, ctx.quantize = request.layout, request.quantize
     ctx.has_weights, ctx.buffer_id = request.topk_weights is not None, buffer_id
 
 
-def _dispatch_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of rows and topk_weights."""
+def _dispatch_backward(
+    ctx: Any, rows: Tensor | None, topk_weights: Tensor | None, anchor: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of rows and topk_weights. Given are those of the dispatch's outputs; None stands for 0."""
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
-    received = Received(*gradients)
-    grad = received.anchor if ctx.quantize else received.rows  # the anchor stands for the exact rows
-    assert grad is not None  # every dispatch with gradients has an anchor
+    buffer, plan = find_buffer(ctx.buffer_id), _saved_plan(ctx)
+    config = buffer._config
+    grad = anchor if ctx.quantize else rows  # the anchor stands for the exact rows
+    if grad is None:
+        grad = plan.new_zeros(ctx.num_rows, config.hidden, dtype=config.dtype)
+    if not ctx.has_weights:
+        topk_weights = None
+    elif topk_weights is None:
+        shape = (ctx.num_rows,) if ctx.layout == "expert" else (ctx.num_rows, config.num_topk)
+        topk_weights = plan.new_zeros(shape, dtype=torch.float32)
     request = CombineRequest(
-        y=grad.to(find_buffer(ctx.buffer_id)._config.dtype),  # float8 rows have no gradient; only their weights do
-        plan=_saved_plan(ctx),
-        topk_weights=received.topk_weights if ctx.has_weights else None,
+        y=grad.to(config.dtype),  # float8 rows have no gradient; only their weights do
+        plan=plan,
+        topk_weights=topk_weights,
         num_tokens=ctx.num_tokens,
         layout=ctx.layout,
     )
-    combined = _run_combine(ctx.buffer_id, request)
+    combined = _run_combine(buffer, request)
     return combined.x, combined.topk_weights if ctx.has_weights else None
 
 
 def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer_id: str) -> None:
     """Keep what the backward of a combine needs."""
     ctx.save_for_backward(request.plan)
-    ctx.num_rows, ctx.layout, ctx.has_weights = request.y.shape[0], request.layout, request.topk_weights is not None
-    ctx.buffer_id = buffer_id
+    ctx.num_tokens, ctx.num_rows = request.num_tokens, request.y.shape[0]
+    ctx.layout, ctx.has_weights, ctx.buffer_id = request.layout, request.topk_weights is not None, buffer_id
 
 
-def _combine_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of y and topk_weights."""
-    combined = Combined(*gradients)
+def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of y and topk_weights. Given are those of the combine's outputs; None stands for 0."""
+    buffer, plan = find_buffer(ctx.buffer_id), _saved_plan(ctx)
+    config = buffer._config
+    if x is None:
+        x = plan.new_zeros(ctx.num_tokens, config.hidden, dtype=config.dtype)
+    if not ctx.has_weights:
+        topk_weights = None
+    elif topk_weights is None:
+        topk_weights = plan.new_zeros(ctx.num_tokens, config.num_topk, dtype=torch.float32)
     request = DispatchRequest(
-        rows=combined.x,
+        rows=x,
         scales=None,
         topk_idx=None,
-        topk_weights=combined.topk_weights if ctx.has_weights else None,
-        plan=_saved_plan(ctx),
+        topk_weights=topk_weights,
+        plan=plan,
         layout=ctx.layout,
         expert_alignment=1,
         num_rows=ctx.num_rows,
         quantize=False,
     )
-    received = _run_dispatch(ctx.buffer_id, request)
+    received = _run_dispatch(buffer, request)
     return received.rows, received.topk_weights if ctx.has_weights else None
 
 
+# Autograd makes zeros of its own for every output without a gradient: for the integers among them, in each backward. So
+# it gets only the outputs that can have a gradient, and set_materialize_grads(False).
+
+
 class _EagerDispatch(torch.autograd.Function):
-    """dispatch_op with its gradient, without torch.library."""
+    """dispatch_op with its gradient, without torch.library. ``made`` takes the outputs that have none."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, topk_weights: Tensor | None, request: DispatchRequest, buffer_id: str
-    ) -> tuple[Tensor, ...]:
-        output = _dispatch_flat(*request, buffer_id)
-        _keep_for_combine(ctx, request, _plan_of(request, output), buffer_id)
-        return output
+        ctx: Any,
+        rows: Tensor,
+        topk_weights: Tensor | None,
+        request: DispatchRequest,
+        buffer: Buffer,
+        made: list[Received],
+    ) -> tuple[Tensor | None, ...]:
+        received = _launch_dispatch(buffer, request)
+        made.append(received)
+        ctx.set_materialize_grads(False)
+        _keep_for_combine(ctx, request, received, buffer.id)
+        return received.rows, received.topk_weights, received.anchor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_dispatch_backward(ctx, *gradients), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_dispatch_backward(ctx, *gradients), None, None, None
 
 
 class _EagerCombine(torch.autograd.Function):
@@ -245,29 +299,26 @@ class _EagerCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, topk_weights: Tensor | None, request: CombineRequest, buffer_id: str
-    ) -> tuple[Tensor, Tensor]:
-        output = _combine_flat(*request, buffer_id)
-        _keep_for_dispatch(ctx, request, buffer_id)
-        return output
+        ctx: Any, y: Tensor, topk_weights: Tensor | None, request: CombineRequest, buffer: Buffer
+    ) -> tuple[Tensor, Tensor | None]:
+        combined = buffer._launch_combine(request)
+        ctx.set_materialize_grads(False)
+        _keep_for_dispatch(ctx, request, buffer.id)
+        return combined.x, combined.topk_weights
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return *_combine_backward(ctx, *gradients), None, None
-
-
-def _plan_of(request: DispatchRequest, output: tuple[Tensor, ...]) -> Tensor:
-    return Received(*output).plan if request.plan is None else request.plan
 
 
 def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *fields, buffer_id, _ = inputs
-    request = DispatchRequest(*fields)
-    _keep_for_combine(ctx, request, _plan_of(request, output), buffer_id)
+    _keep_for_combine(ctx, DispatchRequest(*fields), Received(*output), buffer_id)
 
 
 def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    of_rows, of_weights = _dispatch_backward(ctx, *gradients)
+    received = Received(*gradients)
+    of_rows, of_weights = _dispatch_backward(ctx, received.rows, received.topk_weights, received.anchor)
     return of_rows, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
 
 
@@ -388,7 +439,7 @@ def dispatch(
     if decode.is_decode(layout, handle):
         checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_DECODE}")
     out = buffer._checked_dispatch(
-        partial(_run_dispatch, buffer.id),
+        partial(_run_dispatch, buffer),
         x,
         topk_idx,
         topk_weights,
@@ -429,5 +480,5 @@ def combine(
     refuse_transforms(y=y, topk_weights=topk_weights)
     if decode.is_decode("", handle):
         checks.fail("handle", "one of layout='decode'", f"one of layout='expert' or 'rank': {_NO_DECODE}")
-    res = buffer._checked_combine(partial(_run_combine, buffer.id), y, handle, topk_weights)
+    res = buffer._checked_combine(partial(_run_combine, buffer), y, handle, topk_weights)
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

@@ -26,6 +26,8 @@ from ep_dispatcher.topology import Topology, host_id
 
 T = TypeVar("T")
 
+_AT_ONCE = nullcontext()  # around an operation that is not asynchronous
+
 if not dist.is_initialized():
     # torch._dynamo imports this module, whose default arguments hold the default group of that moment. Import it while
     # there is none. A group that is held keeps its threads after destroy_process_group, and they can abort the process
@@ -421,7 +423,7 @@ class Buffer:
                 raise
 
     def _when_asked(self, async_finish: bool, *inputs: object) -> AbstractContextManager[None]:
-        return self._live_engine().asynchronous(*inputs) if async_finish else nullcontext()
+        return self._live_engine().asynchronous(*inputs) if async_finish else _AT_ONCE
 
     def _live_engine(self) -> engines.Engine:
         if self._engine is None:
@@ -470,11 +472,12 @@ class Buffer:
             rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
         )
         received, handle = self._launch_new(launch, request) if handle is None else (launch(request), handle)
-        pair = quantize is not None or scales is not None
+        out: Tensor | tuple[Tensor, Tensor] = received.rows
+        if quantize is not None or scales is not None:
+            assert received.scales is not None
+            out = float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
         return DispatchOutput(
-            x=float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
-            if pair
-            else received.rows,
+            x=out,
             topk_weights=None if topk_weights is None else received.topk_weights,
             topk_idx=received.topk_idx if layout == "rank" else None,
             tokens_per_expert=received.tokens_per_expert,
@@ -511,6 +514,7 @@ class Buffer:
         if not is_traced:
             engine.rows_on_host = None  # a traced operation never reaches the engine
         received = launch(request)
+        assert received.plan is not None
         return received, Handle(
             buffer_id=self.id,
             layout=request.layout,

@@ -83,9 +83,9 @@ class CombineRequest(NamedTuple):
 
 
 def plain(t: Tensor) -> Tensor:
-    """Return the values as they lie in contiguous memory, without a lazy change of sign and outside of autograd."""
-    t = t.detach() if t.requires_grad else t  # every call into PyTorch counts: this runs in every operation
-    return t if t.is_contiguous() and not t.is_neg() else t.contiguous().resolve_neg()
+    """Return the values as they lie in contiguous memory, without a lazy change of sign. Autograd sees no copy."""
+    # Every call into PyTorch counts, because this runs in every operation: detach only what is copied.
+    return t if t.is_contiguous() and not t.is_neg() else t.detach().contiguous().resolve_neg()
 
 
 def address_of(t: Tensor | None) -> int:
@@ -94,15 +94,16 @@ def address_of(t: Tensor | None) -> int:
 
 
 class Received(NamedTuple):
-    """The tensors of one dispatch; what was not asked for has no elements."""
+    """The tensors of one dispatch; what was not asked for is None."""
 
     rows: Tensor
-    scales: Tensor  # in decode layout perhaps already [num_local_experts, rows, columns], as DispatchOutput has them
-    topk_weights: Tensor
-    topk_idx: Tensor
+    # In decode layout perhaps already [num_local_experts, rows, columns], as DispatchOutput has them.
+    scales: Tensor | None
+    topk_weights: Tensor | None
+    topk_idx: Tensor | None
     tokens_per_expert: Tensor  # int64; in decode layout perhaps already int32, as the next
     rows_per_expert: Tensor
-    plan: Tensor  # a new plan; no elements when the plan was given
+    plan: Tensor | None  # a new plan; None when the plan was given
     anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
 
 
@@ -110,7 +111,7 @@ class Combined(NamedTuple):
     """The tensors of one combine."""
 
     x: Tensor  # [num_tokens, hidden]
-    topk_weights: Tensor  # [num_tokens, num_topk]; no elements when none were given
+    topk_weights: Tensor | None  # [num_tokens, num_topk]; None when none were given
 
 
 class Engine(Protocol):

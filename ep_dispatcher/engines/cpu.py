@@ -132,7 +132,7 @@ class CpuEngine:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
             else:
                 step("stage")
-                plan, pending_lists = request.plan.new_empty(0), {}
+                plan, pending_lists = None, {}
                 c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
                 c.stage(arrays, weights, num_tokens)
             step("send")
@@ -150,9 +150,8 @@ class CpuEngine:
                 c.finish_plan()
             step("pull")
             received = self._allocate(request, num_rows, plan)
-            out = [address_of(t) for t in (received.rows, received.scales) if t.dim() == 2]
-            out_weights = address_of(None if request.topk_weights is None else received.topk_weights)
-            to = (out, out_weights, address_of(received.topk_idx if request.layout == "rank" else None))
+            out = [address_of(t) for t in (received.rows, received.scales) if t is not None]
+            to = (out, address_of(received.topk_weights), address_of(received.topk_idx))
             c.prepare_output(*to)
             c.pull(self._topology.node, *to)
             for m in rail.others:
@@ -188,19 +187,19 @@ class CpuEngine:
         pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
         return plan, counted_rows, pending
 
-    def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor) -> Received:
+    def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor | None) -> Received:
         config, rows, scales = self._config, request.rows, request.scales
         tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64) for _ in range(2))
         self._c.counts_per_expert(address_of(tokens), address_of(padded))
-        by_rank = request.layout == "rank"
-        weights_shape = (num_rows, config.num_topk) if by_rank else (num_rows,)
+        by_rank, per_choice = request.layout == "rank", (num_rows, config.num_topk)
+        weights_shape = per_choice if by_rank else (num_rows,)
         if request.plan is None:
             self.rows_on_host = padded.clone()  # the caller owns the other one
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
-            scales=torch.empty((0,) if scales is None else (num_rows, scales.shape[1])),
-            topk_weights=torch.empty(0 if request.topk_weights is None else weights_shape),
-            topk_idx=torch.empty((num_rows, config.num_topk) if by_rank else 0, dtype=torch.int64),
+            scales=None if scales is None else torch.empty(num_rows, scales.shape[1]),
+            topk_weights=None if request.topk_weights is None else torch.empty(weights_shape),
+            topk_idx=torch.empty(per_choice, dtype=torch.int64) if by_rank else None,
             tokens_per_expert=tokens,
             rows_per_expert=padded,
             plan=plan,
@@ -209,7 +208,7 @@ class CpuEngine:
     def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden)
-        weights_out = torch.empty((request.num_tokens, self._config.num_topk) if has_weights else 0)
+        weights_out = torch.empty(request.num_tokens, self._config.num_topk) if has_weights else None
         topk_weights = address_of(request.topk_weights)
         with self._operation("combine", request.plan) as step:
             operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE

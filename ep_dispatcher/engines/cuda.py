@@ -75,7 +75,7 @@ class CudaEngine:
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
-        self._config, self._topology = config, topology
+        self._config, self._topology, self._num_local_experts = config, topology, config.num_local_experts
         self._ticket = 0
         self._is_sound = False  # at the end: all operations have completed
         self._thread = threading.get_ident()  # that made the buffer
@@ -171,17 +171,20 @@ class CudaEngine:
             args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
             args.expert_alignment, args.num_rows = expert_alignment, num_rows
-            num_local, decodes = self._config.num_local_experts, layout == "decode"
-            tokens_per_expert = torch.empty(num_local, dtype=torch.int32 if decodes else torch.int64, device="cuda")
-            rows_per_expert = tokens_per_expert if decodes else torch.empty_like(tokens_per_expert)
-            elements = self.plan_capacity(num_rows, layout) if plan is None else 0
-            new_plan = torch.empty(elements, dtype=torch.int32, device="cuda")
+            decodes = layout == "decode"
+            count_dtype = torch.int32 if decodes else torch.int64
+            tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
             if decodes:
+                rows_per_expert = tokens_per_expert
                 args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
             else:
+                rows_per_expert = torch.empty_like(tokens_per_expert)
                 args.out_tokens_per_expert = address_of(tokens_per_expert)
                 args.out_rows_per_expert = address_of(rows_per_expert)
-            plan = new_plan if plan is None else plan
+            new_plan = None
+            if plan is None:
+                elements = self.plan_capacity(num_rows, layout)
+                plan = new_plan = torch.empty(elements, dtype=torch.int32, device=self._device)
             if counted:
                 self._ticket += 1
                 args.ticket = self._ticket
@@ -192,22 +195,20 @@ class CudaEngine:
                 self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
                 step("launch")
             by_rank = layout == "rank"
-            weights_shape = (num_rows, self._config.num_topk) if by_rank else (num_rows,)
+            per_choice = (num_rows, self._config.num_topk)
+            weights_shape = per_choice if by_rank else (num_rows,)
             received = Received(
                 rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
-                scales=self._scales_by_column(num_rows, num_scales, packs_scales)
-                if decodes and num_scales
-                else rows.new_empty((num_rows, num_scales) if num_scales else 0, dtype=torch.float32),
-                topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
-                topk_idx=rows.new_empty((num_rows, self._config.num_topk) if by_rank else 0, dtype=torch.int64),
+                scales=self._empty_scales(num_rows, num_scales, decodes, packs_scales),
+                topk_weights=None if topk_weights is None else topk_weights.new_empty(weights_shape),
+                topk_idx=rows.new_empty(per_choice, dtype=torch.int64) if by_rank else None,
                 tokens_per_expert=tokens_per_expert,
                 rows_per_expert=rows_per_expert,
                 plan=new_plan,
             )
             args.num_rows, args.out_rows = num_rows, address_of(received.rows)
-            args.out_scales = address_of(received.scales if num_scales else None)
-            args.out_weights = address_of(None if topk_weights is None else received.topk_weights)
-            args.out_topk_idx = address_of(received.topk_idx if by_rank else None)
+            args.out_scales, args.out_weights = address_of(received.scales), address_of(received.topk_weights)
+            args.out_topk_idx = address_of(received.topk_idx)
             if only_sends:
                 self._c.prepare(args, plan.data_ptr(), stream)
                 self._unreceived = "dispatch", self._c.pull, args, plan, (*request[:4], *received)
@@ -223,11 +224,15 @@ class CudaEngine:
                 raise
         return received
 
-    def _scales_by_column(self, num_rows: int, num_scales: int, packs: bool) -> Tensor:
-        """Memory for the scales of decode layout: [num_local_experts, rows, columns], by columns."""
-        num_local, columns = self._config.num_local_experts, num_scales // (SCALES_OF_INT if packs else 1)
-        dtype = torch.int32 if packs else torch.float32
-        return torch.empty(num_local, columns, num_rows // num_local, dtype=dtype, device="cuda").transpose(1, 2)
+    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor | None:
+        """Memory for the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
+        if num_scales == 0:
+            return None
+        if not by_column:
+            return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
+        columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
+        shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
+        return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
     def _wait_for_counts(self) -> int:
         """Return the rows of the dispatch with the last ticket.
@@ -250,10 +255,9 @@ class CudaEngine:
             y = _aligned(y)
             args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
-            shape = 0 if topk_weights is None else (num_tokens, self._config.num_topk)
-            weights_out = y.new_empty(shape, dtype=torch.float32)
+            weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
-            args.out_weights, args.num_tokens = address_of(None if topk_weights is None else weights_out), num_tokens
+            args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
             args.factors = address_of(weights)
             combined = Combined(x, weights_out)
             if only_sends:
