@@ -130,7 +130,9 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         for wanted, size in zip(shape, value.shape):
             if not isinstance(wanted, str) and wanted != size:
                 fits = False
-        if fits and dense and value.dtype in dtypes and value.device.type == device:
+        # A device's type is a new str each time, and a third of this check: ask for a GPU without it.
+        is_there = value.is_cuda if device == "cuda" else value.device.type == device
+        if fits and dense and value.dtype in dtypes and is_there:
             return  # before any text is made: torch.compile cannot put unknown sizes into a text
         given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"

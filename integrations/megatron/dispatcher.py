@@ -75,7 +75,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return hidden_states, weights
 
     def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, -1 for none, and their probabilities.
+        """The experts of each token, -1 for none, and their probabilities. Beside -1 the probability is any.
 
         With expert tensor parallelism an expert's ranks each hold a slice of it and each get its tokens. The group's
         ranks count the slices fastest, so slice t of expert e is expert ``(e // L * T + t) * L + e % L`` of the group,
@@ -84,11 +84,12 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
         columns = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
         ones, idx = routing_map.view(torch.uint8).topk(columns, dim=1)  # a token's experts, then others
-        idx, chosen, is_overfull = idx[:, :topk], ones.view(torch.bool)[:, :topk], ones[:, topk:]
+        ones = ones.view(torch.bool)
+        idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
         host_looks = overfull.host_looks(routing_map)
         if host_looks and is_overfull.any():
             overfull.refuse(routing_map, topk)
-        weights = torch.where(chosen, probs.gather(1, idx), 0).float()
+        weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0
         per_rank, slices = self.num_local_experts, self.tp_size
         if slices > 1:
             first = idx // per_rank * (slices * per_rank) + idx % per_rank
@@ -96,7 +97,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             chosen, weights = chosen.repeat(1, slices), weights.repeat(1, slices)
         idx = torch.where(chosen, idx, -1)
         if columns > topk and not host_looks:
-            overfull.mark(idx, is_overfull.bool(), num_experts * slices)
+            overfull.mark(idx, is_overfull, num_experts * slices)
         return idx, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
