@@ -39,8 +39,10 @@ struct Pieces {
   __device__ char* scale_place(char* ring, uint32_t i) const { return ring + num_places * bytes + i * scale_stride(); }
 };
 
-// [host] Split a row into pieces of at most max_piece bytes, so that a ring of ring_bytes holds two or more.
-inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_bytes, uint32_t max_piece) {
+// [host] Split a row into pieces of at most max_piece bytes, so that a ring of ring_bytes holds two or more, and at most
+// max_places.
+inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_bytes, uint32_t max_piece,
+                          uint32_t max_places) {
   Pieces pieces{};
   pieces.scale_bytes = scale_bytes;
   max_piece = static_cast<uint32_t>(std::min<size_t>(max_piece, ring_bytes / 2 - pieces.scale_stride()));
@@ -50,7 +52,7 @@ inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_
   pieces.num = (row_bytes + pieces.bytes - 1) / pieces.bytes;
   pieces.last_bytes = row_bytes - (pieces.num - 1) * pieces.bytes;
   const size_t places = ring_bytes / (pieces.bytes + pieces.scale_stride());
-  pieces.num_places = static_cast<uint32_t>(std::min<size_t>(places, Pieces::kMaxPlaces));
+  pieces.num_places = static_cast<uint32_t>(std::min<size_t>(places, max_places));
   return pieces;
 }
 

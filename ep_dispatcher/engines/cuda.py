@@ -425,7 +425,7 @@ class CudaEngine:
                     checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
             device = self._device.index  # from a torch.device, torch.cuda.device looks it up in Python: 1 us more
             with self._health.operation(name), torch.cuda.device(device):
-                # Ask for the number alone: torch.cuda.current_stream() makes an object in Python, which takes 2 us more.
+                # Ask for the number alone: torch.cuda.current_stream() makes an object in Python, for 2 us more.
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 if self._stream is None or self._stream.cuda_stream != stream:
                     # A graph cannot wait for earlier work, only for streams that are captured with it.
