@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import on
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import reference
+from ep_dispatcher import memory, reference
 from ep_dispatcher.testing import (
     ROUTINGS,
     RankError,
@@ -316,6 +317,22 @@ def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None) -> 
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_bits_of_the_definition(pools, engine, case):
     check_case(pools, engine, case)
+
+
+def run_case_with_lists(rank: int, *given):
+    """As ``run_case``, without direct plans: so are the plans of buffers with many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory.Shape, "plans_directly", property(lambda shape: False))
+        return run_case(rank, *given)
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("case", [case for case in GRID if case.num_ranks == case.ranks_per_node], ids=str)
+def test_few_tokens_without_direct_plans(pools, engine, case):
+    inputs = make_inputs(case)
+    again = other_rows(case, inputs)
+    ranks = pools(case.num_ranks).run(run_case_with_lists, engine, case, inputs, again, None)
+    check_results(case, ranks, inputs, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -138,6 +138,8 @@ def test_the_documented_formulas(seed):
     given["K"], given["S"] = math.ceil(given["T"] / 1024), math.ceil(given["T"] / 512)
     given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
     given["Q"] = given["S"] * (1 if given["N"] == 1 else 2)
+    choices, words = given["L"] * given["T"] * memory.round_up(given["topk"], 8), given["E"] * -(-given["T"] // 32)
+    given["d"] = int(given["N"] == 1 and choices <= 16384 and words <= 4096)
 
     def evaluate(text: str) -> float:
         text = re.sub(r"\b(\d+)([a-zA-Z])", r"\1 * \2", text.split(", with")[0])

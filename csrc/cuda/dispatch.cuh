@@ -39,8 +39,8 @@ struct Pieces {
   __device__ char* scale_place(char* ring, uint32_t i) const { return ring + num_places * bytes + i * scale_stride(); }
 };
 
-// [host] Split a row into pieces of at most max_piece bytes, so that a ring of ring_bytes holds two or more, and at most
-// max_places.
+// [host] Split a row into pieces of at most max_piece bytes, so that a ring of ring_bytes holds two or more, and at
+// most max_places.
 inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_bytes, uint32_t max_piece,
                           uint32_t max_places) {
   Pieces pieces{};
