@@ -56,7 +56,8 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   Preparer preparer{memory.pipeline, num_teams};
   const bool agrees_first = params.pushes && params.args.factors;
   Verdict verdict = agrees_first ? agree(op) : Verdict::kAgree;
-  if (agrees_first && verdict == Verdict::kAgree && !wait_for_factors(op)) verdict = Verdict::kAborted;
+  if (agrees_first && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
+    verdict = Verdict::kAborted;
   if (verdict == Verdict::kAgree && pushers.block < pushers.num_blocks)
     push_items(op, params, pushers, memory, preparer);
   // The second of two launches does not keep a difference: the first one did.

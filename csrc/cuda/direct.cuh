@@ -214,10 +214,10 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
 #pragma unroll 1
   for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
        rank += Movers::kWarps) {
-    int rows = 0;
+    int64_t rows = 0;  // a large alignment makes more rows than 32 bits can count
     for (int e = lane; e < num_local; e += 32)
-      rows += static_cast<int>((plan.expert_tokens[rank * num_local + e] + alignment - 1) / alignment * alignment);
-    rows = __reduce_add_sync(~0u, rows);
+      rows += int64_t{(plan.expert_tokens[rank * num_local + e] + alignment - 1) / alignment} * alignment;
+    rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
     if (lane != 0) continue;
     plan.needed[rank] = params.args.layout == Layout::kRank ? plan.rank_items[rank] : rows;
     plan.max_rows[rank] = __ldcg(&call_at(op, rank)->max_rows);
@@ -225,7 +225,8 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
   Movers::sync();
 }
 
-// [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit. Called in one warp of a block,
+// [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit; otherwise nobody reads the
+// groups, and the head has none. Called in one warp of a block,
 // after sum_choices.
 __device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;

@@ -34,8 +34,8 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
-    // The second of two launches does not keep a difference: the first one did.
-    const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages);
+    // The second of two launches does not keep a difference if the first one did: it made a plan.
+    const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages || !params.new_plan);
     if (verdict != Verdict::kAgree || !params.new_plan) return verdict;
     return wait_for_ranks(op, Phase::kLists, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
   });

@@ -111,6 +111,9 @@ struct DispatchParams {
   __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
   // [thread] Return whether the host waits for the counts, between two launches.
   __device__ bool counts() const { return args.ticket != 0; }
+  // [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are staged
+  // like others: between the two launches the caller may overwrite them.
+  __device__ bool reads_own_rows() const { return !args.quantizes && ((stages && pulls) || counts()); }
 
   // [thread] Give the caller the counts of one expert: its tokens, and its rows with padding.
   __device__ void write_counts(int expert, int tokens, int rows) const {

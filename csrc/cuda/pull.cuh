@@ -1,5 +1,5 @@
 // Pulling: movers load rows from the inboxes of all ranks and store them in their final rows of the output. This rank's
-// own rows come from the caller's tensor, unless staging quantises them.
+// own rows come from the caller's tensor where DispatchParams::reads_own_rows allows it.
 #pragma once
 #include "cuda/direct.cuh"
 #include "cuda/records.cuh"
@@ -116,7 +116,7 @@ struct Puller {
       const DispatchArgs& args = params.args;
       Origin& origin = origin_of(n);
       const int token = item_at(n).token();
-      const bool at_home = origin.source == op.rank() && !args.quantizes;
+      const bool at_home = origin.source == op.rank() && params.reads_own_rows();
       origin.chunk = at_home ? -1 : token / kTokenChunk;
       const char *rows = at_home ? args.rows : op.context.inbox_of(origin.source, &Inbox::staging),
                  *scales = at_home ? reinterpret_cast<const char*>(args.scales)

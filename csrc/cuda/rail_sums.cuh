@@ -102,13 +102,14 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
   if (!params.reduces && !params.args.factors) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
+  if (!params.plan.head->usable) return verdict;  // on all ranks: nothing is sent
   if (params.pushes && params.args.factors) {
     if (!warp.relays())
       warp.send_factors(params);
     else if (!warp.relay_factors(warp.node(warp.warp)))
       return Verdict::kAborted;
   }
-  if (!params.reduces || !params.plan.head->usable) return verdict;
+  if (!params.reduces) return verdict;
   const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params);
   return ok ? verdict : Verdict::kAborted;
 }

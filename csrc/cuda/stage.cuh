@@ -105,7 +105,7 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
                                                  StagedChunks chunks) {
   const DispatchArgs& args = params.args;
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
-  const bool copies = op.num_ranks() > 1;  // a single rank pulls its rows from the caller's tensor
+  const bool copies = op.num_ranks() > 1 || !params.reads_own_rows();
   stage_tokens(op, params, share, chunks, [&](size_t token, float*) {
     if (!copies) return;
     auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
