@@ -99,7 +99,6 @@ class Buffer:
         num_sms: int | None = None,
     ):
         self._engine: engines.Engine | None = None
-        self._unreceived: str | None = None  # operation whose hook is not called yet
         if not dist.is_initialized():
             given = "None" if group is None else type(group).__name__
             checks.fail(
@@ -230,9 +229,10 @@ class Buffer:
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; then hidden is a multiple of 512
         return_hook   decode layout: the call sends, and out.hook() receives, in the stream that is current then. No
-                      multiprocessor is in use in between. Call the hook before any other operation of this buffer;
-                      another buffer may be used meanwhile. The CPU engine does both in the call. Not together with
-                      async_finish
+                      multiprocessor is in use in between, and the arguments may be overwritten after the call's work
+                      in its stream. Call the hook before any other operation of this buffer, and in the same CUDA
+                      graph as the call; another buffer may be used meanwhile. out.event is of the call alone until
+                      then. The CPU engine does both in the call. Not together with async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -553,8 +553,9 @@ class Buffer:
 
     def _check_received(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""
-        if self._unreceived is not None:
-            checks.fail("hook", f"a {operation} before the hook of the {self._unreceived}", "that hook() first")
+        unreceived = self._live_engine().unreceived
+        if unreceived is not None:
+            checks.fail("hook", f"a {operation} before the hook of the {unreceived}", "that hook() first")
 
     def _event(self) -> Event:
         """Return the event of the last operation. It words errors as the operation does."""

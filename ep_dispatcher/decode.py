@@ -97,7 +97,7 @@ def dispatch(
         scales, complete = _by_column(scales.view(*rows.shape[:2], scales.shape[1]), packs)
     x = rows if scales is None else (rows, scales) if packs else float8.QuantizedRows(rows, scales)
     counts = out.tokens_per_expert.int()
-    hook = _complete(buffer, "dispatch", complete, return_hook)
+    hook = _complete(buffer, complete, return_hook)
     return replace(out, x=x, tokens_per_expert=counts, rows_per_expert=counts, hook=hook)
 
 
@@ -131,7 +131,7 @@ def combine(
         if out is not None:
             out.detach().copy_(combined.x)
 
-    hook = _complete(buffer, "combine", complete, return_hook)
+    hook = _complete(buffer, complete, return_hook)
     return CombineOutput(combined.x if out is None else out, None, buffer._event(), hook)
 
 
@@ -174,23 +174,19 @@ def _check_hook(wanted: bool, async_finish: bool) -> None:
         checks.fail("async_finish", True, "False with return_hook: the hook says when to receive")
 
 
-def _complete(
-    buffer: Buffer, operation: str, complete: Callable[[], None], with_hook: bool
-) -> Callable[[], None] | None:
+def _complete(buffer: Buffer, complete: Callable[[], None], with_hook: bool) -> Callable[[], None] | None:
     """Complete an operation that has been launched: now, or in the hook that is returned."""
     if not with_hook:
         complete()
         return None
-    buffer._unreceived = operation
     received = False
 
     def hook() -> None:
         nonlocal received
-        if received:
-            return
-        received, buffer._unreceived = True, None
-        buffer._explaining(buffer._live_engine().receive)
-        complete()
+        if not received:
+            buffer._explaining(buffer._live_engine().receive)
+            received = True
+            complete()
 
     return hook
 

@@ -109,7 +109,7 @@ class Shape:
     def plans_directly(self) -> bool:
         """Whether new plans of the CUDA engine are direct plans (csrc/cuda/direct.cuh).
 
-        One node, and so few tokens that such a plan takes at most 76 KiB of a block's shared memory.
+        One node, and so few tokens that such a plan takes at most 92 KiB of a block's shared memory.
         """
         choices = self.num_ranks * self.max_tokens * round_up(self.num_topk, 8)
         words = self.num_experts * -(-self.max_tokens // 32)

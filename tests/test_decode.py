@@ -308,6 +308,69 @@ def test_counters_have_the_weights(pools, ranks_per_node):
         assert read == items * 3 * 4 > 0
 
 
+def other_handle_with_a_hook(rank: int, engine: str, ranks_per_node: int) -> str:
+    """Rank 3 dispatches again with another handle than the others, in two halves. Returns the error."""
+    with make_small_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        x, topk_idx, _ = inputs_of(rank, device=device_name(buffer))
+        first, second = (buffer.dispatch(x, topk_idx, layout="decode") for _ in range(2))
+
+        def dispatch() -> None:
+            handle = (second if rank == 3 else first).handle
+            out = buffer.dispatch(x, handle=handle, return_hook=True)
+            out.hook()
+            out.event.synchronize()
+
+        text = error_of(dispatch)
+        round_trip(buffer)
+        return text
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_another_handle_with_a_hook_is_an_error_on_all_ranks(pools, engine, ranks_per_node):
+    (text,) = set(pools(4).run(other_handle_with_a_hook, engine, ranks_per_node))
+    assert text.startswith("handle: rank 3 gave the plan of epoch 2, rank 0 gave the plan of epoch 1")
+
+
+def overwritten_before_the_hook(rank: int, engine: str, case: Case, inputs: Inputs):
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, 32) as buffer:
+        odd = torch.empty(inputs.x[rank].numel() + 1, dtype=case.dtype, device=device)[1:]  # at no multiple of 16 bytes
+        rows = [to(device, inputs.x[rank].clone()), odd.view(inputs.x[rank].shape).copy_(to(device, inputs.x[rank]))]
+        topk_idx, weights = to(device, inputs.topk_idx[rank].clone()), to(device, weights_of(case, inputs, rank))
+        results = []
+        for x in rows:
+            idx, given = topk_idx.clone(), weights.clone()
+            out = buffer.dispatch(x, idx, layout="decode", return_hook=True)
+            x.fill_(float("nan"))
+            idx.fill_(-1)
+            out.hook()
+            y = torch.nan_to_num(out.x)
+            combined = buffer.combine(y, out.handle, weights=given, return_hook=True)
+            y.fill_(float("nan"))
+            given.fill_(float("nan"))
+            combined.hook()
+            results.append((out.x, out.tokens_per_expert, combined.x))
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_arguments_may_be_overwritten_before_the_hook(pools, engine, num_ranks):
+    case = Case(num_ranks, num_ranks, torch.bfloat16, layout="decode", weighted=False)
+    inputs = make_inputs(case)
+    options = dict(num_experts=case.num_experts, layout="decode")
+    received = reference.dispatch(inputs.x, inputs.topk_idx, None, max_tokens_per_rank=32, **options)
+    factors = [weights_of(case, inputs, rank) for rank in range(num_ranks)]
+    sums = reference.combine(
+        [out.x for out in received], received, inputs.topk_idx, node_of=case.node_of, factors=factors, **options
+    )
+    for rank, results in enumerate(pools(num_ranks).run(overwritten_before_the_hook, engine, case, inputs)):
+        for rows, counts, combined in results:
+            for e, count in enumerate(counts.tolist()):
+                begin = e * 32 * num_ranks
+                assert_same(rows[e, :count], received[rank].x[begin : begin + count], f"rank {rank}, expert {e}")
+            assert_same(combined, sums[rank][0], f"rank {rank}")
+
+
 def other_handle(rank: int, engine: str, ranks_per_node: int) -> str:
     """Rank 3 combines with another dispatch than the others. Returns the error; the buffer works afterwards."""
     with make_small_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:

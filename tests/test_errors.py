@@ -721,16 +721,22 @@ def test_exactly_enough_rows_are_enough_and_one_less_is_not(pools, engine):
     }
 
 
-def more_rows_than_can_be_counted(rank: int, engine: str) -> str:
+def more_rows_than_can_be_counted(rank: int, engine: str, max_recv_rows: int | None) -> str:
     with make_buffer(engine=engine) as buffer:
         given = inputs(rank, device=device(buffer))
-        message = error_of(buffer.dispatch, *given, expert_alignment=TOO_LARGE - 1)
+
+        def dispatch() -> None:
+            options = dict(expert_alignment=TOO_LARGE - 1, max_recv_rows=max_recv_rows)
+            buffer.dispatch(*given, **options).event.synchronize()
+
+        message = error_of(dispatch)
         round_trip(buffer)
         return message
 
 
-def test_more_rows_than_can_be_counted(pools, engine):
-    (message,) = set(pools(2).run(more_rows_than_can_be_counted, engine))
+@pytest.mark.parametrize("max_recv_rows", [None, 200])
+def test_more_rows_than_can_be_counted(pools, engine, max_recv_rows):
+    (message,) = set(pools(2).run(more_rows_than_can_be_counted, engine, max_recv_rows))
     assert_words(message, ["expert_alignment: given 2147483647", "rank 0 receives", "allowed: up to 2147483647 rows"])
 
 

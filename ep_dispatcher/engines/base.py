@@ -120,7 +120,11 @@ class Engine(Protocol):
     summary: str  # for people: what it is, and what it sends through
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
-    # `only_sends`: `receive` is called before anything else of this engine, and completes the operation.
+    # The operation that only sent, until `receive` completes it. No other is allowed meanwhile.
+    @property
+    def unreceived(self) -> str | None: ...
+
+    # `only_sends`: the operation is complete after `receive`.
     # `packs_scales`: scales of decode layout are powers of two; an engine that writes them by column packs them.
     def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received: ...
 

@@ -74,6 +74,7 @@ class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
     rows_on_host: Tensor | None = None
+    unreceived: str | None = None
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -159,6 +160,7 @@ class CpuEngine:
                 c.payload_arrived(m)
                 c.pull(m, *to)
             c.agree()
+        self.unreceived = "dispatch" if only_sends else None
         return received
 
     def _start_plan(
@@ -229,10 +231,12 @@ class CpuEngine:
             for receive in pending:
                 rail.wait(receive)
             c.sum(topk_weights, address_of(x), address_of(weights_out))
+        self.unreceived = "combine" if only_sends else None
         return Combined(x, weights_out)
 
     def receive(self) -> None:
-        """Do nothing: every operation is complete when its call returns."""
+        """Do nothing but forget: every operation is complete when its call returns."""
+        self.unreceived = None
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
         """Give the weights of this rank's tokens to the ranks of their experts."""

@@ -85,6 +85,7 @@ class CudaEngine:
         # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
         # addresses these hold.
         self._unreceived: tuple[str, Callable[..., None], Any, Tensor, tuple[Tensor | None, ...]] | None = None
+        self._sent_in_capture = False  # whether that operation was sent while a CUDA graph was captured
         with config.gather.same_on_all_ranks():
             check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
             self._regions = regions_of(config)
@@ -161,7 +162,8 @@ class CudaEngine:
         counted = plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        with self._operation("dispatch", rows, scales, topk_idx, topk_weights, plan) as (stream, step):
+        given = (rows, scales, topk_idx, topk_weights, plan)
+        with self._operation("dispatch", *given, traced=not only_sends) as (stream, step):
             rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
             args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
             dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
@@ -211,7 +213,7 @@ class CudaEngine:
             args.out_topk_idx = address_of(received.topk_idx)
             if only_sends:
                 self._c.prepare(args, plan.data_ptr(), stream)
-                self._unreceived = "dispatch", self._c.pull, args, plan, (*request[:4], *received)
+                self._wait_for_receive("dispatch", self._c.pull, args, plan, *received)
             else:
                 (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(received)
@@ -251,7 +253,7 @@ class CudaEngine:
 
     def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
         y, plan, topk_weights, num_tokens, _ = request
-        with self._operation("combine", y, plan, topk_weights, weights) as (stream, _):
+        with self._operation("combine", y, plan, topk_weights, weights, traced=not only_sends) as (stream, _):
             y = _aligned(y)
             args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
             x = y.new_empty(num_tokens, self._config.hidden)
@@ -262,20 +264,35 @@ class CudaEngine:
             combined = Combined(x, weights_out)
             if only_sends:
                 self._c.push(args, plan.data_ptr(), stream)
-                self._unreceived = "combine", self._c.reduce, args, plan, (y, weights, *combined)
+                self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
             else:
                 self._c.combine(args, plan.data_ptr(), stream)
             self._hand_over(combined)
         return combined
 
+    @property
+    def unreceived(self) -> str | None:
+        return None if self._unreceived is None else self._unreceived[0]
+
+    def _wait_for_receive(
+        self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
+    ) -> None:
+        """Keep the second launch of an operation. It reads no input of the first one."""
+        self._unreceived = name, launch, args, plan, outputs
+        self._sent_in_capture = torch.cuda.is_current_stream_capturing()
+
     def receive(self) -> None:
         assert self._unreceived is not None  # the caller has seen to it
-        (name, launch, args, plan, tensors), self._unreceived = self._unreceived, None
+        name, launch, args, plan, outputs = self._unreceived
+        if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
+            where = "in the CUDA graph" if self._sent_in_capture else "outside of a CUDA graph"
+            checks.fail("hook", f"a call elsewhere than the {name}", f"one {where}, where the {name} was called")
         with self._operation(name) as (stream, _):
-            for t in (plan, *tensors):
+            for t in (plan, *outputs):
                 if t is not None:
                     t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
             launch(args, plan.data_ptr(), stream)
+            self._unreceived = None
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)
@@ -318,7 +335,7 @@ class CudaEngine:
                 torch.cuda.synchronize(self._device)  # for replays of graphs, which are in no stream known here
                 self._write_traces()
                 self._reports.raise_found(ends=False)
-                self._is_sound = True
+                self._is_sound = self._unreceived is None
         finally:
             self._health.stop(self._aborts.run, self._free)
 
@@ -410,10 +427,13 @@ class CudaEngine:
                     t.record_stream(self._caller)
 
     @contextmanager
-    def _operation(self, name: str, *inputs: Tensor | None) -> Iterator[tuple[int, Callable[[str], None]]]:
+    def _operation(
+        self, name: str, *inputs: Tensor | None, traced: bool = True
+    ) -> Iterator[tuple[int, Callable[[str], None]]]:
         """Run one operation at a time, in the current stream.
 
-        Yield the stream's number and the function that names a step to profilers.
+        Yield the stream's number and the function that names a step to profilers. ``traced``: EP_DISPATCHER_TRACE
+        shows it; an operation with a hook shows once, when it receives.
         """
         with ranges_of(name) as ranges:
             ranges.step("check")
@@ -433,5 +453,5 @@ class CudaEngine:
                         self.join()
                     self._stream = torch.cuda.current_stream()
                 ranges.step("launch")
-                with _NO_TRACE if self._trace is None else self._trace.operation(name):
+                with _NO_TRACE if self._trace is None or not traced else self._trace.operation(name):
                     yield stream, ranges.step
