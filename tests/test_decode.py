@@ -484,3 +484,19 @@ def test_graphs(pools, engine, ranks_per_node, hooked):
                 factors=[weights_of(case, inputs, source) for source in range(2)],
             )
             assert_same(seen, combined[rank][0], f"rank {rank}")
+
+
+def hook_outside_of_the_graph(rank: int) -> str:
+    with make_small_buffer(engine="cuda") as buffer:
+        x, topk_idx, _ = inputs_of(rank, device=device_name(buffer))
+        buffer.dispatch(x, topk_idx, layout="decode")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = buffer.dispatch(x, topk_idx, layout="decode", return_hook=True)
+        return error_of(out.hook)
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_a_hook_belongs_to_the_graph_of_its_call(pools, engine):
+    (text,) = set(pools(2).run(hook_outside_of_the_graph))
+    assert text.startswith("hook: given a call elsewhere than the dispatch, allowed: one in the CUDA graph")
