@@ -72,6 +72,9 @@ class Buffer:
                          limits: the shortest ends the wait of all
     num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
                          that is unset. The CPU engine ignores it
+    suspendable          True: memory that can be given back and taken again. The same on all ranks. The CUDA engine
+                         then takes it through NVIDIA's package cuda-bindings, which has not run on a GPU yet, instead
+                         of PyTorch's symmetric memory; not together with the NVSHMEM wire between hosts
 
     Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
 
@@ -97,6 +100,7 @@ class Buffer:
         ranks_per_node: int | None = None,
         timeout_s: float | None = None,
         num_sms: int | None = None,
+        suspendable: bool = False,
     ):
         self._engine: engines.Engine | None = None
         if not dist.is_initialized():
@@ -132,7 +136,14 @@ class Buffer:
             )
             return dict(
                 sizes=same,
-                same=same | dict(engine=name, ranks_per_node=per_node, wire=envs.wire(), version=__version__),
+                same=same
+                | dict(
+                    engine=name,
+                    ranks_per_node=per_node,
+                    wire=envs.wire(),
+                    suspendable=checks.boolean("suspendable", suspendable),
+                    version=__version__,
+                ),
                 timeout_s=limit_s,
                 num_sms=None if sms is None else int(sms),
                 host=host_id(),
@@ -158,6 +169,7 @@ class Buffer:
                     **mine["sizes"],
                     timeout_s=mine["timeout_s"],
                     num_sms=mine["num_sms"],
+                    suspendable=mine["same"]["suspendable"],
                     store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
                     gather=gather,
                 )

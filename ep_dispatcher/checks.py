@@ -50,6 +50,12 @@ def seconds(argument: str, value: Any) -> None:
         fail(argument, repr(value), f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}")
 
 
+def boolean(argument: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        fail(argument, repr(value), "True or False")
+    return value
+
+
 def one_of(argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         fail(argument, repr(value), ", ".join(repr(a) for a in allowed))

@@ -287,6 +287,16 @@ def look_for_gpus() -> str:
     return listed
 
 
+@probe(
+    "cuda-bindings",
+    OPTIONAL,
+    f"{ONLY_CUDA} and suspendable=True",
+    "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)",
+)
+def look_for_cuda_bindings() -> str:
+    return installed("cuda-bindings")
+
+
 def nvlink_pairs(topology: str) -> dict[tuple[int, int], bool]:
     """Whether NVLink joins each pair of GPUs, from what `nvidia-smi topo -m` prints."""
     cells = {}

@@ -79,7 +79,7 @@ def make(num_bytes: int):
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
         gather("configuration", lambda: None)
         regions = NvshmemRegions(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S))
-        regions.prepare(num_bytes)
+        regions.prepare(num_bytes, 8)
         try:
             gather("memory", regions.allocate, waits_for_peers=True)
             gather("memory of the other ranks", regions.attach)
@@ -146,3 +146,42 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
     with RankPool(2, timeout_s=60) as pool:
         for errors in pool.run(fail_alone, what):
             assert errors[0].startswith(first) and errors[1].startswith(again), errors
+
+
+@pytest.mark.parametrize(
+    "wire,num_hosts,num_nodes,suspendable,chosen",
+    [
+        ("auto", 1, 1, False, "PeerRegions"),
+        ("auto", 1, 2, False, "PeerRegions"),
+        ("nvshmem", 1, 1, False, "PeerRegions"),
+        ("nvshmem", 1, 2, False, "NvshmemRegions"),
+        ("auto", 2, 2, False, "NvshmemRegions"),
+        ("auto", 1, 1, True, "SuspendableRegions"),
+        ("auto", 1, 2, True, "SuspendableRegions"),
+        ("nvshmem", 1, 1, True, "SuspendableRegions"),
+        ("nvshmem", 1, 2, True, None),
+        ("auto", 2, 2, True, None),
+    ],
+)
+def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts, num_nodes, suspendable, chosen):
+    from ep_dispatcher.engines import regions
+
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", wire)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gathered: list[str] = []
+    config = SimpleNamespace(
+        topology=SimpleNamespace(num_nodes=num_nodes),
+        hosts=tuple(f"host {i}" for i in range(num_hosts)),
+        suspendable=suspendable,
+        gather=lambda phase, produce: gathered.append(phase),
+    )
+    if chosen is None:
+        with pytest.raises(
+            ValueError, match="^suspendable: given True, with the NVSHMEM wire: .*, allowed: False; or EP_"
+        ):
+            regions.regions_of(config)
+        assert not gathered, "all ranks see it by themselves"
+    else:
+        assert type(regions.regions_of(config)).__name__ == chosen
+        steps = {"PeerRegions": [], "SuspendableRegions": ["cuda-bindings"], "NvshmemRegions": ["NVSHMEM's module"]}
+        assert gathered == steps[chosen]

@@ -31,6 +31,7 @@ class EngineConfig:
     dtype: torch.dtype
     timeout_s: float
     num_sms: int | None
+    suspendable: bool
     store: Store  # shared by the ranks of the group, under a prefix of this buffer's own
     gather: Gather  # collective, while the engine is made: every rank's result, or the same error on every rank
 

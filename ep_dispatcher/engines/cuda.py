@@ -141,7 +141,7 @@ class CudaEngine:
             )
 
         try:
-            self._regions.prepare(compiled.region_bytes(c))
+            self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
             rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             config.gather("memory of the other ranks", attach, waits_for_peers=True)
         except BaseException:  # a kept exception keeps this object, but not its memory

@@ -1,12 +1,15 @@
 """The symmetric memory of a buffer of the CUDA engine: a region on every rank, and how ranks reach each other's.
 
 ``PeerRegions`` are in PyTorch's symmetric memory: all ranks of a host map each other's, and the wire between virtual
-nodes is stores through NVLink. ``NvshmemRegions`` are in NVSHMEM's symmetric heap: the ranks of a node map each
-other's, and the wire between nodes is NVSHMEM's.
+nodes is stores through NVLink. ``SuspendableRegions`` are the same in memory that comes and goes (device_memory.py).
+``NvshmemRegions`` are in NVSHMEM's symmetric heap: the ranks of a node map each other's, and the wire between nodes is
+NVSHMEM's.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import TypeVar
@@ -17,8 +20,11 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.descriptors import Descriptors
+from ep_dispatcher.engines.device_memory import DeviceMemory, load_driver, page_bytes
 from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread
+from ep_dispatcher.memory import round_up
 
 T = TypeVar("T")
 
@@ -34,8 +40,9 @@ class PeerRegions:
         self._config = config
         self.rail_pes: list[int] = []
 
-    def prepare(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def prepare(self, num_bytes: int, flag_bytes: int) -> None:
+        """The first ``flag_bytes`` of a region are its flags."""
+        self._num_bytes, self._flag_bytes = num_bytes, flag_bytes
 
     def allocate(self) -> None:
         # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with the
@@ -57,6 +64,91 @@ class PeerRegions:
     def abandon(self) -> None:
         """Give the memory back where the buffer could not be made."""
         self.free(is_sound=False)
+
+
+class SuspendableRegions(PeerRegions):
+    """PeerRegions that can be given back and mapped again at the same addresses.
+
+    The regions of all ranks lie one after the other in the addresses of each rank. A region has two parts. The first
+    one has the flags and stays; the second one is given back while the buffer is suspended. All large arrays lie there.
+    """
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._exchanges = 0  # of descriptors, that have ended: the same on all ranks
+        self._descriptors: Descriptors | None = None  # of the exchange that is prepared
+        self._fds: list[int] = []  # of this rank's new memory, until all ranks have it
+        config.gather("cuda-bindings", load_driver)  # one rank may lack it
+
+    def allocate(self) -> None:
+        topology, device = self._config.topology, torch.cuda.current_device()
+        page = page_bytes(device)
+        kept, self._stride = round_up(self._flag_bytes, page), round_up(self._num_bytes, page)
+        rest = self._stride - kept
+        self._first = [(0, kept)]  # parts: (first byte in a region, bytes)
+        self._second = [(kept, rest)] if rest else []  # a small buffer has none
+        self._space = DeviceMemory(topology.num_ranks * self._stride, device)
+        self.addresses = [self._space.address + rank * self._stride for rank in range(topology.num_ranks)]
+        self._create(self._first + self._second)
+        own = self.addresses[topology.rank]
+        self.memory = _tensor_at(own, self._num_bytes, torch.device("cuda", device))
+
+    def attach(self) -> None:
+        self._attach(self._first + self._second)
+
+    def give_back(self) -> None:
+        """Unmap the second part of all regions. No rank may use any of them."""
+        for begin, _ in self._second:
+            for rank in range(self._config.topology.num_ranks):
+                self._space.unmap(rank * self._stride + begin)
+
+    def take(self) -> None:
+        """Take new memory for this rank's second part. Any rank may find none: then all call ``drop``."""
+        self._create(self._second)
+
+    def drop(self) -> None:
+        self._end_exchange()
+        self.give_back()
+
+    def attach_again(self) -> None:
+        self._attach(self._second)
+
+    def _create(self, parts: list[tuple[int, int]]) -> None:
+        """Take memory for parts of this rank's region. Prepare to pass it on: other ranks come at any time then."""
+        config, topology = self._config, self._config.topology
+        for begin, num_bytes in parts:
+            self._fds.append(self._space.create(topology.rank * self._stride + begin, num_bytes))
+        secret = f"ep_dispatcher/{config.buffer_id}/{self._exchanges}"
+        self._descriptors = Descriptors(secret, topology.rank, topology.num_ranks)
+
+    def _attach(self, parts: list[tuple[int, int]]) -> None:
+        """Map these parts of the other ranks' regions. All ranks have created theirs."""
+        assert self._descriptors is not None  # since `_create`
+        of_ranks = self._descriptors.exchange(self._fds, self._config.timeout_s)
+        try:
+            for rank, fds in enumerate(of_ranks):
+                for (begin, num_bytes), fd in zip(parts, fds):
+                    self._space.attach(rank * self._stride + begin, num_bytes, fd)
+        finally:
+            for fd in itertools.chain.from_iterable(of_ranks):
+                os.close(fd)
+            self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        self._exchanges += 1
+        descriptors, self._descriptors = self._descriptors, None
+        if descriptors is not None:
+            descriptors.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def free(self, is_sound: bool) -> None:
+        """Unmap all. Memory lives on while a peer has it mapped: what that still writes meets nobody's data."""
+        self._end_exchange()
+        self.__dict__.pop("memory", None)
+        space = self.__dict__.pop("_space", None)
+        if space is not None:
+            space.free()
 
 
 class NvshmemRegions:
@@ -91,7 +183,7 @@ class NvshmemRegions:
     def rail_pes(self) -> list[int]:
         return [self._pes[rank] for rank in self._config.topology.rail]
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, flag_bytes: int) -> None:
         """Start NVSHMEM, or join it, and find memory that all ranks have left over. Collective."""
         config, c = self._config, self.compiled
         num_ranks, rank = config.topology.num_ranks, config.topology.rank
@@ -202,12 +294,15 @@ def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
 
 
 def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
-    """Choose the wire. Raises ValueError where the one asked for cannot serve these ranks."""
+    """Choose the wire and the memory. Raises ValueError where those asked for cannot serve these ranks."""
     wire, num_hosts = envs.wire(), len(set(config.hosts))
     if wire == "auto":
         wire = "nvshmem" if num_hosts > 1 else "peer"
     if wire == "peer" and num_hosts > 1:
         checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nvshmem or auto")
     if wire == "peer" or config.topology.num_nodes == 1:
-        return PeerRegions(config)
+        return SuspendableRegions(config) if config.suspendable else PeerRegions(config)
+    if config.suspendable:
+        given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
+        checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=peer, where all ranks are on one host")
     return NvshmemRegions(config)

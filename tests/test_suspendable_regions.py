@@ -1,0 +1,313 @@
+"""Regions that ranks of one host map: descriptors pass, addresses stay, memory goes and comes. A model plays CUDA."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+from types import SimpleNamespace
+
+import driver_model
+import pytest
+import torch
+import torch.distributed as dist
+from driver_model import PAGE, at, descriptors_of_memory
+
+from ep_dispatcher.engines import device_memory
+from ep_dispatcher.engines.descriptors import Descriptors
+from ep_dispatcher.gather import Gather, PeersLate
+from ep_dispatcher.testing import RankPool
+from ep_dispatcher.topology import Topology
+
+LIMIT_S = 4.0
+needs_module = pytest.mark.skipif(
+    importlib.util.find_spec("ep_dispatcher._C_cuda") is None, reason="built without the CUDA module"
+)
+
+
+@pytest.fixture
+def ranks():
+    with RankPool(3, timeout_s=60) as pool:  # of its own: the model stays in a process
+        yield pool
+
+
+def config_of_ranks(gather: Gather, buffer_id: int = 7) -> SimpleNamespace:
+    """What regions read of an EngineConfig."""
+    hosts = ("host",) * dist.get_world_size()
+    return SimpleNamespace(
+        topology=Topology.make(dist.get_rank(), hosts, None),
+        hosts=hosts,
+        suspendable=True,
+        buffer_id=buffer_id,
+        timeout_s=LIMIT_S,
+        gather=gather,
+    )
+
+
+# ---- descriptors -----------------------------------------------------------------------------------------------------
+
+
+def file_with(text: str) -> int:
+    fd = os.memfd_create("test")
+    os.write(fd, text.encode())
+    return fd
+
+
+def text_of(fd: int) -> str:
+    return os.pread(fd, 100, 0).decode()
+
+
+def pass_on(rank: int) -> None:
+    num_ranks, before = dist.get_world_size(), len(os.listdir("/proc/self/fd"))
+    for turn, count in enumerate((1, 2, 0)):
+        descriptors = Descriptors(f"secret {turn}", rank, num_ranks)
+        dist.barrier()
+        if rank == turn:
+            time.sleep(0.3)  # the others wait for a slow one
+        own = [file_with(f"{turn} {rank} {i}") for i in range(count)]
+        of_ranks = descriptors.exchange(own, LIMIT_S)
+        assert [[text_of(fd) for fd in fds] for fds in of_ranks] == [
+            [f"{turn} {other} {i}" for i in range(count)] if other != rank else [] for other in range(num_ranks)
+        ]
+        for fd in (*own, *(fd for fds in of_ranks for fd in fds)):
+            os.close(fd)
+        descriptors.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_every_rank_gets_the_descriptors_of_all_others(ranks):
+    ranks.run(pass_on)
+
+
+def meet_strangers(rank: int) -> None:
+    descriptors = Descriptors("secret", rank, 3)
+    dist.barrier()
+    if rank == 0:  # whoever finds the socket of rank 1 gets nothing, and disturbs nobody
+        for message in (b"", b"x", b"x" * 64, Descriptors._digest(descriptors, "from 0 to 2")):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+                stranger.connect(b"\0" + descriptors._digest("socket of 1"))
+                socket.send_fds(stranger, [message or b"?"], [file_with("a stranger's")])
+    dist.barrier()
+    own = file_with(f"of rank {rank}")
+    of_ranks = descriptors.exchange([own], LIMIT_S)
+    texts = [text_of(fd) for fds in of_ranks for fd in fds]
+    assert texts == [f"of rank {other}" for other in range(3) if other != rank]
+    descriptors.close()
+
+
+def test_strangers_are_not_heard(ranks):
+    ranks.run(meet_strangers)
+
+
+def wait_in_vain(rank: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    descriptors = Descriptors("secret", rank, 3)
+    dist.barrier()
+    if rank != 2:
+        own, started = file_with(""), time.monotonic()
+        with pytest.raises(PeersLate) as caught:
+            descriptors.exchange([own], 1.0)
+        assert caught.value.ranks == (2,) and 0.9 < time.monotonic() - started < 20
+        os.close(own)
+    dist.barrier()
+    descriptors.close()
+    dist.barrier()
+    if rank == 0:
+        descriptors = Descriptors("another secret", rank, 3)
+        with pytest.raises(RuntimeError, match="rank 1 is on this host and its socket cannot be found: ranks of a"):
+            descriptors.exchange([], 1.0)
+        with pytest.raises(OSError):
+            Descriptors("another secret", rank, 3)  # a name serves once
+        descriptors.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_does_not_come_is_named(ranks):
+    ranks.run(wait_in_vain)
+
+
+# ---- device memory ---------------------------------------------------------------------------------------------------
+
+
+def go_and_come(rank: int) -> None:
+    driver = driver_model.install(pages_left=3)
+    assert device_memory.page_bytes(0) == PAGE
+    memory = device_memory.DeviceMemory(4 * PAGE, 0)
+    for turn in range(3):
+        fd = memory.create(PAGE, 2 * PAGE)
+        view = at(memory.address + PAGE, 2 * PAGE)
+        assert bytes(view[:2]) == b"\0\0", "new memory"
+        view[0] = turn + 1
+        assert os.pread(fd, 1, 0)[0] == turn + 1 and not driver.handles
+        os.ftruncate(one := os.memfd_create("driver_model"), PAGE)
+        memory.attach(3 * PAGE, PAGE, one)
+        os.close(fd)
+        os.close(one)
+        view.release()
+        memory.unmap(PAGE)
+        memory.unmap(PAGE)  # nothing is there
+        memory.unmap(3 * PAGE)
+        assert not driver.mapped and driver.reserved == {memory.address: 4 * PAGE}
+    with pytest.raises(Exception, match="cuMemCreate: the device has no memory left, and 0.2 MiB are needed"):
+        memory.create(0, 4 * PAGE)
+    fd = memory.create(0, PAGE)
+    with pytest.raises(RuntimeError, match="^cuMemMap: CUDA_ERROR_INVALID_VALUE$"):
+        memory.attach(0, PAGE, fd)  # something is there
+    with pytest.raises(RuntimeError, match="^cuMemMap: CUDA_ERROR_INVALID_VALUE$"):
+        memory.create(4 * PAGE, PAGE)  # outside
+    os.close(fd)
+    assert not driver.handles and len(driver.mapped) == 1
+    del memory  # as free() does
+    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+
+
+def test_memory_goes_and_comes_at_its_addresses(ranks):
+    ranks.run(go_and_come)
+
+
+def lack_the_package(rank: int) -> None:
+    """First rank 1 lacks it, then all do. The buffer is not made, and all ranks say the same."""
+    from ep_dispatcher.engines import regions
+
+    driver_model.install()
+    torch.version.cuda = "12.8"
+    for lacking in ([1], [0, 1, 2]):
+        if rank in lacking:
+            sys.modules["cuda.bindings"] = None
+            device_memory._driver.cache_clear()
+        with pytest.raises(ValueError) as caught, Gather(dist.group.WORLD, LIMIT_S) as gather:
+            regions.regions_of(config_of_ranks(gather))
+        text = str(caught.value)
+        assert text.startswith("suspendable: given True, and the package cuda-bindings cannot be used here (")
+        assert "allowed: False; or True after pip install 'cuda-bindings==12.*'" in text
+        assert text.endswith("(on rank 1)") == (len(lacking) == 1)
+
+
+@needs_module
+def test_where_a_rank_lacks_the_package_all_say_what_to_install(ranks):
+    ranks.run(lack_the_package)
+
+
+# ---- regions ---------------------------------------------------------------------------------------------------------
+
+
+def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7):
+    """Regions as CudaEngine makes them."""
+    from ep_dispatcher.engines import regions
+
+    regions._tensor_at = lambda address, num_bytes, device: None
+    with Gather(dist.group.WORLD, LIMIT_S) as gather:
+        made = regions.regions_of(config_of_ranks(gather, buffer_id))
+        assert type(made) is regions.SuspendableRegions
+        made.prepare(num_bytes, flag_bytes)
+        gather("memory", made.allocate)
+        gather("memory of the other ranks", made.attach, waits_for_peers=True)
+    return made
+
+
+def write_and_read(made, offset: int, value: int) -> None:
+    """Every rank writes to every region; all read what was written."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for address in made.addresses:
+        at(address + offset + rank, 1)[0] = value + rank
+    dist.barrier()
+    for address in made.addresses:
+        assert list(at(address + offset, num_ranks)) == [value + r for r in range(num_ranks)]
+    dist.barrier()
+
+
+def suspend_and_resume(rank: int, num_bytes: int, flag_bytes: int, pages: tuple[int, int]) -> None:
+    driver = driver_model.install()
+    first, made = make(3 * PAGE, 8, buffer_id=6), make(num_bytes, flag_bytes)
+    num_ranks, kept, whole = dist.get_world_size(), *pages
+    addresses = list(made.addresses)
+    write_and_read(made, 0, 10)
+    write_and_read(made, num_bytes - 8, 20)
+    mapped_before = sum(driver.mapped.values())
+    for turn in range(20):
+        made.give_back()
+        given_back = mapped_before - sum(driver.mapped.values())
+        assert given_back == num_ranks * (whole - kept) * PAGE, "of every rank"
+        assert not descriptors_of_memory() and not driver.handles, "nothing else holds the memory"
+        for address in addresses:  # what is kept
+            assert list(at(address, num_ranks)) == [10 + r for r in range(num_ranks)]
+        dist.barrier()
+        made.take()
+        dist.barrier()
+        made.attach_again()
+        assert made.addresses == addresses and sum(driver.mapped.values()) == mapped_before
+        dist.barrier()
+        if turn % 7 == 0:
+            write_and_read(made, num_bytes - 8, 30 + turn)
+    made.give_back()
+    made.free(is_sound=True)  # while it is suspended
+    write_and_read(first, PAGE, 99)
+    first.free(is_sound=True)
+    assert not driver.mapped and not driver.reserved and not descriptors_of_memory()
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "num_bytes,flag_bytes,pages",
+    [
+        (5 * PAGE + 64, 100, (1, 6)),
+        (5 * PAGE, PAGE + 8, (2, 5)),
+        (4000, 64, (1, 1)),  # nothing but the page of the flags
+    ],
+)
+def test_regions_keep_their_flags_and_addresses(ranks, num_bytes, flag_bytes, pages):
+    ranks.run(suspend_and_resume, num_bytes, flag_bytes, pages)
+
+
+def find_no_memory(rank: int) -> None:
+    driver = driver_model.install()
+    made = make(3 * PAGE, 8)
+    made.give_back()
+    before = dict(driver.mapped)
+    for _ in range(3):
+        driver.pages_left = 1 if rank == 1 else 100
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                made.take()
+        else:
+            made.take()
+        made.drop()
+        assert driver.mapped == before and not descriptors_of_memory() and not driver.handles
+        dist.barrier()
+    driver.pages_left = 100
+    made.take()
+    dist.barrier()
+    made.attach_again()
+    write_and_read(made, 2 * PAGE, 5)
+    made.free(is_sound=True)
+
+
+@needs_module
+def test_where_a_rank_finds_no_memory_all_can_try_again(ranks):
+    ranks.run(find_no_memory)
+
+
+def die(rank: int) -> bool:
+    """Memory of a rank that has ended lives while a peer has it mapped, and no longer."""
+    driver_model.install()
+    made = make(3 * PAGE, 8)
+    write_and_read(made, PAGE, 1)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        os._exit(1)
+    while os.path.exists(f"/proc/{store.get('pid of 1').decode()}/fd"):
+        time.sleep(0.02)
+    at(made.addresses[1] + PAGE, 1)[0] = 2  # nobody's data
+    made.free(is_sound=False)
+    return True
+
+
+def tell_pid(rank: int) -> None:
+    dist.distributed_c10d._get_default_store().set(f"pid of {rank}", str(os.getpid()))
+
+
+@needs_module
+def test_memory_of_a_rank_that_has_ended_can_still_be_written(ranks):
+    ranks.run(tell_pid)
+    assert ranks.run(die, allow_dead=[1])[::2] == [True, True]
