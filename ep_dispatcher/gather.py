@@ -1,4 +1,6 @@
-"""Exchange between ranks that make a buffer: through the store, with a time limit, to one outcome for all.
+"""Exchange between ranks that make, suspend or resume a buffer: with a time limit, to one outcome for all.
+
+It goes through the store.
 
     with Gather(group, timeout_s) as gather:
         configs = gather("configuration", own_config)   # every rank's result in rank order, or one error on every rank
@@ -92,15 +94,15 @@ def wait_limit(limit_s: float) -> timedelta:
 
 
 @dataclass
-class _History:
-    """The record of a group in this process."""
+class History:
+    """The record of a group in this process: of the buffers that it makes, or of one buffer later on."""
 
-    prefix: str  # of the group's keys
-    attempts: int = 0  # buffers that it made or tried to make
+    prefix: str  # of the keys
+    attempts: int = 0  # rounds that this rank began
     leftovers: list[str] = field(default_factory=list)  # keys of abandoned rounds
 
 
-_histories: WeakKeyDictionary[ProcessGroup, _History] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[ProcessGroup, History] = WeakKeyDictionary()
 # Connections to a default store that no round uses now. They are kept because the store's host looks up the name of
 # every new peer, and answers nobody meanwhile: without a name server that takes seconds.
 _idle: WeakKeyDictionary[Store, list[Store]] = WeakKeyDictionary()
@@ -119,11 +121,11 @@ def _connect() -> tuple[Store, list[Store]]:
         return shared.clone(), idle  # type: ignore[attr-defined]  # PyTorch's stubs lack it
 
 
-def _history_of(group: ProcessGroup) -> _History:
+def _history_of(group: ProcessGroup) -> History:
     if group not in _histories:
         # Subgroups that are split off at once can have the same name.
         ranks = hashlib.sha1(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
-        _histories[group] = _History(f"ep_dispatcher/make/{group.group_name}/{ranks}")
+        _histories[group] = History(f"ep_dispatcher/make/{group.group_name}/{ranks}")
     return _histories[group]
 
 
@@ -133,11 +135,17 @@ def count_attempt(group: ProcessGroup) -> None:
 
 
 class Gather:
-    """One round: the steps in which the ranks of ``group`` make one buffer, each with the limit ``limit_s``."""
+    """One round: the steps in which the ranks of ``group`` make one buffer, each with the limit ``limit_s``.
 
-    def __init__(self, group: ProcessGroup, limit_s: float):
+    Or, with the ``history`` of a buffer, the steps of an ``operation`` on it. Errors name the operation.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, limit_s: float, *, operation: str = "buffer", history: History | None = None
+    ):
         self._rank, self._size, self._limit_s = group.rank(), group.size(), limit_s
-        self._history = _history_of(group)
+        self._operation = operation
+        self._history = _history_of(group) if history is None else history
         self._history.attempts += 1
         self._store: Store | None = None
         self._put_back: Callable[[], None] = lambda: None
@@ -179,7 +187,8 @@ class Gather:
             raise self._timeout(phase, decision["late"] or waited_for or others, started)
         self._together = True
         if "stopped" in decision:
-            raise RuntimeError(f"making a buffer, phase '{phase}': rank {decision['stopped']} left: {decision['by']}")
+            what = "making a buffer" if self._operation == "buffer" else self._operation
+            raise RuntimeError(f"{what}, phase '{phase}': rank {decision['stopped']} left: {decision['by']}")
         attempts = [attempts for attempts, *_ in offers]
         self._history.attempts = max(attempts)
         behind = [rank for rank, number in enumerate(attempts) if number < max(attempts)]
@@ -201,7 +210,7 @@ class Gather:
             raise self._timeout(phase, [rank for rank in named if rank not in waited] or named, started)
 
     def _timeout(self, phase: str, late_ranks: Sequence[int], started: float) -> PeerTimeoutError:
-        return PeerTimeoutError("buffer", 0, phase, self._rank, late_ranks, time.monotonic() - started)
+        return PeerTimeoutError(self._operation, 0, phase, self._rank, late_ranks, time.monotonic() - started)
 
     @contextmanager
     def same_on_all_ranks(self) -> Iterator[None]:
