@@ -119,6 +119,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("attach", &Engine::attach)
       .def("close_fd", &Engine::close_fd)
       .def("close", &Engine::close)
+      .def("give_back", &Engine::give_back)
       .def("begin", &Engine::begin)
       .def("abort", &Engine::abort)
       .def("stop", &Engine::stop)

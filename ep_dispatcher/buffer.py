@@ -7,6 +7,7 @@ import secrets
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +21,7 @@ from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.errors import PeerTimeoutError
-from ep_dispatcher.gather import Gather
+from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
 from ep_dispatcher.topology import Topology, host_id
 
@@ -72,9 +73,9 @@ class Buffer:
                          limits: the shortest ends the wait of all
     num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
                          that is unset. The CPU engine ignores it
-    suspendable          True: memory that can be given back and taken again. The same on all ranks. The CUDA engine
-                         then takes it through NVIDIA's package cuda-bindings, which has not run on a GPU yet, instead
-                         of PyTorch's symmetric memory; not together with the NVSHMEM wire between hosts
+    suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
+                         its memory through NVIDIA's package cuda-bindings, which has not run on a GPU yet, instead of
+                         PyTorch's symmetric memory; not together with the NVSHMEM wire between hosts
 
     Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
 
@@ -180,6 +181,7 @@ class Buffer:
             if made is not None:  # interrupted after the last step
                 made.destroy()
             raise
+        self._history = History(f"ep_dispatcher/change/{self.id}")
         _buffers[self.id] = self
 
     @property
@@ -196,6 +198,11 @@ class Buffer:
     def is_destroyed(self) -> bool:
         """Whether destroy() was called."""
         return self._engine is None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether suspend() was called, and resume() not yet."""
+        return self._engine is not None and self._engine.is_suspended
 
     def dispatch(
         self,
@@ -389,6 +396,49 @@ class Buffer:
         """
         return self._live_engine().counters()
 
+    def suspend(self) -> None:
+        """Give memory back, and keep everything else: addresses, connections, handles, captured graphs.
+
+            buffer = ep.Buffer(..., suspendable=True)
+            buffer.suspend()
+            ...                # another phase uses the memory
+            buffer.resume()
+
+        Collective: all ranks call it, with the buffer's limit. It waits for the operations under way, and raises their
+        late errors; the buffer is not suspended then. When it returns, no rank has the memory any more.
+
+        CUDA engine: all memory of ``ep.buffer_bytes(...).region`` goes, but for its flags, which take a page of 2 MiB
+        (more with very many tokens). The state stays. This has not run on a GPU yet.
+        CPU engine: all shared memory but the flags goes. Memory of PyTorch's allocator (outputs, plans) is not the
+        buffer's: ``torch.cuda.empty_cache()`` gives that back.
+
+        While it is suspended, operations raise ValueError. Do not replay a graph then: its outputs are not valid.
+        ``counters()`` and ``destroy()`` work.
+
+        Raises ValueError on every rank if the buffer was made without ``suspendable=True``, is suspended or destroyed.
+        Raises PeerTimeoutError if a rank does not arrive: the buffer has ended then.
+        """
+        self._change("suspend")
+
+    def resume(self) -> None:
+        """Map memory again, at the same addresses. Collective, as suspend().
+
+        Handles and captured graphs are as good as before. If a rank gets no memory, RuntimeError on every rank: the
+        buffer stays suspended, and all ranks can call resume() again. Other errors are those of suspend(), and
+        ValueError if it is not suspended.
+        """
+        self._change("resume")
+
+    def _change(self, operation: str) -> None:
+        engine, config = self._live_engine(), self._config
+        if not config.suspendable:
+            checks.fail("buffer", "one that cannot be suspended", "one made by ep.Buffer(..., suspendable=True)")
+        self._check_received(operation)
+        if not dist.is_initialized():
+            checks.fail("buffer", "one whose process group is gone", f"{operation}() before destroy_process_group()")
+        meet = partial(Gather, config.group, config.timeout_s, operation=operation, history=self._history)
+        self._explaining(getattr(engine, operation), meet)
+
     def destroy(self) -> None:
         """Free memory and connections. All ranks call it; it does not wait for peers. A second call does nothing.
 
@@ -405,7 +455,7 @@ class Buffer:
         sizes = ", ".join(
             f"{name}={getattr(config, name)}" for name in ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
         )
-        state = self._engine.summary if self._engine is not None else "destroyed"
+        state = "destroyed" if self._engine is None else self._engine.summary + ", suspended" * self.is_suspended
         return f"Buffer(rank {topology.rank} of {nodes}, {sizes}, dtype={config.dtype}, {state})"
 
     def __copy__(self) -> Buffer:

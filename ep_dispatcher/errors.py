@@ -9,8 +9,8 @@ from typing import Any
 class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
-    operation   "dispatch" or "combine"; "buffer" while a buffer is made
-    epoch       number of the operation on the buffer; 0 while a buffer is made
+    operation   "dispatch", "combine", "suspend" or "resume"; "buffer" while a buffer is made
+    epoch       number of the dispatch or combine on the buffer; 0 for all else
     phase       what this rank waited for
     rank        the rank that waited, in the buffer's group
     late_ranks  ranks that neither arrived nor reported waiting for someone else; ``rank`` alone if it was itself too
@@ -37,7 +37,7 @@ class PeerTimeoutError(RuntimeError):
         ranks = f"rank{'s' * (len(self.late_ranks) > 1)} {late}"
         waited = f"rank {rank} waited {waited_s:.1f} s for {ranks}."
         if operation != "buffer":
-            where = f"{operation}, epoch {epoch}"
+            where = operation if operation in ("suspend", "resume") else f"{operation}, epoch {epoch}"
             if self.late_ranks == (rank,):
                 waited = (
                     f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."

@@ -73,6 +73,43 @@ def test_a_graph_replays_with_new_routing(pools, num_ranks):
     pools(num_ranks).run(replay)
 
 
+def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
+    """A graph replays rightly after each resume. A replay while the buffer is suspended harms nobody."""
+    with make_buffer(max_tokens_per_rank=8192, ranks_per_node=ranks_per_node, suspendable=True) as buffer:
+        given = inputs(rank, 0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(buffer, *given)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(buffer, *given)
+        for turn in range(1, 21):
+            fresh = inputs(rank, turn % 3)
+            for t, new in zip(given, fresh):
+                t.copy_(new)
+            graph.replay()  # suspend() waits for it
+            buffer.suspend()
+            if turn % 5 == 0:
+                graph.replay()
+                torch.cuda.synchronize()
+            spoilt = torch.full((2**24,), turn, dtype=torch.uint8, device="cuda")  # PyTorch may get the same memory
+            buffer.resume()
+            expected = [t.clone() for t in step(buffer, *fresh)]
+            graph.replay()
+            for seen, right in zip(captured, expected):
+                assert torch.equal(seen, right)
+            assert (spoilt == turn).all()
+        buffer.check()
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (4, 2)])
+def test_a_graph_replays_after_suspend_and_resume(pools, num_ranks, ranks_per_node):
+    pytest.importorskip("cuda.bindings", reason="no cuda-bindings")
+    pools(num_ranks).run(replay_after_suspend, ranks_per_node)
+
+
 def capture_two_streams(rank: int) -> None:
     """A graph in which an operation runs in the buffer's own stream and the next one in the captured stream."""
     with make_buffer() as buffer:

@@ -139,6 +139,12 @@ def test_every_step_of_making_a_buffer_is_explained():
     assert sorted(first_cells("Phases of making a buffer")) == sorted(steps)
 
 
+def test_every_step_of_suspend_and_resume_is_explained():
+    source = "ep_dispatcher/engines/suspension.py"
+    steps = in_sources(r'gather\("([^"]+)"', source) | in_sources(r'\("([a-z ]+)", \w+\)', source)
+    assert sorted(first_cells("Phases of suspend and resume")) == sorted(steps)
+
+
 def test_every_agreement_of_the_megatron_integration_is_explained():
     sources = [f"integrations/megatron/{name}.py" for name in ("buffers", "recompute")]
     assert sorted(first_cells("Phases of the Megatron integration")) == sorted(in_sources(r'about="([^"]+)"', *sources))

@@ -54,6 +54,12 @@ void Engine::close() {
   for (auto* messages : {&lists_out_, &payload_out_, &weights_out_, &sums_in_}) messages->clear();
 }
 
+void Engine::give_back() {
+  own_memory_.give_back(reinterpret_cast<char*>(own().inbox[0].counts.start) - own_memory_.data());
+  for (auto* messages : {&lists_out_, &payload_out_, &weights_out_, &sums_in_})
+    for (auto& message : *messages) message.reset();
+}
+
 uint32_t Engine::begin(double timeout_s, int num_threads) {
   deadline_ns_ = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
   num_threads_ = num_threads;

@@ -71,6 +71,9 @@ class Engine {
   void close_fd() { own_memory_.close_fd(); }
   // Free all memory. No step may follow.
   void close();
+  // Give the memory of rows, sums and lists back. Addresses, flags and Calls stay. To be called while every rank is
+  // between two operations: each operation writes all that it reads there.
+  void give_back();
 
   // Begin the next operation. Return its epoch.
   uint32_t begin(double timeout_s, int num_threads);

@@ -66,6 +66,13 @@ SharedMemory::~SharedMemory() {
   close_fd();
 }
 
+void SharedMemory::give_back(size_t begin) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  begin = (begin + page - 1) / page * page;
+  if (begin < bytes_ && madvise(data_ + begin, bytes_ - begin, MADV_REMOVE) != 0)
+    fail("cannot give " + std::to_string(bytes_ - begin) + " bytes back");
+}
+
 void SharedMemory::unmap() {
   if (data_ && getpid() == pid_) munmap(data_, bytes_);  // in a forked child other memory may lie there
   data_ = nullptr;

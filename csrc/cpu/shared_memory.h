@@ -20,7 +20,10 @@ class SharedMemory {
   size_t size() const { return bytes_; }
   int fd() const { return fd_; }
   void close_fd();  // to be called once every peer has attached
-  void unmap();     // data() is invalid afterwards
+  // Give the whole pages from `begin` on back to the system, for every process that maps them. They read as zeros
+  // afterwards, and are committed again when touched.
+  void give_back(size_t begin);
+  void unmap();  // data() is invalid afterwards
 
  private:
   SharedMemory(int fd, size_t bytes);

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
+from ep_dispatcher.engines import suspension
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
@@ -22,6 +23,7 @@ from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import trace_of
 from ep_dispatcher.engines.waiter import Message
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CompletedEvent
 
 _DTYPES = {
@@ -295,6 +297,17 @@ class CpuEngine:
             "intra_node_bytes_read": list(self._c.bytes_read),
             "intra_node_bytes_written": list(self._c.bytes_written),
         }
+
+    def suspend(self, meet: Callable[[], Gather]) -> None:
+        suspension.suspend(meet, self._health, settle=lambda: None, give_back=self._c.give_back)
+
+    def resume(self, meet: Callable[[], Gather]) -> None:
+        """Memory comes back page by page, when it is used."""
+        suspension.resume(meet, self._health, take=lambda: None, attach=lambda: None, drop=lambda: None)
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._health.suspended
 
     def destroy(self) -> None:
         self._health.stop(self._connections.interrupt, self._connections.free)

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
+from ep_dispatcher.engines import suspension
 from ep_dispatcher.engines.aborts import Aborts
 from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.ranges import ranges_of
-from ep_dispatcher.engines.regions import regions_of
+from ep_dispatcher.engines.regions import SuspendableRegions, regions_of
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
+from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
@@ -319,6 +321,44 @@ class CudaEngine:
             "intra_node_bytes_read": counter(compiled.bytes_read_offset),
             "intra_node_bytes_written": counter(compiled.bytes_written_offset),
         }
+
+    def suspend(self, meet: Callable[[], Gather]) -> None:
+        regions = self._suspendable_regions()
+
+        def give_back() -> None:
+            self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, and finds no memory missing
+            regions.give_back()
+
+        suspension.suspend(meet, self._health, settle=self._settle, give_back=give_back)
+
+    def resume(self, meet: Callable[[], Gather]) -> None:
+        regions = self._suspendable_regions()
+
+        def attach() -> None:
+            regions.attach_again()
+            self._set_aborted(0)
+
+        suspension.resume(meet, self._health, take=regions.take, attach=attach, drop=regions.drop)
+
+    def _suspendable_regions(self) -> SuspendableRegions:
+        assert isinstance(self._regions, SuspendableRegions)  # the caller has seen to it
+        return self._regions
+
+    def _settle(self) -> None:
+        """Wait for all operations, also in replays of graphs, and raise their errors."""
+        self.synchronize()
+        torch.cuda.synchronize(self._device)
+        self._reports.raise_found(ends=False)
+
+    def _set_aborted(self, value: int) -> None:
+        """Let kernels of this rank end at once, or not. Peers are not told."""
+        offset = self._compiled.state_aborted_offset
+        self._state[offset : offset + 4].view(torch.int32).fill_(value)
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._health.suspended
 
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.

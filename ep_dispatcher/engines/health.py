@@ -14,13 +14,15 @@ from ep_dispatcher import checks
 class Operation:
     """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch.
 
+    ``suspended``: it is for a suspended buffer, and for no other.
+
     A class, because a generator with ``contextmanager`` takes the host twice as long.
     """
 
-    __slots__ = ("name", "thread", "_health")
+    __slots__ = ("name", "suspended", "thread", "_health")
 
-    def __init__(self, health: Health, name: str):
-        self.name, self.thread, self._health = name, threading.get_ident(), health
+    def __init__(self, health: Health, name: str, suspended: bool):
+        self.name, self.suspended, self.thread, self._health = name, suspended, threading.get_ident(), health
 
     def __enter__(self) -> Operation:
         try:
@@ -49,6 +51,8 @@ class Health:
         health.raise_if_ended()              # raises what ended it, a new exception each time
         health.stop(interrupt, free)         # destroy(): free() once nobody is inside
 
+    While ``suspended`` is set, operations are refused likewise, but for those that ask for a suspended buffer.
+
     ``abort()`` ends the peers' waits for this rank. It is called once, when the buffer's use ends. What it raises is
     dropped: the peers then wait until their limit, and the failure is what the caller has to see. It is called by the
     thread that is inside, or when none is, so it needs no lock of its own. It should not hold the engine: memory would
@@ -67,6 +71,7 @@ class Health:
         self._aborted = False
         self._inside: Operation | None = None
         self._stopped = False
+        self.suspended = False
         self._free: Callable[[], None] | None = None  # until it has run
 
     @property
@@ -89,7 +94,8 @@ class Health:
         """Return whether this process is a forked child of the one that made the buffer."""
         return os.getpid() != self._pid
 
-    def raise_if_ended(self) -> None:
+    def raise_if_ended(self, *, suspended: bool = False) -> None:
+        """Raise where the buffer has ended, or is not as asked for: suspended, or not."""
         if self.is_forked:
             checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
         if self._stopped:
@@ -97,6 +103,10 @@ class Health:
         failure = self._failure
         if failure is not None:
             raise failure()
+        if self.suspended and not suspended:
+            checks.fail("buffer", "one that is suspended", "a buffer after resume()")
+        if suspended and not self.suspended:
+            checks.fail("buffer", "one that is not suspended", "a buffer after suspend()")
 
     def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
         """End the buffer's use and abort. The first failure stays, unless a later one is to ``replace`` it."""
@@ -105,9 +115,9 @@ class Health:
                 self._failure = failure
         self._abort_once()
 
-    def operation(self, name: str) -> Operation:
+    def operation(self, name: str, *, suspended: bool = False) -> Operation:
         """Run one operation, and no other meanwhile. An exception ends the buffer's use."""
-        return Operation(self, name)
+        return Operation(self, name, suspended)
 
     def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
         """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
@@ -131,12 +141,13 @@ class Health:
             return self._free is None
 
     def _enter(self, operation: Operation) -> None:
-        self.raise_if_ended()
+        self.raise_if_ended(suspended=operation.suspended)
         with self._lock:
             if self._inside is not None:
                 checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
             self._inside = operation
-        self.raise_if_ended()  # again: from here on nothing is freed before this operation leaves
+        # Again: from here on nothing is freed before this operation leaves.
+        self.raise_if_ended(suspended=operation.suspended)
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
         """End the buffer's use after an interrupt, no memory: this rank is now the one that is late for the others."""

@@ -42,7 +42,7 @@ class KernelReports:
                 self._health.end(partial(ValueError, text + "destroy() this buffer"))
             elif late is not None:
                 self._health.end(self._timeout(*late))
-        self._health.raise_if_ended()
+        self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
 
     def _timeout(
         self,

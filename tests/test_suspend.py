@@ -1,0 +1,350 @@
+"""Buffers that give their memory back and take it again: nothing else changes, and every rank says the same."""
+
+import ctypes
+import re
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from round_trip import (
+    CONFIG,
+    assert_received,
+    device,
+    expected,
+    inputs,
+    make_buffer,
+    outputs,
+    round_trip,
+)
+
+import ep_dispatcher as ep
+from ep_dispatcher.engines import suspension
+from ep_dispatcher.testing import RankPool, same_bits
+
+CYCLES, TOKENS = 100, 2**15  # so many tokens that the memory counts beside pages of 2 MiB: 7 MB a rank and more
+SUSPENDED = re.escape("buffer: given one that is suspended, allowed: a buffer after resume()")
+PAGE = 4096
+
+
+@pytest.fixture
+def engine(engine: str) -> str:
+    if engine == "cuda":
+        pytest.importorskip("cuda.bindings", reason="no cuda-bindings")
+    return engine
+
+
+def make(engine: str, **changes) -> ep.Buffer:
+    return make_buffer(engine=engine, suspendable=True, **changes)
+
+
+def make_large(engine: str, **changes) -> ep.Buffer:
+    return make(engine, **(dict(max_tokens_per_rank=TOKENS) | changes))
+
+
+def meet() -> None:
+    dist.barrier()
+
+
+def memory_in_use(buffer: ep.Buffer) -> int:
+    """Bytes of all regions that this rank has mapped (CPU), or bytes in use on its GPU."""
+    if buffer.engine == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        meet()  # ranks may share the GPU
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    libc, pages = ctypes.CDLL(None, use_errno=True), 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:ep_dispatcher" in line:
+            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            present = (ctypes.c_ubyte * ((end - begin) // PAGE))()
+            assert libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), present) == 0
+            pages += sum(page & 1 for page in present)  # of the file, whoever has touched it
+    return pages * PAGE
+
+
+def fill(buffer: ep.Buffer) -> tuple:
+    """A dispatch and a combine with as many tokens as the buffer takes. Return the tensors and the right results."""
+    rank = buffer.topology.rank
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, CONFIG["hidden"], generator=generator).bfloat16().to(device(buffer))
+    idx = torch.rand(TOKENS, CONFIG["num_experts"], generator=generator).argsort(1)[:, : CONFIG["num_topk"]]
+    out = buffer.dispatch(x, idx.contiguous().to(device(buffer)))
+    return x, out, buffer.combine(out.x, out.handle).x
+
+
+def fill_again(buffer: ep.Buffer, x, out, total) -> None:
+    """The same with the handle of before: every bit is the same."""
+    again = buffer.dispatch(x, handle=out.handle)
+    assert same_bits(again.x, out.x) and same_bits(buffer.combine(again.x, out.handle).x, total)
+
+
+def cycle(rank: int, engine: str, ranks_per_node: int) -> dict:
+    with make_large(engine, ranks_per_node=ranks_per_node) as buffer:
+        filled = fill(buffer)
+        fill_again(buffer, *filled)
+        round_trip(buffer)
+        meet()
+        full, levels = memory_in_use(buffer), {"suspended": [], "resumed": []}
+        for turn in range(CYCLES):
+            buffer.suspend()
+            assert buffer.is_suspended and repr(buffer).endswith(", suspended)")
+            levels["suspended"].append(memory_in_use(buffer))
+            meet()  # memory is read before anybody takes it again
+            buffer.resume()
+            assert not buffer.is_suspended and "suspended" not in repr(buffer)
+            if turn % 10 == 0:
+                fill_again(buffer, *filled)
+                round_trip(buffer, seed=turn)
+                meet()
+                levels["resumed"].append(memory_in_use(buffer))
+                meet()
+        fill_again(buffer, *filled)
+        round_trip(buffer)
+        sizes = ep.buffer_bytes(
+            num_ranks=dist.get_world_size(),
+            ranks_per_node=ranks_per_node,
+            engine=engine,
+            **CONFIG | dict(max_tokens_per_rank=TOKENS),
+        )
+        return dict(full=full, region=sizes.region_bytes, **levels)
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (4, 2)])
+def test_memory_goes_and_comes_a_hundred_times(pools, engine, num_ranks, ranks_per_node):
+    for seen in pools(num_ranks).run(cycle, engine, ranks_per_node):
+        suspended, resumed = seen["suspended"], seen["resumed"]
+        assert len(suspended) == CYCLES
+        if engine == "cpu":  # what is left are flags: a few pages a rank
+            assert max(suspended) <= ranks_per_node * 16 * PAGE < seen["full"] / 50
+            assert seen["full"] * 0.8 < min(resumed) == max(resumed) <= seen["full"]  # without the lists of a new plan
+        else:  # other ranks and PyTorch use the GPU too: at least the rows of this rank are gone, each time
+            kept, slack = 4 * 2**20, 8 * 2**20
+            assert max(suspended) <= seen["full"] - (seen["region"] - kept)
+            assert max(suspended) - min(suspended) <= slack and max(resumed) <= seen["full"] + slack
+
+
+def refuse(rank: int, engine: str) -> None:
+    buffer = make_large(engine)
+    _, out, _ = fill(buffer)
+    x, idx, weights = inputs(rank, device=device(buffer))
+    with pytest.raises(ValueError, match=re.escape("given one that is not suspended, allowed: a buffer after susp")):
+        buffer.resume()
+    hooked = buffer.dispatch(x, idx, layout="decode", return_hook=True)
+    with pytest.raises(ValueError, match="hook: given a suspend before the hook of the dispatch"):
+        buffer.suspend()
+    hooked.hook()
+    before = buffer.counters()
+    buffer.suspend()
+    operations = {
+        "dispatch": lambda: buffer.dispatch(x, idx, weights),
+        "dispatch with gradients": lambda: ep.dispatch(buffer, x.clone().requires_grad_(), idx, weights),
+        "a handle": lambda: buffer.dispatch(torch.zeros_like(out.x)[:TOKENS], handle=out.handle),
+        "combine": lambda: buffer.combine(out.x, out.handle),
+        "plan": lambda: buffer.plan(idx),
+        "check": buffer.check,
+        "suspend": buffer.suspend,
+    }
+    for name, operation in operations.items():
+        with pytest.raises(ValueError, match=SUSPENDED):
+            operation()
+            raise AssertionError(name)
+    assert buffer.counters() == before
+    buffer.resume()  # nothing of this has brought the ranks out of step
+    round_trip(buffer)
+    buffer.suspend()
+    buffer.destroy()
+    assert not buffer.is_suspended and repr(buffer).endswith("destroyed)")
+    for change in (buffer.suspend, buffer.resume):
+        with pytest.raises(ValueError, match="given one that was destroyed"):
+            change()
+
+
+def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(pools, engine):
+    pools(2).run(refuse, engine)
+
+
+def not_made_for_it(rank: int, engine: str) -> None:
+    with make_buffer(engine=engine) as buffer:
+        for change in (buffer.suspend, buffer.resume):
+            with pytest.raises(ValueError) as caught:
+                change()
+            assert str(caught.value) == (
+                "buffer: given one that cannot be suspended, allowed: one made by ep.Buffer(..., suspendable=True)"
+            )
+        assert not buffer.is_suspended
+        round_trip(buffer)
+
+
+def test_suspend_needs_a_buffer_that_was_made_for_it(pools, engine):
+    pools(2).run(not_made_for_it, engine)
+
+
+def give_otherwise(rank: int, engine: str) -> None:
+    with pytest.raises(ValueError, match="^suspendable: rank 0 gave False, rank 1 gave True; all ranks must give the"):
+        make_buffer(engine=engine, suspendable=rank == 1)
+    for given in (1, "yes", None, torch.tensor(True)):
+        with pytest.raises(ValueError, match="^suspendable: given .*, allowed: True or False$"):
+            make_buffer(engine=engine, suspendable=given)
+    with make(engine) as buffer:
+        round_trip(buffer)
+
+
+def test_all_ranks_say_alike_whether_it_can_be_suspended(pools, engine):
+    pools(2).run(give_otherwise, engine)
+
+
+def be_late(rank: int, engine: str, change: str) -> float:
+    limit_s = 3.0
+    buffer = make_large(engine, timeout_s=limit_s)
+    round_trip(buffer)
+    if change == "resume":
+        buffer.suspend()
+    store, begin = dist.distributed_c10d._get_default_store(), time.monotonic()
+    if rank == 1:
+        store.wait([f"late/{engine}/{change}"])
+        with pytest.raises((ep.PeerTimeoutError, RuntimeError)):  # too late for the others
+            getattr(buffer, change)()
+        buffer.destroy()
+        return 0.0
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        getattr(buffer, change)()
+    waited = time.monotonic() - begin
+    error = caught.value
+    assert (error.operation, error.phase, error.late_ranks, error.epoch) == (change, "call", (1,), 0)
+    assert str(error).startswith(f"{change}, phase 'call': rank {rank} waited ")
+    for operation in (lambda: buffer.dispatch(*inputs(rank, device=device(buffer))), buffer.resume):
+        with pytest.raises(ep.PeerTimeoutError) as again:
+            operation()
+        assert str(again.value) == str(error)
+    store.set(f"late/{engine}/{change}", "")
+    buffer.destroy()
+    return waited
+
+
+@pytest.mark.parametrize("change", ["suspend", "resume"])
+def test_a_rank_that_does_not_come(engine, change):
+    with RankPool(2, timeout_s=120) as pool:
+        assert 2.5 < pool.run(be_late, engine, change)[0] < 25
+
+
+def let_fail(change: str, error: BaseException):
+    """Let the first step of suspend() or resume() raise in this process; for ``with``."""
+    step, own = {"suspend": "settle", "resume": "take"}[change], getattr(suspension, change)
+
+    def fail() -> None:
+        raise error
+
+    return mock.patch.object(suspension, change, lambda *args, **steps: own(*args, **steps | {step: fail}))
+
+
+def fail_alone(rank: int, engine: str) -> list[str]:
+    """Suspending fails on rank 1 before anything is freed; resuming finds no memory there, and later does."""
+    errors = []
+    with make_large(engine) as buffer:
+        filled = fill(buffer)
+        late, none_left = ValueError("topk_idx[0, 0]: a late one"), torch.OutOfMemoryError("none left")
+        with pytest.raises(ValueError) as mistake, let_fail("suspend", late) if rank == 1 else nullcontext():
+            buffer.suspend()
+        errors.append(str(mistake.value))
+        fill_again(buffer, *filled)  # nothing was freed
+        buffer.suspend()
+        with pytest.raises(RuntimeError) as no_memory, let_fail("resume", none_left) if rank == 1 else nullcontext():
+            buffer.resume()
+        errors.append(str(no_memory.value))
+        assert buffer.is_suspended
+        buffer.resume()
+        fill_again(buffer, *filled)
+    return errors
+
+
+def test_what_fails_on_one_rank_fails_alike_on_all(pools, engine):
+    for mistake, no_memory in pools(2).run(fail_alone, engine):
+        assert mistake == "suspend: topk_idx[0, 0]: a late one (on rank 1)"
+        assert no_memory.startswith("resume: none left (on rank 1); the buffer stays suspended")
+
+
+def interrupt(rank: int, engine: str) -> str:
+    buffer = make_large(engine)
+    buffer.suspend()
+    stopped = let_fail("resume", KeyboardInterrupt("stop")) if rank == 1 else nullcontext()
+    with pytest.raises(BaseException) as caught, stopped:
+        buffer.resume()
+    with pytest.raises(RuntimeError, match="this buffer gave up in resume"):
+        buffer.resume()
+    buffer.destroy()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_interrupt_ends_the_buffer_on_all_ranks(pools, engine):
+    assert pools(2).run(interrupt, engine) == [
+        "RuntimeError: resume, phase 'memory': rank 1 left: KeyboardInterrupt: stop",
+        "KeyboardInterrupt: stop",
+    ]
+
+
+def take_turns(rank: int, engine: str) -> list[int]:
+    """Two buffers of different sizes: one is suspended while the other one works. Return the memory in use."""
+    levels = []
+    with make_large(engine) as large, make(engine, hidden=256, max_tokens_per_rank=TOKENS // 2) as other:
+        other.suspend()
+        filled = fill(large)
+        for _ in range(3):
+            meet()
+            levels.append(memory_in_use(large))
+            meet()
+            large.suspend()
+            other.resume()
+            x = torch.randn(TOKENS // 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
+            idx = torch.arange(TOKENS // 2).view(-1, 1) % 12 + torch.arange(3)
+            out = other.dispatch(x.to(device(other)), (idx % 12).to(device(other)))
+            assert same_bits(other.combine(out.x, out.handle).x.cpu(), (x.float() * 3).bfloat16())
+            meet()
+            levels.append(memory_in_use(large))
+            meet()
+            other.suspend()
+            large.resume()
+            fill_again(large, *filled)
+    return levels
+
+
+def test_two_buffers_take_turns(pools, engine):
+    sizes = [
+        ep.buffer_bytes(num_ranks=2, engine=engine, **CONFIG | changes).region_bytes
+        for changes in (
+            dict(max_tokens_per_rank=TOKENS),
+            dict(hidden=256, max_tokens_per_rank=TOKENS // 2),
+        )
+    ]
+    for levels in pools(2).run(take_turns, engine):
+        assert max(levels) - min(levels) < 2 * sum(sizes)
+        if engine == "cpu":  # of both ranks; never both buffers at once
+            assert max(levels) <= 2 * max(sizes) + 64 * PAGE
+
+
+def cached(rank: int, engine: str) -> None:
+    """Plans and autograd graphs made before stay good."""
+    with make(engine) as buffer:
+        x, idx, weights = inputs(rank, device=device(buffer))
+        handle = buffer.plan(idx)
+        leaf = x.clone().requires_grad_()
+        out = ep.dispatch(buffer, leaf, idx, weights)
+        total = ep.combine(buffer, out.x, out.handle).float().sum()
+        for _ in range(2):
+            buffer.suspend()
+            buffer.resume()
+        total.backward()
+        rows = (idx >= 0).sum(1, keepdim=True).to(torch.float32)
+        assert torch.equal(leaf.grad.float(), rows.expand(-1, x.shape[1]))
+        again = buffer.dispatch(x, topk_weights=weights, handle=handle)
+        assert_received(again, expected(buffer)[0])
+        y = outputs(rank, again.x.shape[0], device=device(buffer))
+        assert same_bits(buffer.combine(y, handle).x.cpu(), expected(buffer)[1])
+
+
+def test_handles_and_backwards_from_before(pools, engine):
+    pools(2).run(cached, engine)
