@@ -27,10 +27,12 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``topk_idx`` and ``topk_weights`` [num_tokens, num_topk], balance loss, tokens per expert [num_experts]."""
-        probs = self.gate(x).softmax(-1)
+        with torch.autocast(x.device.type, enabled=False):  # rounded, many probabilities would be alike
+            probs = self.gate(x.float()).softmax(-1)
         topk_probs, topk_idx = probs.topk(self.num_topk, dim=-1)
         topk_weights = topk_probs / topk_probs.sum(-1, keepdim=True)
-        tokens_per_expert = topk_idx.flatten().bincount(minlength=probs.shape[1])
+        chosen = topk_idx.flatten()  # bincount would make the host wait for a GPU
+        tokens_per_expert = chosen.new_zeros(probs.shape[1]).scatter_add_(0, chosen, torch.ones_like(chosen))
         return topk_idx, topk_weights, load_balancing_loss(probs, tokens_per_expert), tokens_per_expert
 
 
@@ -59,19 +61,33 @@ class Expert(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """y[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t]), every expert on the rank that owns it."""
+    """y[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t]), every expert on the rank that owns it.
 
-    def __init__(self, buffer, hidden, intermediate, num_experts, num_topk, local_experts, seed=0, layer=0):
+    Rows travel in ``dtype``, that of the buffer. The parameters are float32: with bfloat16 call it in torch.autocast.
+    """
+
+    def __init__(
+        self,
+        buffer,
+        hidden,
+        intermediate,
+        num_experts,
+        num_topk,
+        local_experts,
+        seed=0,
+        layer=0,
+        dtype=torch.float32,
+    ):
         super().__init__()
-        self.buffer = buffer
+        self.buffer, self.dtype = buffer, dtype
         self.router = Router(hidden, num_experts, num_topk)
         # Keyed by the expert's global number, so that a parameter has the same name on whatever rank it lives.
         self.experts = nn.ModuleDict({str(e): Expert(hidden, intermediate, (seed, layer, e)) for e in local_experts})
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         topk_idx, topk_weights, balance_loss, tokens_per_expert = self.router(x)
-        out = ep.dispatch(self.buffer, x, topk_idx, topk_weights)
+        out = ep.dispatch(self.buffer, x.to(self.dtype), topk_idx, topk_weights)
         groups = out.x.split(out.rows_on_host.tolist())  # the rows arrive sorted by local expert
         rows = torch.cat([expert(group) for expert, group in zip(self.experts.values(), groups)])
-        y = ep.combine(self.buffer, rows * out.topk_weights[:, None], out.handle)
+        y = ep.combine(self.buffer, (rows * out.topk_weights[:, None]).to(self.dtype), out.handle)
         return y, balance_loss, tokens_per_expert

@@ -1,6 +1,6 @@
-"""Train a small mixture-of-experts language model with expert parallelism, on the CPUs of one machine.
+"""Train a mixture-of-experts language model with expert parallelism, on the GPUs of one machine or on its CPUs.
 
-    python examples/train_moe_lm.py            # 4 ranks in 2 virtual nodes, about three minutes on two cores
+    python examples/train_moe_lm.py            # one rank per GPU; else 4 ranks in 2 virtual nodes, three minutes
     python examples/train_moe_lm.py --check    # the same against a dense model without dispatcher
     torchrun --nproc-per-node 4 examples/train_moe_lm.py
 
@@ -22,6 +22,7 @@ from moe_layer import MoELayer
 from moe_lm.arguments import parse_arguments
 from moe_lm.charts import draw
 from moe_lm.check import check
+from moe_lm.device import device_name, num_sms, prepare_ranks, ranks_per_gpu
 from moe_lm.generate import generate
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
 from moe_lm.report import Recorder
@@ -29,7 +30,7 @@ from moe_lm.text import bigram_bits, load_text, to_tensor, unigram_bits
 from moe_lm.train import train
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankError, run_ranks
+from ep_dispatcher.testing import RankError, device_of, run_ranks
 
 PROMPT = "The value of "
 NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports a rank that does not come
@@ -49,24 +50,28 @@ def make_model(args, config: ModelConfig, buffer: ep.Buffer) -> MoELanguageModel
             local_experts=local_experts,
             seed=config.seed,
             layer=layer,
+            dtype=config.dtype,
         )
 
-    return MoELanguageModel(config, make_moe)
+    return MoELanguageModel(config, make_moe).to(args.device)  # the current one of all GPUs
 
 
 def run(rank: int, args, config: ModelConfig, started: float) -> bool:
     """All of one rank's work, in a process that has joined the default group; returns whether it went well."""
+    device = device_of(args.device, rank)
+    torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
     train_bytes, held_out_bytes = load_text()
-    train_text, held_out = to_tensor(train_bytes), to_tensor(held_out_bytes)
+    train_text, held_out = (to_tensor(text).to(device) for text in (train_bytes, held_out_bytes))
     with ep.Buffer(
         dist.group.WORLD,
         hidden=config.hidden,
         num_experts=config.num_experts,
         num_topk=config.num_topk,
         max_tokens_per_rank=args.batch * config.seq_len,
-        dtype=torch.float32,
-        engine="cpu",
+        dtype=config.dtype,
+        engine=args.device,
         ranks_per_node=args.ranks_per_node,
+        num_sms=num_sms(args.device, args.ranks),
     ) as buffer:
         model = make_model(args, config, buffer)
         if args.check:
@@ -85,14 +90,24 @@ def run(rank: int, args, config: ModelConfig, started: float) -> bool:
 
 def describe(args, config: ModelConfig, model: torch.nn.Module) -> str:
     num_nodes = args.ranks // args.ranks_per_node
+    nodes = f"{num_nodes} virtual nodes" if num_nodes > 1 else "one node"
     dense = sum(p.numel() for name, p in model.named_parameters() if not is_expert(name)) / 1e6
     experts = sum(p.numel() for name, p in model.named_parameters() if is_expert(name)) * args.ranks / 1e6
     lines = (
-        f"{args.ranks} ranks in {num_nodes} virtual nodes, {args.batch} x {config.seq_len} bytes on each",
-        f"{config.num_layers} layers, hidden {config.hidden}, top-{config.num_topk} of {config.num_experts} experts",
+        f"{args.ranks} ranks in {nodes} {where(args)}, {args.batch} x {config.seq_len} bytes on each",
+        f"{config.num_layers} layers, hidden {config.hidden}, top-{config.num_topk} of {config.num_experts} experts, "
+        f"{args.dtype}",
         f"{dense:.2f} M parameters on every rank, {experts:.2f} M in the experts of all ranks",
     )
     return "\n".join(lines)
+
+
+def where(args) -> str:
+    if args.device == "cpu":
+        return f"on the CPU ({args.why_cpu})"
+    shared = ranks_per_gpu(args.ranks)
+    share = f"{shared} ranks on a GPU take turns, so times say little" if shared > 1 else "one GPU per rank"
+    return f"on {device_name('cuda')} ({share})"
 
 
 def finish(args, recorder: Recorder, text: dict, sample: str, started: float) -> None:
@@ -102,7 +117,7 @@ def finish(args, recorder: Recorder, text: dict, sample: str, started: float) ->
         print(f"\nGenerated after {PROMPT!r}:\n" + textwrap.indent(sample, "  | ", lambda line: True))
     print(f"\nFinal figures\n{recorder.table(wall_seconds)}\n")
     config = {name: value for name, value in vars(args).items() if name != "check"} | {"out": str(args.out)}
-    report = recorder.write(args.out / "report.json", config, text, sample, wall_seconds)
+    report = recorder.write(args.out / "report.json", config, device_name(args.device), text, sample, wall_seconds)
     print(f"figures: {args.out / 'report.json'}")
     try:
         draw(report, args.out / "chart.png")
@@ -114,16 +129,21 @@ def finish(args, recorder: Recorder, text: dict, sample: str, started: float) ->
 def main() -> int:
     started = time.time()
     args, config = parse_arguments()
+    backend = prepare_ranks(args.device, args.ranks)
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("gloo")
+        device_of(args.device, int(os.environ["RANK"]))  # NCCL wants to know it
+        dist.init_process_group(backend)
         try:
             return 0 if run(dist.get_rank(), args, config, started) else 1
         finally:
             dist.destroy_process_group()
     try:
-        return 0 if all(run_ranks(args.ranks, run, args, config, started, timeout_s=NO_LIMIT_S)) else 1
+        done = run_ranks(args.ranks, run, args, config, started, timeout_s=NO_LIMIT_S, backend=backend)
+        return 0 if all(done) else 1
     except RankError as error:
         print(error, file=sys.stderr)
+        if args.device == "cuda":
+            print("On the CPU: --device cpu. What was found here: make doctor", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

@@ -1,13 +1,19 @@
 """The example in ``examples/`` as a user runs it: a process of its own, judged by its exit code, output and JSON."""
 
+import importlib
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import on
+
+from ep_dispatcher import engines
 
 ROOT = Path(__file__).parents[1]
 TINY = "--layers 2 --hidden 32 --heads 2 --intermediate 32 --experts 8 --seq-len 32 --batch 2 --lr 0.01".split()
@@ -19,21 +25,55 @@ def run_example(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
 
 
-def test_check_agrees_with_the_dense_model():
-    done = run_example("--check", "--steps", "3")
+@pytest.fixture
+def example(monkeypatch):
+    """``example(name)``: a module of the example, as the example imports it."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module
+
+
+@pytest.fixture
+def arguments(example, monkeypatch, tmp_path):
+    """``arguments(*given, gpus=0)``: (args, config) of a command line, on a machine with so many GPUs."""
+
+    def parse(*given: str, gpus: int = 0):
+        monkeypatch.setenv("EP_DISPATCHER_ENGINE", "auto")
+        monkeypatch.setattr(engines, "cuda_problem", lambda: None if gpus else "PyTorch finds no GPU")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(sys, "argv", ["train_moe_lm.py", "--out", str(tmp_path), *given])
+        return example("moe_lm.arguments").parse_arguments()
+
+    return parse
+
+
+@pytest.mark.parametrize("device", [on("cpu"), on("cuda")])
+def test_check_agrees_with_the_dense_model(device):
+    done = run_example("--check", "--steps", "3", "--device", device)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nAGREE" in done.stdout
 
 
-def test_short_training_writes_figures_and_chart(tmp_path):
-    steps, layers, tokens_per_step, num_topk = 25, 2, 4 * 2 * 32, 2
-    done = run_example(*TINY, "--steps", str(steps), "--sample-bytes", "8", "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    "device, dtype", [on("cpu", "float32"), on("cpu", "bfloat16"), on("cuda", "float32"), on("cuda", "bfloat16")]
+)
+def test_short_training_writes_figures_and_chart(device, dtype, tmp_path):
+    steps, layers, ranks, num_topk = 25, 2, 4, 2
+    tokens_per_step = ranks * 2 * 32
+    options = f"--device {device} --dtype {dtype} --ranks {ranks} --steps {steps} --sample-bytes 8 --out".split()
+    done = run_example(*TINY, *options, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
+    assert report["config"]["device"] == device and report["config"]["dtype"] == dtype
+    assert (report["machine"]["device"] == "CPU") is (device == "cpu")
 
     final = report["final"]
     assert final["steps"] == len(report["training_bits_per_byte"]) == steps
     assert final["tokens"] == steps * tokens_per_step
+    assert final["step_seconds"] == pytest.approx(statistics.median(report["step_seconds"][5:]), abs=1e-5)
+    assert final["tokens_per_second"] == pytest.approx(tokens_per_step / final["step_seconds"])
+    assert sum(report["step_seconds"]) < final["training_seconds"]
+    assert f"tokens per second           {final['tokens_per_second']:,.0f}   median step: " in done.stdout
     assert all(map(math.isfinite, report["training_bits_per_byte"] + report["grad_norm"]))
     assert 1 < final["held_out_bits_per_byte"] < report["training_bits_per_byte"][0] - 1
     assert 4 < final["unigram_bits_per_byte"] < 5 and final["bigram_bits_per_byte"] < final["unigram_bits_per_byte"]
@@ -52,14 +92,92 @@ def test_short_training_writes_figures_and_chart(tmp_path):
         (["--steps", "many"], "argument --steps: given 'many', allowed: a whole number from 1"),
         (["--experts", "10"], "argument --experts: given 10, allowed: multiples of 4"),
         (["--hidden", "100"], "argument --hidden: given 100, allowed: multiples of 8"),
+        (["--hidden", "12", "--heads", "2", "--dtype", "bfloat16"], "--hidden: given 12, allowed: multiples of 8"),
+        (["--check", "--dtype", "bfloat16"], "argument --dtype: given bfloat16, allowed: float32 together with"),
+        (["--device", "cuda"], "argument --device: given cuda, allowed: auto, cpu (PyTorch finds no GPU)"),
     ],
 )
-def test_wrong_arguments_are_named(args, message, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["train_moe_lm.py", *args])
-    from moe_lm.arguments import parse_arguments
-
+def test_wrong_arguments_are_named(args, message, arguments, capsys):
     with pytest.raises(SystemExit) as exit:
-        parse_arguments()
+        arguments(*args)
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_takes_the_cpu_and_says_why(arguments, example):
+    args, config = arguments()
+    assert (args.device, args.why_cpu, args.ranks, args.ranks_per_node) == ("cpu", "PyTorch finds no GPU", 4, 2)
+    assert (args.minutes, args.steps, args.batch, args.lr) == (2.3, 1500, 4, 5e-3)
+    assert (config.hidden, config.num_experts, config.num_topk, config.dtype) == (128, 16, 2, torch.float32)
+    assert example("moe_lm.device").prepare_ranks("cpu", 4) == "gloo"
+
+
+@pytest.mark.parametrize(
+    "engine_problem, sees_gpu, why",
+    [
+        ("it was not built", False, "PyTorch finds no GPU"),
+        ("it was not built", True, "there is a GPU, but the CUDA engine is not built (EP_DISPATCHER_CUDA=1 make setup"),
+        ("the GPU has compute capability 8.0", True, "the GPU has compute capability 8.0"),
+    ],
+)
+def test_it_says_why_a_gpu_is_not_used(example, monkeypatch, engine_problem, sees_gpu, why):
+    monkeypatch.setenv("EP_DISPATCHER_ENGINE", "auto")
+    monkeypatch.setattr(engines, "cuda_problem", lambda: engine_problem)
+    monkeypatch.setattr(engines, "ENGINES", ("cpu",) if "built" in engine_problem else ("cpu", "cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    device, said = example("moe_lm.device").choose_device("auto")
+    assert device == "cpu" and said.startswith(why)
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, experts, backend",
+    [(1, 2, 64, "gloo"), (2, 2, 64, "cpu:gloo,cuda:nccl"), (6, 6, 60, "cpu:gloo,cuda:nccl"), (8, 8, 64, None)],
+)
+def test_with_gpus_it_takes_all_of_them_and_a_larger_model(
+    arguments, example, monkeypatch, gpus, ranks, experts, backend
+):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
+    args, config = arguments(gpus=gpus)
+    assert (args.device, args.why_cpu, args.ranks, args.ranks_per_node) == ("cuda", "", ranks, ranks)
+    assert (config.hidden, config.num_experts, config.dtype) == (1024, experts, torch.bfloat16)
+    assert args.minutes == 2.3 and args.steps == 1500 * 2048 // (ranks * 8 * 256)
+    assert example("moe_lm.device").prepare_ranks("cuda", ranks) == (backend or "cpu:gloo,cuda:nccl")
+
+
+def test_given_sizes_win_on_gpus(arguments):
+    given = "--ranks 4 --ranks-per-node 2 --hidden 64 --heads 2 --experts 8 --dtype float32 --steps 7".split()
+    args, config = arguments(*given, gpus=2)
+    assert (args.ranks, args.ranks_per_node, args.steps, args.minutes) == (4, 2, 7, None)
+    assert (config.hidden, config.num_heads, config.num_experts, config.dtype) == (64, 2, 8, torch.float32)
+    assert config.num_layers == 4  # not given
+
+
+def test_given_the_cpu_it_leaves_gpus_alone(arguments):
+    args, config = arguments("--device", "cpu", gpus=2)
+    assert (args.device, args.ranks, config.hidden) == ("cpu", 4, 128)
+
+
+def test_check_takes_the_small_model_in_float32_on_gpus(arguments):
+    args, config = arguments("--check", gpus=2)
+    assert (args.device, args.ranks, args.steps) == ("cuda", 2, 10)
+    assert (config.hidden, config.num_experts, config.dtype) == (128, 16, torch.float32)
+
+
+@pytest.mark.parametrize("ranks, gpus, sms", [(2, 1, 24), (8, 1, 16), (16, 2, 16), (2, 2, None)])
+def test_ranks_that_share_a_gpu_fit_there_together(example, monkeypatch, ranks, gpus, sms):
+    class H200:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    device = example("moe_lm.device")
+    assert device.num_sms("cuda", ranks) == sms and device.num_sms("cpu", ranks) is None
+
+
+def test_the_first_steps_do_not_count(example):
+    median_step = example("moe_lm.report").median_step
+    assert median_step([9.0] * 3 + [1.0, 2.0, 3.0]) == 2.0  # half of them are left out at most
+    assert median_step([9.0] * 5 + [1.0, 2.0, 3.0] * 9) == 2.0
+    assert median_step([9.0] * 5 + [1.0, 2.0, 3.0] * 9 + [5.0] * 3, since=32) == 5.0
+    assert median_step([9.0]) == 9.0

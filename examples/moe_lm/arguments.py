@@ -7,9 +7,40 @@ import math
 import os
 from pathlib import Path
 
+import torch
+
+from moe_lm.device import MAX_RANKS, choose_device, default_ranks, default_ranks_per_node
 from moe_lm.model import ModelConfig
 
-MAX_RANKS = 16  # each needs a few windows of the held-out text
+# What an argument is when it is not given. The model for GPUs was chosen without a run on one.
+DEFAULTS = {
+    "cpu": dict(
+        layers=2,
+        hidden=128,
+        heads=4,
+        experts=16,
+        topk=2,
+        intermediate=256,
+        seq_len=128,
+        batch=4,
+        lr=5e-3,
+        dtype="float32",
+    ),
+    "cuda": dict(
+        layers=4,
+        hidden=1024,
+        heads=16,
+        experts=64,
+        topk=4,
+        intermediate=512,
+        seq_len=256,
+        batch=8,
+        lr=1e-3,
+        dtype="bfloat16",
+    ),
+}
+MINUTES = 2.3
+TOKENS = 1500 * 2048  # 9 times the text; some more, and the model learns it by heart
 
 EPILOG = """
 python train_moe_lm.py                             starts its own ranks (--ranks)
@@ -36,37 +67,64 @@ def number(kind: type, low: float, high: float):
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_moe_lm.py",
-        description="Train a byte-level mixture-of-experts language model with expert parallelism on CPUs.",
+        description="Train a byte-level mixture-of-experts language model with expert parallelism, on GPUs or CPUs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model, default = ModelConfig(), "default: %(default)s"
+    default = "default: %(default)s"
+
+    def by_device(name: str) -> str:
+        return f"default: {DEFAULTS['cpu'][name]}, on GPUs {DEFAULTS['cuda'][name]}"
+
     run = parser.add_argument_group("the run")
     run.add_argument("--check", action="store_true", help="compare some steps with a dense model without dispatcher")
     run.add_argument(
-        "--minutes", type=number(float, 0.01, 1e4), help="time for training (default: 2.3; no limit with --steps)"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cuda: GPUs, with the CUDA engine; auto takes them where they can be used (default: auto)",
     )
-    run.add_argument("--steps", type=number(int, 1, 10**7), help="number of steps (default: 1500 at most; --check: 10)")
+    run.add_argument(
+        "--minutes",
+        type=number(float, 0.01, 1e4),
+        help=f"time for training (default: {MINUTES}; no limit with --steps)",
+    )
+    run.add_argument(
+        "--steps", type=number(int, 1, 10**7), help=f"number of steps (default: {TOKENS:,} tokens at most; --check: 10)"
+    )
     run.add_argument(
         "--out", type=Path, default=Path("runs/train_moe_lm"), help=f"folder for chart and JSON ({default})"
     )
     run.add_argument("--sample-bytes", type=number(int, 0, 10**5), default=400, help=f"text to generate ({default})")
-    run.add_argument("--ranks", type=number(int, 1, MAX_RANKS), help="expert-parallel ranks to start (default: 4)")
     run.add_argument(
-        "--ranks-per-node", type=number(int, 1, MAX_RANKS), help="makes virtual nodes (default: 2 if that divides)"
+        "--ranks",
+        type=number(int, 1, MAX_RANKS),
+        help="expert-parallel ranks to start (default: 4; one per GPU, or 2 on one)",
+    )
+    run.add_argument(
+        "--ranks-per-node",
+        type=number(int, 1, MAX_RANKS),
+        help="makes virtual nodes (default: 2 if that divides; with GPUs all of a host)",
     )
     run.add_argument("--seed", type=number(int, 0, 10**6), default=0, help=default)
-    shape = parser.add_argument_group("the model")
-    shape.add_argument("--layers", type=number(int, 1, 100), default=model.num_layers, help=default)
-    shape.add_argument("--hidden", type=number(int, 8, 8192), default=model.hidden, help=default)
-    shape.add_argument("--heads", type=number(int, 1, 128), default=model.num_heads, help=default)
-    shape.add_argument("--experts", type=number(int, 1, 1024), default=model.num_experts, help=default)
-    shape.add_argument("--topk", type=number(int, 1, 16), default=model.num_topk, help=default)
-    shape.add_argument("--intermediate", type=number(int, 1, 32768), default=model.intermediate, help=default)
-    shape.add_argument("--seq-len", type=number(int, 8, 2048), default=model.seq_len, help=default)
+    shape = parser.add_argument_group("the model", "--check takes the sizes for CPUs on GPUs too")
+    shape.add_argument("--layers", type=number(int, 1, 100), help=by_device("layers"))
+    shape.add_argument("--hidden", type=number(int, 8, 8192), help=by_device("hidden"))
+    shape.add_argument("--heads", type=number(int, 1, 128), help=by_device("heads"))
+    shape.add_argument(
+        "--experts", type=number(int, 1, 1024), help=f"{by_device('experts')}, or less so that the ranks divide it"
+    )
+    shape.add_argument("--topk", type=number(int, 1, 16), help=by_device("topk"))
+    shape.add_argument("--intermediate", type=number(int, 1, 32768), help=by_device("intermediate"))
+    shape.add_argument("--seq-len", type=number(int, 8, 2048), help=by_device("seq_len"))
+    shape.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help=f"of matrix products and of rows that travel; parameters are float32 ({by_device('dtype')})",
+    )
     step = parser.add_argument_group("the step")
-    step.add_argument("--batch", type=number(int, 1, 1024), default=4, help=f"sequences per rank ({default})")
-    step.add_argument("--lr", type=number(float, 1e-7, 1.0), default=5e-3, help=f"peak learning rate ({default})")
+    step.add_argument("--batch", type=number(int, 1, 1024), help=f"sequences per rank ({by_device('batch')})")
+    step.add_argument("--lr", type=number(float, 1e-7, 1.0), help=f"peak learning rate ({by_device('lr')})")
     step.add_argument("--weight-decay", type=number(float, 0.0, 10.0), default=0.1, help=default)
     step.add_argument("--clip", type=number(float, 1e-6, 1e6), default=1.0, help=f"largest gradient norm ({default})")
     step.add_argument(
@@ -76,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
+    """``args`` with every value filled in, also ``device`` ("cpu" or "cuda") and ``why_cpu`` ("" on GPUs)."""
     parser = make_parser()
     args = parser.parse_args()
 
@@ -83,24 +142,37 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
         if not ok:
             parser.error(f"argument --{name}: given {given}, allowed: {allowed}")
 
+    try:
+        args.device, args.why_cpu = choose_device(args.device)
+    except ValueError as error:
+        demand(False, "device", args.device, f"auto, cpu ({error})")
     if "RANK" in os.environ:
         size = int(os.environ["WORLD_SIZE"])
         demand(args.ranks in (None, size), "ranks", args.ranks, f"{size}, the launcher's number (or leave it out)")
         demand(size <= MAX_RANKS, "ranks", f"{size} by the launcher", f"1 to {MAX_RANKS}")
         args.ranks = size
-    args.ranks = args.ranks or 4
-    args.ranks_per_node = args.ranks_per_node or math.gcd(2, args.ranks)
+    args.ranks = args.ranks or default_ranks(args.device)
+    args.ranks_per_node = args.ranks_per_node or default_ranks_per_node(args.device, args.ranks)
+    # Rounding alone moves tokens between experts of nearly equal weight, in a large model in every step. Then gradients
+    # cannot be compared, so --check takes the small model in float32.
+    for name, value in DEFAULTS["cpu" if args.check else args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value // args.ranks * args.ranks if name == "experts" else value)
+    demand(not args.check or args.dtype == "float32", "dtype", args.dtype, "float32 together with --check")
     divides = args.ranks % args.ranks_per_node == 0
     demand(divides, "ranks-per-node", args.ranks_per_node, f"divisors of {args.ranks}, the number of ranks")
     demand(args.experts % args.ranks == 0, "experts", args.experts, f"multiples of {args.ranks}, the number of ranks")
     demand(args.topk <= args.experts, "topk", args.topk, f"1 to {args.experts}, the number of experts")
     demand(args.hidden % (2 * args.heads) == 0, "hidden", args.hidden, f"multiples of {2 * args.heads}, twice --heads")
-    demand(args.hidden % 4 == 0, "hidden", args.hidden, "multiples of 4, so that a row is a multiple of 16 bytes")
+    dtype = getattr(torch, args.dtype)
+    allowed = f"multiples of {16 // dtype.itemsize}, so that a row is a multiple of 16 bytes"
+    demand(args.hidden * dtype.itemsize % 16 == 0, "hidden", args.hidden, allowed)
     if args.check:
         demand(args.minutes is None, "minutes", args.minutes, "nothing together with --check, which counts --steps")
         args.steps = args.steps or 10
     elif args.minutes is None and args.steps is None:
-        args.minutes, args.steps = 2.3, 1500  # whichever ends first; beyond some 2000 steps it learns the text by heart
+        # Whichever ends first.
+        args.minutes, args.steps = MINUTES, max(1, TOKENS // (args.ranks * args.batch * args.seq_len))
     if not args.check:
         try:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -116,5 +188,6 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
         intermediate=args.intermediate,
         seq_len=args.seq_len,
         seed=args.seed,
+        dtype=dtype,
     )
     return args, config

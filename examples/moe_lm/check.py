@@ -48,7 +48,7 @@ class DenseMoELayer(nn.Module):
 
 def relative_difference(a: Tensor | float, b: Tensor | float) -> float:
     """The largest difference over the largest value of ``b``."""
-    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    a, b = (torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in (a, b))
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
 
 
@@ -59,7 +59,7 @@ def largest(values: Iterable[float]) -> float:
 
 def all_gradients(model: nn.Module) -> dict[str, Tensor] | None:
     """Every parameter's gradient by name on rank 0, where the experts' arrive from their ranks; None elsewhere."""
-    mine = {name: p.grad for name, p in model.named_parameters() if is_expert(name) or dist.get_rank() == 0}
+    mine = {name: p.grad.cpu() for name, p in model.named_parameters() if is_expert(name) or dist.get_rank() == 0}
     gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered)
     return {name: grad for part in gathered for name, grad in part.items()} if gathered else None
@@ -74,12 +74,15 @@ def dense_backward(model: nn.Module, batches, balance_coefficient: float) -> tup
 
 
 def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
-    """Train both models for ``args.steps`` steps; rank 0 prints a table, every rank returns the verdict."""
+    """Train both models for ``args.steps`` steps; rank 0 prints a table, every rank returns the verdict.
+
+    ``model`` and ``text`` lie on the same device, which the dense model takes too.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     windows = [RandomWindows(text, args.batch, config.seq_len, config.seed, r) for r in range(num_ranks)]
     optimizer = make_optimizer(model, args.weight_decay)
     if rank == 0:
-        dense = MoELanguageModel(config, lambda layer: DenseMoELayer(config, layer))
+        dense = MoELanguageModel(config, lambda layer: DenseMoELayer(config, layer)).to(text.device)
         dense_optimizer = make_optimizer(dense, args.weight_decay)
         print(f"Expert parallel over {num_ranks} ranks against one rank without dispatcher, float32.")
         print("Differences are relative to the largest entry of each tensor; the largest of all tensors is shown.")
@@ -104,7 +107,7 @@ def check(args, config: ModelConfig, model: nn.Module, text: Tensor) -> bool:
             largest(d for name, d in differences.items() if is_expert(name)),
         )
         worst = largest((worst, *row))
-        moved = (result.tokens_per_expert - counts).abs().sum().item() // 2
+        moved = (result.tokens_per_expert - counts.cpu()).abs().sum().item() // 2
         rerouted += moved
         cells = "  ".join(f"{value:12.1e}" for value in row)
         print(f"{step:4}  {result.loss:8.5f}  {loss:8.5f}  {cells}  {moved:8}", flush=True)

@@ -17,6 +17,7 @@ def generate(
 
     All ranks must call it together with equally long prompts, since every byte dispatches in every layer.
     """
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])
     start = time.monotonic()
@@ -26,7 +27,7 @@ def generate(
             dist.broadcast(late, 0)
             if late:
                 break
-        logits = model(tokens[:, -seq_len:])[0][:, -1]
+        logits = model(tokens[:, -seq_len:].to(device))[0][:, -1].cpu()
         byte = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, byte], 1)
     return bytes(tokens[0].tolist()).decode(errors="replace")

@@ -20,6 +20,7 @@ class ModelConfig:
     intermediate: int = 256  # width inside an expert
     seq_len: int = 128
     seed: int = 0
+    dtype: torch.dtype = torch.float32  # of matrix products and of the rows that travel; parameters are float32
 
 
 class Attention(nn.Module):
@@ -61,7 +62,7 @@ class Block(nn.Module):
 
 
 class MoELanguageModel(nn.Module):
-    """``tokens`` int64 [batch, length] -> logits [batch, length, 256], balance loss, counts [layers, experts]
+    """``tokens`` int64 [batch, length] -> logits float32 [batch, length, 256], balance loss, counts [layers, experts]
 
     ``make_moe(layer)`` makes a block's mixture-of-experts layer. All other parameters follow from ``config.seed``
     alone, and so are the same on every rank.
@@ -69,6 +70,7 @@ class MoELanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, make_moe: Callable[[int], nn.Module]):
         super().__init__()
+        self.dtype = config.dtype
         torch.manual_seed(config.seed)
         self.embedding = nn.Embedding(256, config.hidden)
         self.blocks = nn.ModuleList(Block(config, make_moe(layer)) for layer in range(config.num_layers))
@@ -76,12 +78,15 @@ class MoELanguageModel(nn.Module):
         self.head = nn.Linear(config.hidden, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, balance_losses, tokens_per_expert = self.embedding(tokens), [], []
-        for block in self.blocks:
-            x, balance_loss, counts = block(x)
-            balance_losses.append(balance_loss)
-            tokens_per_expert.append(counts)
-        return self.head(self.norm(x)), torch.stack(balance_losses).mean(), torch.stack(tokens_per_expert)
+        balance_losses, tokens_per_expert = [], []
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x, balance_loss, counts = block(x)
+                balance_losses.append(balance_loss)
+                tokens_per_expert.append(counts)
+            logits = self.head(self.norm(x)).float()
+        return logits, torch.stack(balance_losses).mean(), torch.stack(tokens_per_expert)
 
 
 def is_expert(name: str) -> bool:

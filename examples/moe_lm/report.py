@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import statistics
 from pathlib import Path
 
 import numpy
@@ -14,6 +15,7 @@ import torch
 import ep_dispatcher
 from moe_lm.step import StepResult
 
+WARM_UP = 5  # steps that times leave out: the first ones allocate, load kernels and compile
 COLUMNS = 120  # the tokens per expert are kept summed over this many equal stretches of the run
 HEADER = """
              tokens per    bits per byte      busiest expert
@@ -26,6 +28,11 @@ def imbalance(tokens_per_expert: torch.Tensor) -> float:
     return (counts.amax(-1) / counts.mean(-1)).mean().item()
 
 
+def median_step(seconds: list[float], since: int = 0) -> float:
+    """The median of the steps' seconds from step ``since`` on, without the first ones, or half of them if few."""
+    return statistics.median(seconds[max(since, min(WARM_UP, len(seconds) // 2)) :])
+
+
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
@@ -36,29 +43,30 @@ class Recorder:
     def __init__(self, printing: bool, tokens_per_step: int, unigram: float, bigram: float):
         self.printing, self.tokens_per_step = printing, tokens_per_step
         self.unigram, self.bigram = unigram, bigram
-        self.training, self.grad_norms, self.counts = [], [], []
-        self.held_out, self.last_clock, self.final = [], 0.0, {}
+        self.training, self.grad_norms, self.counts, self.step_seconds = [], [], [], []
+        self.held_out, self.final = [], {}
 
     def say(self, text: str) -> None:
         if self.printing:
             print(text, flush=True)
 
-    def step(self, result: StepResult) -> None:
+    def step(self, result: StepResult, seconds: float) -> None:
         self.training.append(result.loss / math.log(2))
         self.grad_norms.append(result.grad_norm)
         self.counts.append(result.tokens_per_expert)
+        self.step_seconds.append(seconds)
 
     def progress(self, seconds: float, done: float, held_out: float) -> None:
         """One line about the steps since the last one. ``done``: share of the run, 0 to 1."""
         if not self.held_out:
             self.say(HEADER)
-        steps = len(self.training) - (self.held_out[-1]["step"] if self.held_out else 0)
-        speed = steps * self.tokens_per_step / max(1e-9, seconds - self.last_clock)
+        last = self.held_out[-1]["step"] if self.held_out else 0
+        steps = len(self.training) - last
+        speed = self.tokens_per_step / median_step(self.step_seconds, last)
         training = sum(self.training[-steps:]) / steps
         balance = imbalance(torch.stack(self.counts[-steps:]))
         left = seconds * (1 - done) / done
         self.held_out.append({"step": len(self.training), "seconds": seconds, "bits_per_byte": held_out})
-        self.last_clock = seconds
         self.say(
             f"{clock(seconds):>5}  {len(self.training):5}  {speed:7,.0f}  {training:8.3f}  {held_out:8.3f}"
             f"  {balance:11.2f}      {clock(left):>5}"
@@ -67,11 +75,13 @@ class Recorder:
     def finish(self, seconds: float, held_out: float) -> None:
         steps = len(self.training)
         tenth = max(1, steps // 10)
+        step_seconds = median_step(self.step_seconds)
         self.final = {
             "steps": steps,
             "training_seconds": seconds,
             "tokens": steps * self.tokens_per_step,
-            "tokens_per_second": steps * self.tokens_per_step / seconds,
+            "step_seconds": step_seconds,  # the median, as in the next line
+            "tokens_per_second": self.tokens_per_step / step_seconds,
             "training_bits_per_byte": sum(self.training[-tenth:]) / tenth,
             "held_out_bits_per_byte": held_out,
             "unigram_bits_per_byte": self.unigram,
@@ -97,12 +107,12 @@ class Recorder:
             ("  bigram entropy", f"{f['bigram_bits_per_byte']:.3f}   held out, with the byte before known"),
             ("busiest expert over mean", f"{f['busiest_expert_over_mean']:.2f}    last tenth of the steps"),
             ("steps, tokens", f"{f['steps']:,}, {f['tokens']:,}"),
-            ("tokens per second", f"{f['tokens_per_second']:,.0f}"),
+            ("tokens per second", f"{f['tokens_per_second']:,.0f}   median step: {1e3 * f['step_seconds']:,.1f} ms"),
             ("seconds, of them training", f"{wall_seconds:.0f}, {f['training_seconds']:.0f}"),
         )
         return "\n".join(f"  {name:28}{value}" for name, value in rows)
 
-    def write(self, path: Path, config: dict, text: dict, sample: str, wall_seconds: float) -> dict:
+    def write(self, path: Path, config: dict, device: str, text: dict, sample: str, wall_seconds: float) -> dict:
         report = {
             "config": config,
             "versions": {
@@ -111,10 +121,16 @@ class Recorder:
                 "numpy": numpy.__version__,
                 "python": platform.python_version(),
             },
-            "machine": {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0))},
+            "machine": {
+                "platform": platform.platform(),
+                "cores": len(os.sched_getaffinity(0)),
+                "device": device,
+                "gpus": torch.cuda.device_count(),
+            },
             "text": text,
             "final": {**self.final, "wall_seconds": wall_seconds},
             "training_bits_per_byte": [round(loss, 5) for loss in self.training],
+            "step_seconds": [round(seconds, 6) for seconds in self.step_seconds],
             "grad_norm": [round(norm, 5) for norm in self.grad_norms],
             "held_out": self.held_out,
             "tokens_per_expert": self.tokens_per_expert(),

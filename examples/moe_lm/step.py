@@ -27,7 +27,7 @@ class StepResult:
     loss: float  # mean over the ranks, nats per byte
     balance_loss: float
     grad_norm: float  # before clipping
-    tokens_per_expert: Tensor  # int64 [layers, experts], of all ranks
+    tokens_per_expert: Tensor  # int64 [layers, experts], of all ranks; on the CPU
     clock: float  # rank 0's, as given to reduce_gradients
 
 
@@ -45,24 +45,28 @@ def reduce_gradients(model: nn.Module, loss: Tensor, balance_loss: Tensor, count
     """Turn every rank's gradients into those of the mean loss, in place, with a single all-reduce.
 
     Its bucket also carries the losses, the tokens per expert, the experts' squared gradient norm and rank 0's clock.
+    On a GPU this is where the host waits for the step.
     """
     num_ranks = dist.get_world_size()
     dense = [p.grad for name, p in model.named_parameters() if not is_expert(name)]
     experts = [p.grad for name, p in model.named_parameters() if is_expert(name)]
     torch._foreach_div_(dense + experts, num_ranks)
-    expert_square = sum(grad.square().sum() for grad in experts)
-    clock = torch.tensor(clock if dist.get_rank() == 0 else 0.0)
-    scalars = torch.stack([loss / num_ranks, balance_loss / num_ranks, expert_square, clock])
+    own_clock = loss.new_full((), clock if dist.get_rank() == 0 else 0.0)
+    scalars = torch.stack([loss / num_ranks, balance_loss / num_ranks, own_clock, sum_of_squares(experts)])
     bucket = torch.cat([grad.flatten() for grad in dense] + [scalars, counts.flatten().float()])
     dist.all_reduce(bucket)
 
-    *reduced, scalars, counts_sum = bucket.split([grad.numel() for grad in dense] + [len(scalars), counts.numel()])
+    *reduced, figures = bucket.split([grad.numel() for grad in dense] + [len(scalars) + counts.numel()])
     for grad, flat in zip(dense, reduced):
         grad.copy_(flat.view_as(grad))
-    loss, balance_loss, expert_square, clock = scalars.tolist()
-    dense_square = sum(flat.square().sum().item() for flat in reduced)
+    figures = torch.cat([sum_of_squares(reduced)[None], figures]).cpu()  # one copy, so one wait
+    dense_square, loss, balance_loss, clock, expert_square = figures[:5].tolist()
     norm = math.sqrt(dense_square + expert_square)
-    return StepResult(loss, balance_loss, norm, counts_sum.long().view_as(counts), clock)
+    return StepResult(loss, balance_loss, norm, figures[5:].long().view_as(counts), clock)
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).square().sum()
 
 
 def learning_rate(peak: float, done: float, warmup: float = 0.05, floor: float = 0.05) -> float:

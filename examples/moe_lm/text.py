@@ -59,7 +59,10 @@ def to_tensor(text: bytes) -> Tensor:
 
 
 class RandomWindows:
-    """Endless batches ``(inputs, targets)``, each int64 ``[batch, seq_len]``: the windows of one data-parallel rank."""
+    """Endless batches ``(inputs, targets)``, each int64 ``[batch, seq_len]``: the windows of one data-parallel rank.
+
+    They lie on the device of ``text``, and are the same on every device.
+    """
 
     def __init__(self, text: Tensor, batch: int, seq_len: int, seed: int, rank: int):
         self.text, self.batch, self.seq_len = text, batch, seq_len
@@ -67,7 +70,7 @@ class RandomWindows:
 
     def next(self) -> tuple[Tensor, Tensor]:
         starts = torch.randint(len(self.text) - self.seq_len, (self.batch, 1), generator=self.generator)
-        windows = self.text[starts + torch.arange(self.seq_len + 1)]
+        windows = self.text[(starts + torch.arange(self.seq_len + 1)).to(self.text.device)]
         return windows[:, :-1], windows[:, 1:]
 
 
