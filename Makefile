@@ -1,5 +1,5 @@
 # One command per chore; each first sets up what it needs.
-#   make demo     train a small MoE language model over several ranks (ARGS="..." is passed on)
+#   make demo     train a small MoE language model over several ranks, on GPUs where there are (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
 #   make test     run every test, with a case of each path (9 to 13 minutes on two idle cores; ARGS="..." is passed on)
 #   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
@@ -24,6 +24,10 @@ PIP = $(PY) -m pip install -q --disable-pip-version-check
 SAY = @printf '\n== %s\n'
 HAS_TORCH = -c 'import re, torch; v = re.findall("[0-9]+", torch.__version__); assert (int(v[0]), int(v[1])) >= (2, 9)'
 HAS_MEGATRON = -c 'import importlib.metadata; importlib.metadata.version("megatron-core")'
+# What the extras named after it need, as pip takes it.
+OF_EXTRAS = -c 'import re, sys; from importlib.metadata import requires; \
+    found = [re.fullmatch(r"(\S+) *; *extra == .(\w+).", one) for one in requires("ep_dispatcher")]; \
+    print(*(one[1] for one in found if one and one[2] in sys.argv))'
 IN_VENV = -c 'import sys; assert sys.prefix != sys.base_prefix'
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -33,10 +37,12 @@ ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the s
 $(shell rm -rf $(STAMPS))
 endif
 
-.PHONY: demo demo-megatron test test-exhaustive test-all bench doctor format check-format setup clean distclean
+.PHONY: always demo demo-megatron test test-exhaustive test-all bench doctor format check-format setup clean distclean
 .DELETE_ON_ERROR:
 
-demo: setup
+demo: $(STAMPS)/package  # and no more: where PyTorch is installed it may run without a network
+	@$(PY) -c 'import matplotlib' 2> /dev/null || $(PIP) $$($(PY) $(OF_EXTRAS) examples) || \
+	    echo '== no matplotlib: the demo draws no chart'
 	$(SAY) 'examples/train_moe_lm.py'
 	$(PY) examples/train_moe_lm.py $(ARGS)
 
@@ -68,7 +74,7 @@ format: $(STAMPS)/format
 check-format: $(STAMPS)/format
 	PYTHON=$(PY) ./format.sh --check
 
-setup: $(STAMPS)/package
+setup: $(STAMPS)/extras
 
 # The interpreter that everything below uses.
 $(STAMPS)/python:
@@ -97,15 +103,41 @@ $(STAMPS)/torch: $(STAMPS)/python
 	@$(PY) -c 'import sys, torch; print("== Python", sys.version.split()[0], "PyTorch", torch.__version__)' 2> /dev/null
 	@touch $@
 
+# What decides whether the CUDA engine is built. The file changes, and so the package is built again, when nvcc appears
+# or is another one, or when a switch of the build does.
+$(STAMPS)/nvcc: always $(STAMPS)/python
+	@for nvcc in "$$(command -v nvcc)" "$$CUDA_HOME/bin/nvcc" "$$CUDA_PATH/bin/nvcc" /usr/local/cuda/bin/nvcc none; do \
+	    [ -x "$$nvcc" ] && break; \
+	done; \
+	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME"; \
+	  [ ! -x "$$nvcc" ] || "$$nvcc" --version 2> /dev/null; } > $@.new; true
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
 # Editable, so that only changes of compiled code and of metadata come here again; pip's output is shown when it fails.
-# A megatron-core that is there stays, whatever its version.
-$(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch
+# PyTorch, the one dependency, is there: pip is not to look for what that in turn might want.
+# Where nvcc fails, and nobody demands the CUDA engine, the CPU engine is built alone, and the reason is shown.
+$(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch $(STAMPS)/nvcc
 	$(SAY) 'building and installing ep_dispatcher (editable)'
 	@$(PIP) 'setuptools>=64' 'pybind11>=2.12' wheel
-	@extras=test,examples; $(PY) $(HAS_MEGATRON) 2> /dev/null || extras=$$extras,megatron; \
-	$(PY) -m pip install -v --disable-pip-version-check --no-build-isolation -e ".[$$extras]" \
-	    > $(STAMPS)/log 2>&1 || { cat $(STAMPS)/log; exit 1; }
+	@install() { \
+	    $(PY) -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . > $(STAMPS)/log 2>&1; \
+	}; \
+	install || { \
+	    if [ "$$EP_DISPATCHER_CUDA" != 1 ] && grep -q 'ep_dispatcher: nvcc failed' $(STAMPS)/log; then \
+	        sed '/ep_dispatcher: nvcc failed/q' $(STAMPS)/log | grep -iE 'error|fatal' | head -5; \
+	        echo '== nvcc failed: building without the CUDA engine, EP_DISPATCHER_CUDA=1 make setup shows all'; \
+	        rm -f ep_dispatcher/_C_cuda.*.so ep_dispatcher/_C_nvshmem.*.so; \
+	        EP_DISPATCHER_CUDA=0 install; \
+	    else false; fi; \
+	} || { cat $(STAMPS)/log; exit 1; }
 	@sed -n 's/^ *ep_dispatcher build: //p' $(STAMPS)/log
+	@touch $@
+
+# What tests and the other examples need. A megatron-core that is there stays, whatever its version.
+$(STAMPS)/extras: $(STAMPS)/package
+	$(SAY) 'installing what tests and examples need'
+	@extras='test examples'; $(PY) $(HAS_MEGATRON) 2> /dev/null || extras="$$extras megatron"; \
+	$(PIP) $$($(PY) $(OF_EXTRAS) $$extras)
 	@touch $@
 
 $(STAMPS)/format: $(STAMPS)/torch format.sh

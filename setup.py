@@ -36,6 +36,7 @@ NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 # them, so each has to keep to the registers that the launch bounds of the kernels leave.
 NVSHMEM_FLAGS = ["-DEP_WIRE_NVSHMEM", "-rdc=true", "-maxrregcount=128"]
 
+NO_NVCC = "no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda"
 NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
 NVCC_FAILED += "knows compute_90a (12.0 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
 
@@ -145,6 +146,9 @@ class BuildExt(build_ext):
         self.check_compiler(command)
         version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
+        if find_nvcc() is None:
+            why = "EP_DISPATCHER_CUDA=0" if os.environ.get("EP_DISPATCHER_CUDA", "").strip() == "0" else NO_NVCC
+            print(f"ep_dispatcher build: without the CUDA engine: {why}")
         for ext in self.extensions:
             print(f"ep_dispatcher build: {ext.name} from {len(ext.sources)} files: {' '.join(ext.sources)}")
             flags = [*(NVCC_FLAGS if ext.name != CPU_MODULE else []), *ext.extra_compile_args]

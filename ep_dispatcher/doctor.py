@@ -149,7 +149,12 @@ def look_for_cpu_module() -> str:
     return load_module("_C_cpu")
 
 
-@probe("compiled module cuda", OPTIONAL, ONLY_CUDA, "install the CUDA toolkit (nvcc), then make setup")
+@probe(
+    "compiled module cuda",
+    OPTIONAL,
+    ONLY_CUDA,
+    "install the CUDA toolkit (nvcc 12.0 or newer), then EP_DISPATCHER_CUDA=1 make setup, which says what is wrong",
+)
 def look_for_cuda_module() -> str:
     return load_module("_C_cuda")
 
@@ -262,8 +267,9 @@ def look_for_compiler() -> str:
 
 @probe("nvcc", OPTIONAL, "only for building the cuda module", "install the CUDA toolkit, or set CUDA_HOME")
 def look_for_nvcc() -> str:
-    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    path = shutil.which("nvcc") or shutil.which(os.path.join(toolkit, "bin", "nvcc"))
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # as setup.py
+    paths = [shutil.which("nvcc"), *(shutil.which(os.path.join(home, "bin", "nvcc")) for home in homes if home)]
+    path = next((path for path in paths if path), None)
     if path is None:
         raise Unusable("not found")
     release = re.search(r"release [\d.]+", _run(path, "--version"))

@@ -163,27 +163,90 @@ def test_the_tests_extra_leaves_an_installed_megatron_core_alone(build):
     assert needed == {"torch", "pytest", "hypothesis"}
 
 
+# Stands for the Python of an environment, and for pip. It logs what it is told. A build with nvcc may fail.
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
-  *'version("megatron-core")'*) exit {missing} ;;
+  *'version("megatron-core")'*) exit {no_megatron} ;;
 esac
-echo "$@" >> {log}
+echo "$EP_DISPATCHER_CUDA: $@" >> {log}
+case "$EP_DISPATCHER_CUDA$*" in
+  0*) ;;
+  *'-e .')
+    [ {nvcc_works} = 1 ] && exit
+    echo "x.cu: fatal error: no such thing"
+    echo "ep_dispatcher: nvcc failed"
+    exit 1 ;;
+esac
 """
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-@pytest.mark.parametrize("missing, extras", [(0, "test,examples"), (1, "test,examples,megatron")])
-def test_make_installs_megatron_core_only_where_there_is_none(source, tmp_path, missing, extras):
+@pytest.fixture
+def make(source, tmp_path):
+    """``make(goal, **environment)`` in a fresh copy: the result, and the lines that its Python was called with."""
     copy, python, log = tmp_path / "copy", tmp_path / "python", tmp_path / "log"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
     shutil.copy(ROOT / "Makefile", copy)
-    python.write_text(FAKE_PYTHON.format(missing=missing, log=log))
-    python.chmod(0o755)
     stamps = copy / "build/make"
     stamps.mkdir(parents=True)
     (stamps / "python").write_text(f"{python}\n")
     (stamps / "torch").touch()
-    result = run("make", "setup", cwd=copy)
+
+    def run_make(goal: str, no_megatron: int = 0, nvcc_works: int = 1, **environment: str):
+        python.write_text(FAKE_PYTHON.format(no_megatron=no_megatron, nvcc_works=nvcc_works, log=log))
+        python.chmod(0o755)
+        log.write_text("")
+        result = run("make", goal, cwd=copy, **{"EP_DISPATCHER_CUDA": "", **environment})
+        return result, log.read_text().splitlines()
+
+    return run_make
+
+
+@needs_make
+@pytest.mark.parametrize("no_megatron, extras", [(0, "test examples"), (1, "test examples megatron")])
+def test_make_installs_megatron_core_only_where_there_is_none(make, no_megatron, extras):
+    result, calls = make("setup", no_megatron)
     assert result.returncode == 0, result.stdout + result.stderr
-    installed = log.read_text().splitlines()[-1].split()
-    assert installed[-2:] == ["-e", f".[{extras}]"] and "pip" in installed
+    assert sum(call.endswith(" -e .") for call in calls) == 1
+    assert calls[-2].endswith(f"sys.argv)) {extras}") and " -m pip install" in calls[-1]
+
+
+@needs_make
+def test_make_demo_installs_nothing_for_tests(make):
+    result, calls = make("demo", 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sum(call.endswith(" -e .") for call in calls) == 1 and "examples/train_moe_lm.py" in calls[-1]
+    assert not any("sys.argv))" in call for call in calls)  # this Python has matplotlib: it says yes to all
+
+
+@needs_make
+def test_make_builds_again_when_nvcc_appears(make, tmp_path):
+    def builds(**environment: str) -> bool:
+        result, calls = make("setup", **environment)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return any(call.endswith(" -e .") for call in calls)
+
+    assert builds() and not builds()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho release 13\n")
+    nvcc.chmod(0o755)
+    path = {"PATH": f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"}
+    assert builds(**path) and not builds(**path)
+    assert builds(**path, EP_DISPATCHER_CUDA="1")
+
+
+@needs_make
+def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make):
+    result, calls = make("demo", nvcc_works=0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "no such thing" in result.stdout and "without the CUDA engine" in result.stdout
+    assert [call[0] for call in calls if call.endswith(" -e .")] == [":", "0"]
+    assert "examples/train_moe_lm.py" in calls[-1]
+
+
+@needs_make
+def test_make_fails_where_the_cuda_engine_is_demanded(make):
+    result, calls = make("demo", nvcc_works=0, EP_DISPATCHER_CUDA="1")
+    assert result.returncode != 0 and "ep_dispatcher: nvcc failed" in result.stdout
+    assert not any("examples" in call for call in calls)
