@@ -41,8 +41,8 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   set(Field::kPlan, head.made);
   set(Field::kWeights, params.args.topk_weights != nullptr);
   call.num_tokens = params.args.num_tokens;
-  call.num_chunks =
-      params.args.factors ? 0 : end_of_pushed(op, head);  // with factors no rank pushes after a difference
+  // With factors no rank pushes after a difference.
+  call.num_chunks = params.shares_factors() ? 0 : end_of_pushed(op, head);
   // `Block` only numbers the threads here: warp 0 has one for each rank of the node. `announce` has no barrier, and no
   // counts need one.
   announce<Block>(op, call);
@@ -54,7 +54,7 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
-  const bool agrees_first = params.pushes && params.args.factors;
+  const bool agrees_first = params.shares_factors();
   Verdict verdict = agrees_first ? agree(op) : Verdict::kAgree;
   if (agrees_first && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
@@ -127,10 +127,10 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
-    if (ok && op.block == 0 && params.pushes && !params.args.factors) announce_combine(op, params);
+    if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   }
   if (!__syncthreads_and(ok)) return;
-  if (op.block == 0 && params.pushes && params.args.factors) {
+  if (op.block == 0 && params.shares_factors()) {
     share_factors(op, params);
     __syncthreads();
     if (threadIdx.x < 32) announce_combine(op, params);

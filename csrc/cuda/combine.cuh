@@ -17,6 +17,9 @@ struct CombineParams {
   // Tasks of this launch. With `pushes`: announce, and push partial sums. With `reduces`: compare the Calls, reduce,
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;
+
+  // [thread] Return whether this launch brings factors to the ranks of the experts, before it pushes.
+  __device__ bool shares_factors() const { return pushes && args.factors; }
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
   float saturating;     // pushing blocks that saturate the links if they only store
 };

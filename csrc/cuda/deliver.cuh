@@ -167,13 +167,12 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
   for (int64_t i = threadIdx.x; i < num_indices; i += Block::kThreads) params.args.out_topk_idx[i] = -1;
 }
 
-// [team] Clear the padding of the expert groups, and the rows after the last group. Called by the helpers of each
-// block.
+// [team] Clear the padding of the expert groups, and the rows after the last group. In decode layout there is neither.
+// Called by the helpers of each block.
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params, char* shared) {
   const Plan plan = plan_here(op, params, shared);
   const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
   const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
-  if (plan.head->has_decode_layout()) return;
   if (plan.head->has_expert_layout())
     // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {

@@ -214,9 +214,8 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
 #pragma unroll 1
   for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
        rank += Movers::kWarps) {
-    int64_t rows = 0;  // a large alignment makes more rows than 32 bits can count
-    for (int e = lane; e < num_local; e += 32)
-      rows += int64_t{(plan.expert_tokens[rank * num_local + e] + alignment - 1) / alignment} * alignment;
+    int64_t rows = 0;
+    for (int e = lane; e < num_local; e += 32) rows += padded_rows(plan.expert_tokens[rank * num_local + e], alignment);
     rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
     if (lane != 0) continue;
     plan.needed[rank] = params.args.layout == Layout::kRank ? plan.rank_items[rank] : rows;
@@ -226,8 +225,7 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
 }
 
 // [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit; otherwise nobody reads the
-// groups, and the head has none. Called in one warp of a block,
-// after sum_choices.
+// groups, and the head has none. Called in one warp of a block, after sum_choices.
 __device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const uint32_t alignment = params.args.expert_alignment;
@@ -236,7 +234,7 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
   for (int first = 0; first < num_local; first += 32) {
     const int e = first + lane;
     const uint32_t tokens = e < num_local ? plan.expert_rows[e] : 0;
-    const int padded = static_cast<int>((tokens + alignment - 1) / alignment * alignment);
+    const int padded = static_cast<int>(padded_rows(tokens, alignment));
     const int up_to = begin + inclusive_sum(padded);
     if (e < num_local) {
       plan.expert_begin[e] = up_to - padded;

@@ -90,6 +90,11 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   Movers::sync();
 }
 
+// [thread] Return the rows of an expert group with its padding. A large alignment makes more than 32 bits can count.
+__device__ inline int64_t padded_rows(uint32_t tokens, uint32_t alignment) {
+  return int64_t{(tokens + alignment - 1) / alignment} * alignment;
+}
+
 // [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the rows of
 // all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a waiting
 // host. Called once for each rank in a planning block.
@@ -102,7 +107,7 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
   for (int first = 0; first < num_local; first += 32) {
     const int e = first + lane, expert = rank * num_local + e;
     const uint32_t tokens = e < num_local ? scratch.expert_total[expert] : 0;
-    const int64_t padded = int64_t{(tokens + alignment - 1) / alignment} * alignment;
+    const int64_t padded = padded_rows(tokens, alignment);
     const int64_t sum = inclusive_sum(padded);
     if (e < num_local) {
       const int64_t group = begin + sum - padded;

@@ -21,7 +21,6 @@ struct PlanHead {
 #ifdef __CUDACC__
   // [thread] Return whether the output has a row for each local expert of a token: expert and decode layout.
   __device__ bool has_expert_layout() const { return layout != static_cast<int32_t>(Layout::kRank); }
-  __device__ bool has_decode_layout() const { return layout == static_cast<int32_t>(Layout::kDecode); }
 #endif
 };
 

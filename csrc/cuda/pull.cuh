@@ -98,7 +98,7 @@ struct Puller {
       return position;
     };
     if (params.direct)
-      return memory.records.fill([&](int n, char*) {
+      return memory.records.fill([&](int n) {
         const ItemOrder::Position position = find(n);
         write_item(op, params, shared, position.source, position.number, item_at(n));
       });

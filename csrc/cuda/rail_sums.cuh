@@ -99,11 +99,11 @@ struct CombineRailWarp : RailWarp {
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params) {
   const CombineRailWarp warp(op);
   if (params.pushes && !warp.exchange_calls(false)) return Verdict::kAborted;
-  if (!params.reduces && !params.args.factors) return Verdict::kAgree;
+  if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
   if (!params.plan.head->usable) return verdict;  // on all ranks: nothing is sent
-  if (params.pushes && params.args.factors) {
+  if (params.shares_factors()) {
     if (!warp.relays())
       warp.send_factors(params);
     else if (!warp.relay_factors(warp.node(warp.warp)))

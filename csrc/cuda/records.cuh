@@ -66,13 +66,13 @@ struct Records {
     ++fetched;
   }
 
-  // [warp] Write the next batch instead of loading it, if any records are left: `write(n, to)` writes the n-th record,
-  // in its own lane. Use either this or `fetch`.
+  // [warp] Write the next batch instead of loading it, if any records are left: `write(n)` writes the n-th record, in
+  // its own lane. Use either this or `fetch`.
   template <class Write>
   __device__ void fill(const Write& write) {
     const int n = fetched * kBatch + threadIdx.x % 32;
     __syncwarp();
-    if (threadIdx.x % 32 < kBatch && n < num) write(n, at(n));
+    if (threadIdx.x % 32 < kBatch && n < num) write(n);
     __syncwarp();
     ready = ++fetched;
   }
