@@ -106,14 +106,18 @@ class Shape:
         return 4 * self.num_topk
 
     @property
+    def choices(self) -> int:
+        """Entries for the choices of all ranks, padded to whole vectors."""
+        return self.num_ranks * self.max_tokens * round_up(self.num_topk, 8)
+
+    @property
     def plans_directly(self) -> bool:
         """Whether new plans of the CUDA engine are direct plans (csrc/cuda/direct.cuh).
 
         One node, and so few tokens that such a plan takes at most 92 KiB of a block's shared memory.
         """
-        choices = self.num_ranks * self.max_tokens * round_up(self.num_topk, 8)
         words = self.num_experts * -(-self.max_tokens // 32)
-        return self.num_nodes == 1 and choices <= 16384 and words <= 4096
+        return self.num_nodes == 1 and self.choices <= 16384 and words <= 4096
 
     def chunks(self, length: int) -> int:
         return -(-self.max_tokens // length)
@@ -276,8 +280,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
         c.take(FLAGS, 8 * count)
     c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
     c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # counts
-    choices = s.num_ranks * s.max_tokens * round_up(s.num_topk, 8)
-    c.take("choices", 2 * 2 * choices if s.plans_directly else 0)
+    c.take("choices", 2 * 2 * s.choices if s.plans_directly else 0)
     c.repeat(s.num_nodes, _carve_inbox, s)
     if others:
         c.repeat(others, _carve_rail, s)
