@@ -47,17 +47,23 @@ def test_ranks_that_have_made_different_numbers_of_buffers(pools):
     pools(2).run(with_different_pasts)
 
 
+def capture(buffer, *given):
+    """Return a graph of one step, and the tensors that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(buffer, *given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(buffer, *given)
+    return graph, captured
+
+
 def replay(rank: int) -> None:
     with make_buffer() as buffer:
         given = inputs(rank, 0)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step(buffer, *given)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step(buffer, *given)
+        graph, captured = capture(buffer, *given)
         for seed in range(1, 6):
             fresh = inputs(rank, seed)
             expected = [t.clone() for t in step(buffer, *fresh)]
@@ -77,14 +83,7 @@ def replay_after_suspend(rank: int, ranks_per_node: int) -> None:
     """A graph replays rightly after each resume. A replay while the buffer is suspended harms nobody."""
     with make_buffer(max_tokens_per_rank=8192, ranks_per_node=ranks_per_node, suspendable=True) as buffer:
         given = inputs(rank, 0)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step(buffer, *given)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step(buffer, *given)
+        graph, captured = capture(buffer, *given)
         for turn in range(1, 21):
             fresh = inputs(rank, turn % 3)
             for t, new in zip(given, fresh):
