@@ -1,0 +1,110 @@
+"""Grouped GEMMs: rows that lie expert by expert, times the weights of their expert, wherever those lie.
+
+    linear                rows[r] @ weights[e].T               of the expert e of row r
+    linear_grad_rows      grad[r] @ weights[e]
+    linear_grad_weights   the sum over e's rows of the outer products grad[r] x rows[r]
+    weighted_swiglu       silu(gate) * up * weight of each row (gate, up); and its gradients
+
+`ends` int32 [num_experts] has the end of each expert's rows; expert e's begin where those of e - 1 end. It stays on the
+device: the host waits for nothing. Rows at or behind ends[-1] are neither read nor written. GEMMs take a float32
+accumulator and round once. Weights are separate matrices, one per expert, and are used where they lie.
+
+On a GPU these are Triton kernels (`grouped_gemm_kernels`), for bfloat16 and float16. Else they are loops over experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_kernels(rows: Tensor) -> bool:
+    """Whether Triton kernels take these rows. The loops take the others, and wait for `ends` on a GPU."""
+    return rows.is_cuda and rows.dtype in KERNEL_DTYPES
+
+
+def linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], as nn.Linear has it."""
+    out = rows.new_empty(rows.shape[0], weights[0].shape[0])
+    if has_kernels(rows):
+        _kernels().multiply(rows, weights, ends, out, transposed=True)
+        return out
+    for expert, of_expert in _groups(ends):
+        torch.mm(rows[of_expert], weights[expert].t(), out=out[of_expert])
+    return out
+
+
+def linear_grad_rows(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k]."""
+    out = grad.new_empty(grad.shape[0], weights[0].shape[1])
+    if has_kernels(grad):
+        _kernels().multiply(grad, weights, ends, out, transposed=False)
+        return out
+    for expert, of_expert in _groups(ends):
+        torch.mm(grad[of_expert], weights[expert], out=out[of_expert])
+    return out
+
+
+def linear_grad_weights(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tensor], *, accumulate: bool) -> None:
+    """Write the gradient of `linear`'s weights, or add it to what is there, into out[e] [n, k] of each expert.
+
+    grad [num_rows, n], rows [num_rows, k]; out in float32 or the rows' dtype. An expert without rows gets zeros.
+    """
+    if has_kernels(rows):
+        _kernels().outer_products(grad, rows, ends, out, accumulate=accumulate)
+        return
+    for expert, of_expert in _groups(ends):
+        of_weights = grad[of_expert].t() @ rows[of_expert]
+        if accumulate:
+            out[expert].add_(of_weights)
+        else:
+            out[expert].copy_(of_weights)
+
+
+def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return [num_rows, i] of the rows' dtype: silu(gate) * up * weight of rows (gate, up) [num_rows, 2 * i].
+
+    weights float32 [num_rows]. Computed in float32, rounded once.
+    """
+    if has_kernels(rows):
+        return _kernels().weighted_swiglu(rows, weights, ends)
+    gate, up = rows.chunk(2, dim=1)
+    return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
+
+
+def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of weighted_swiglu's rows [num_rows, 2 * i] and weights, float32 [num_rows].
+
+    grad [num_rows, i]. The gradient of the weights is 0 behind ends[-1].
+    """
+    if has_kernels(rows):
+        return _kernels().weighted_swiglu_grad(grad, rows, weights, ends)
+    gate, up = rows.float().chunk(2, dim=1)
+    grad, sigmoid = grad.float(), gate.sigmoid()
+    silu = gate * sigmoid
+    of_weights = (grad * silu * up).sum(1)
+    grad = grad * weights[:, None]
+    # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
+    of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    of_weights[int(ends[-1]) :] = 0
+    return torch.cat((of_gate, grad * silu), dim=1).to(rows.dtype), of_weights
+
+
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each expert and its rows."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(begin, end)
+        begin = end
+
+
+def _kernels():
+    """The module of the Triton kernels: imported where a GPU needs it, because Triton comes with PyTorch for GPUs."""
+    from ep_dispatcher import grouped_gemm_kernels
+
+    return grouped_gemm_kernels

@@ -1,0 +1,319 @@
+"""The Triton kernels of grouped_gemm: one tile of the result per program, which finds its expert by itself.
+
+The host does not know how many rows an expert has. So it starts as many programs as there can be tiles, and those that
+find none end at once. Programs start in the order of their numbers as multiprocessors become free: a kernel of other
+work that holds some of them, such as a dispatch, delays no tile of its own.
+
+Operands come through the tensor memory accelerator, tile by tile. It reads matrices whose rows begin at multiples of
+16 bytes. A tile at the end of an expert's rows reads on into the next expert's; what comes from there is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result in a tile, entries of the sums in a step, and how the compiler spreads them."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+# The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
+TRANSPOSED_TILE, TILE, OUTER_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+SMALL_TILE = Tile(64, 128, 64, 4, 4)
+FEW_ROWS = 64  # per expert
+SWIGLU_COLUMNS = 1024
+M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
+
+
+class Matrices(NamedTuple):
+    """Matrices [n, k] of one size, as the rows of one matrix: expert e's begin at row `first + e * step`."""
+
+    base: Tensor  # the matrix at the lowest address
+    num_rows: int
+    first: int
+    step: int
+
+
+def stacked(weights: Sequence[Tensor]) -> Matrices:
+    """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
+    n, k = weights[0].shape
+    row_bytes = k * weights[0].element_size()
+    if len(weights) == 1 and weights[0].is_contiguous():
+        return Matrices(weights[0], n, 0, n)
+    addresses = [weight.data_ptr() for weight in weights]
+    distance = addresses[1] - addresses[0]
+    # Between them the accelerator may read too, so it all has to be one piece of memory.
+    if (
+        distance % row_bytes == 0
+        and abs(distance) >= n * row_bytes
+        and all(b - a == distance for a, b in zip(addresses, addresses[1:]))
+        and all(weight.is_contiguous() for weight in weights)
+        and weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
+    ):
+        step, last = distance // row_bytes, len(weights) - 1
+        lowest = weights[0] if step > 0 else weights[-1]
+        return Matrices(lowest, abs(step) * last + n, 0 if step > 0 else -step * last, step)
+    return Matrices(torch.stack(tuple(weights)), n * len(weights), 0, n)
+
+
+def multiply(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor, *, transposed: bool) -> None:
+    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`."""
+    num_rows, length = rows.shape
+    columns, experts = out.shape[1], len(weights)
+    if not num_rows:
+        return
+    matrices = stacked(weights)
+    tile = TRANSPOSED_TILE if transposed else TILE
+    if num_rows <= FEW_ROWS * experts:
+        tile = SMALL_TILE
+    block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
+    wide = matrices.base.shape[-1]
+    _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
+        TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
+        TensorDescriptor(matrices.base, [matrices.num_rows, wide], [wide, 1], block),
+        out,
+        ends,
+        num_rows,
+        columns,
+        length,
+        matrices.first,
+        matrices.step,
+        experts,
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        GROUP=M_TILES_IN_A_ROW,
+        TRANSPOSED=transposed,
+        MASKS=not transposed and length % tile.k != 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _num_tiles(num_rows: int, size: int, experts: int) -> int:
+    """The most tiles along the rows: each expert can begin one more."""
+    return num_rows // size + min(experts, num_rows)
+
+
+@triton.jit
+def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
+
+    `others` are the tiles beside each other. The expert is `experts` where there is no such tile.
+    """
+    e = tl.arange(0, EXPERTS)
+    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), 0), num_rows)
+    tiles = tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
+    upto = tl.cumsum(tiles)
+    expert = tl.sum((upto <= pid).to(tl.int32))
+    expert = tl.minimum(expert, experts)
+    here = e == expert
+    first = tl.sum(tl.where(here, begin, 0))
+    last = tl.sum(tl.where(here, end, 0))
+    return expert, first, last, pid - tl.sum(tl.where(here, upto - tiles, 0))
+
+
+@triton.jit
+def _multiply(
+    rows,
+    weights,
+    out,
+    ends,
+    num_rows,
+    columns,
+    length,
+    first_weight,
+    weight_step,
+    experts,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKS: tl.constexpr,
+):
+    n_tiles = tl.cdiv(columns, BLOCK_N)
+    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
+    if expert >= experts:
+        return
+    # GROUP tiles along the rows, then the next columns: what runs at the same time reads the same lines.
+    m_tiles = tl.cdiv(end - begin, BLOCK_M)
+    group = number // (GROUP * n_tiles)
+    in_group = tl.minimum(m_tiles - group * GROUP, GROUP)
+    number -= group * GROUP * n_tiles
+    row = begin + (group * GROUP + number % in_group) * BLOCK_M
+    column = number // in_group * BLOCK_N
+    weight = first_weight + expert * weight_step
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, length, BLOCK_K):
+        a = rows.load([row, k])
+        if TRANSPOSED:
+            total = tl.dot(a, weights.load([weight + column, k]).T, total)
+        else:
+            b = weights.load([weight + k, column])
+            if MASKS:  # rows of the next expert's weights: 0 times what they hold could be no number
+                b = tl.where((k + tl.arange(0, BLOCK_K) < length)[:, None], b, 0)
+            total = tl.dot(a, b, total)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
+    to = out + row.to(tl.int64) * columns + column + (m[:, None] * columns + n[None, :])
+    tl.store(to, total.to(out.dtype.element_ty), inside)
+
+
+def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tensor], *, accumulate: bool) -> None:
+    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added."""
+    num_rows, n = grad.shape
+    k, experts, tile = rows.shape[1], len(out), OUTER_TILE
+    if not num_rows:
+        if not accumulate:
+            torch._foreach_zero_(list(out))
+        return
+    _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
+        TensorDescriptor(grad, [num_rows, n], [grad.stride(0), 1], [tile.k, tile.m]),
+        TensorDescriptor(rows, [num_rows, k], [rows.stride(0), 1], [tile.k, tile.n]),
+        out[0],
+        _addresses(tuple(matrix.data_ptr() for matrix in out), rows.device),
+        ends,
+        num_rows,
+        n,
+        k,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        ACCUMULATE=accumulate,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+_tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """The addresses on the device. Gradients stay where they are, so a table is copied there once."""
+    key = addresses, device
+    if key not in _tables:
+        if len(_tables) >= 4096:  # of matrices that come and go
+            _tables.clear()
+        _tables[key] = torch.tensor(addresses, device=device)
+    return _tables[key]
+
+
+@triton.jit
+def _outer_products(
+    grad,
+    rows,
+    out,
+    addresses,
+    ends,
+    num_rows,
+    n,
+    k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
+    pid = tl.program_id(0)
+    expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
+    end = tl.minimum(tl.load(ends + expert), num_rows)
+    begin = tl.minimum(tl.load(ends + tl.maximum(expert - 1, 0)), num_rows) * (expert > 0).to(tl.int32)
+    if ACCUMULATE:
+        if begin == end:
+            return
+    row, column = number % m_tiles * BLOCK_M, number // m_tiles * BLOCK_N
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    whole = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for r in range(begin, whole, BLOCK_K):
+        total = tl.dot(grad.load([r, row]).T, rows.load([r, column]), total)
+    if whole < end:  # what follows is another expert's, or memory that nobody wrote
+        mine = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+        a = tl.where(mine, grad.load([whole, row]), 0)
+        total = tl.dot(a.T, tl.where(mine, rows.load([whole, column]), 0), total)
+    to = tl.load(addresses + expert).to(out.dtype)
+    # In halves, which takes fewer registers.
+    halves = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        _store(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
+
+
+@triton.jit
+def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """Write a tile at (row, column) of the matrix [n, k], or add it to what is there."""
+    i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (row + i < n)[:, None] & (column + j < k)[None, :]
+    to += row.to(tl.int64) * k + column + (i[:, None] * k + j[None, :])
+    if ACCUMULATE:
+        tile += tl.load(to, inside, 0).to(tl.float32)
+    tl.store(to, tile.to(to.dtype.element_ty), inside)
+
+
+def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    num_rows, half = rows.shape[0], rows.shape[1] // 2
+    out = rows.new_empty(num_rows, half)
+    if num_rows:
+        _swiglu[num_rows,](rows, weights, ends[-1:], out, half, BLOCK=SWIGLU_COLUMNS)
+    return out
+
+
+def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    out, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+    if rows.shape[0]:
+        half = grad.shape[1]
+        _swiglu_grad[rows.shape[0],](grad, rows, weights, ends[-1:], out, of_weights, half, BLOCK=SWIGLU_COLUMNS)
+    return out, of_weights
+
+
+@triton.jit
+def _swiglu(rows, weights, end, out, half, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        return
+    weight = tl.load(weights + row)
+    for first in range(0, half, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
+        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up * weight
+        tl.store(out + row * half + i, value.to(out.dtype.element_ty), i < half)
+
+
+@triton.jit
+def _swiglu_grad(grad, rows, weights, end, out, of_weights, half, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        tl.store(of_weights + row, 0.0)
+        return
+    weight = tl.load(weights + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, half, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
+        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
+        given = tl.load(grad + row * half + i, i < half, 0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        total += given * silu * up
+        given *= weight
+        # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
+        of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + row * 2 * half + i, of_gate.to(out.dtype.element_ty), i < half)
+        tl.store(out + row * 2 * half + half + i, (given * silu).to(out.dtype.element_ty), i < half)
+    tl.store(of_weights + row, tl.sum(total))

@@ -1,0 +1,111 @@
+"""Grouped GEMMs against one matrix product per expert in float64, and what they leave alone."""
+
+import pytest
+import torch
+
+from ep_dispatcher import grouped_gemm
+from ep_dispatcher.testing import device_of
+
+ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
+COUNTS = {"uneven": [5, 0, 70, 1], "many rows": [300, 129, 1, 0], "none": [0, 0, 0, 0], "one expert": [257]}
+PLACES = ("together", "backwards", "apart")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Matrices [n, k], one per expert: neighbours in one tensor, in either order, or tensors of their own."""
+    stack = (torch.randn(experts, n, k) / k**0.5).to(device, dtype)
+    if place == "apart":
+        return [matrix.clone() for matrix in stack]
+    return list(stack)[:: -1 if place == "backwards" else 1]
+
+
+def groups(ends: torch.Tensor) -> list[slice]:
+    return [slice(begin, end) for begin, end in zip([0, *ends.tolist()], ends.tolist())]
+
+
+def rows_of(ends: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    rows = torch.randn(int(ends[-1]) + ROWS_BEHIND, width, device=ends.device).to(dtype)
+    rows[int(ends[-1]) :] = float("nan")
+    return rows
+
+
+def close(seen: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:
+    """Nearly equal, in units of the largest value."""
+    assert seen.shape == right.shape
+    if right.numel():
+        assert float((seen.double() - right).abs().max()) <= TOLERANCE[dtype] * max(1.0, float(right.abs().max()))
+
+
+@pytest.fixture(params=COUNTS)
+def ends(request, engine) -> torch.Tensor:
+    return torch.tensor(COUNTS[request.param]).cumsum(0).int().to(device_of(engine, 0))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("n, k, dtype", [(48, 72, torch.bfloat16), (304, 128, torch.float16), (264, 40, torch.float32)])
+def test_each_row_meets_the_weights_of_its_expert(ends, place, n, k, dtype):
+    torch.manual_seed(1)
+    weights = matrices(place, len(ends), n, k, dtype, ends.device)
+    rows, grad = rows_of(ends, k, dtype), rows_of(ends, n, dtype)
+    forward, of_rows = grouped_gemm.linear(rows, weights, ends), grouped_gemm.linear_grad_rows(grad, weights, ends)
+    assert forward.dtype == of_rows.dtype == dtype and forward.shape[0] == of_rows.shape[0] == rows.shape[0]
+    for group, weight in zip(groups(ends), weights):
+        close(forward[group], rows[group].double() @ weight.double().t(), dtype)
+        close(of_rows[group], grad[group].double() @ weight.double(), dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype, of_sums", [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)])
+def test_the_gradient_of_weights_is_written_or_added(ends, place, accumulate, dtype, of_sums):
+    torch.manual_seed(2)
+    n, k = 136, 72
+    sums = matrices(place, len(ends), n, k, of_sums, ends.device)
+    before = [matrix.double() for matrix in sums]
+    grad, rows = rows_of(ends, n, dtype), rows_of(ends, k, dtype)
+    grouped_gemm.linear_grad_weights(grad, rows, ends, sums, accumulate=accumulate)
+    for group, seen, old in zip(groups(ends), sums, before):
+        close(seen, grad[group].double().t() @ rows[group].double() + (old if accumulate else 0), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weighted_swiglu_and_its_gradients(ends, dtype):
+    torch.manual_seed(3)
+    half, end = 1100, int(ends[-1])  # more than a kernel takes at once
+    rows, grad = rows_of(ends, 2 * half, dtype), rows_of(ends, half, dtype)
+    weights = torch.rand(rows.shape[0], device=ends.device)
+    leaves = rows[:end].double().requires_grad_(), weights[:end].double().requires_grad_()
+    gate, up = leaves[0].chunk(2, dim=1)
+    right = torch.nn.functional.silu(gate) * up * leaves[1][:, None]
+    right.backward(grad[:end].double())
+    close(grouped_gemm.weighted_swiglu(rows, weights, ends)[:end], right.detach(), dtype)
+    of_rows, of_weights = grouped_gemm.weighted_swiglu_grad(grad, rows, weights, ends)
+    assert of_rows.dtype == dtype and of_weights.dtype == torch.float32
+    close(of_rows[:end], leaves[0].grad, dtype)
+    close(of_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
+    assert not of_weights[end:].any()
+
+
+def test_nobody_writes_behind_the_last_row(engine):
+    """Nor reads there: what lies there may be no number."""
+    device = device_of(engine, 0)
+    ends = torch.tensor([3, 40], dtype=torch.int32, device=device)
+    rows, weights = rows_of(ends, 64, torch.bfloat16), matrices("together", 2, 32, 64, torch.bfloat16, device)
+    torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
+    try:
+        out = grouped_gemm.linear(rows, weights, ends)
+        grad = grouped_gemm.linear_grad_rows(out, weights, ends)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out[:40].isfinite().all() and out[40:].isnan().all()
+    assert grad[:40].isfinite().all() and grad[40:].isnan().all()
+
+
+def test_the_same_bits_each_time(engine):
+    device = device_of(engine, 0)
+    ends = torch.tensor([100, 100, 333], dtype=torch.int32, device=device)
+    rows, weights = rows_of(ends, 256, torch.bfloat16), matrices("apart", 3, 384, 256, torch.bfloat16, device)
+    first = grouped_gemm.linear(rows, weights, ends)[:333]
+    for _ in range(3):
+        assert torch.equal(grouped_gemm.linear(rows, weights, ends)[:333], first)
