@@ -60,7 +60,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("rows", Phase::kRows)
       .value("free_slots", Phase::kFreeSlots)
       .value("partial_sums", Phase::kSums)
-      .value("weights", Phase::kWeights);
+      .value("weights", Phase::kWeights)
+      .value("experts", Phase::kExperts);
   py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
@@ -87,6 +88,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("dtype", &Config::dtype)
       .def_readwrite("plans_directly", &Config::plans_directly);
 
+  py::class_<Waves> waves(m, "Waves", py::module_local());
+  waves.def(py::init<>()).def_readwrite("pieces_of_row", &Waves::pieces_of_row);
+  address(waves, "begun", &Waves::begun);
+  address(waves, "done", &Waves::done);
+
   py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
   dispatch.def(py::init<>())
       .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
@@ -97,7 +103,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("expert_alignment", &DispatchArgs::expert_alignment)
       .def_readwrite("num_rows", &DispatchArgs::num_rows)
       .def_readwrite("ticket", &DispatchArgs::ticket)
-      .def_readwrite("packs_scales", &DispatchArgs::packs_scales);
+      .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
+      .def_readwrite("by_expert", &DispatchArgs::by_expert)
+      .def_readwrite("waves", &DispatchArgs::waves);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
   address(dispatch, "rows", &DispatchArgs::rows);
@@ -111,7 +119,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(dispatch, "out_counts", &DispatchArgs::out_counts);
 
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
-  combine.def(py::init<>()).def_readwrite("num_tokens", &CombineArgs::num_tokens);
+  combine.def(py::init<>())
+      .def_readwrite("num_tokens", &CombineArgs::num_tokens)
+      .def_readwrite("waves", &CombineArgs::waves);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
   address(combine, "factors", &CombineArgs::factors);

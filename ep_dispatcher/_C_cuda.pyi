@@ -44,6 +44,7 @@ class Operation:
 
 class Phase:
     counts: ClassVar[Phase]
+    experts: ClassVar[Phase]
     free_slots: ClassVar[Phase]
     free_staging: ClassVar[Phase]
     lists: ClassVar[Phase]
@@ -91,6 +92,12 @@ class Config:
     plans_directly: bool
     def __init__(self) -> None: ...
 
+class Waves:
+    begun: int
+    done: int
+    pieces_of_row: int
+    def __init__(self) -> None: ...
+
 class DispatchArgs:
     row_bytes: int
     scale_bytes: int
@@ -112,10 +119,13 @@ class DispatchArgs:
     out_rows_per_expert: int
     out_counts: int
     packs_scales: bool
+    by_expert: bool
+    waves: Waves
     def __init__(self) -> None: ...
 
 class CombineArgs:
     num_tokens: int
+    waves: Waves
     y: int
     topk_weights: int
     factors: int

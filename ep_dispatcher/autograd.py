@@ -15,6 +15,7 @@ The same holds for combine.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional, overload
@@ -151,7 +152,7 @@ def _(
 _PLAIN_TYPES = frozenset((Tensor, Parameter, type(None), int, str, bool))
 
 
-def _is_observed(request: DispatchRequest | CombineRequest) -> bool:
+def is_observed(request: Iterable[object]) -> bool:
     """Return whether something looks at operators: a compiler, a dispatch mode, a transform, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
@@ -174,7 +175,7 @@ def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 
 
 def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
-    if _is_observed(request):
+    if is_observed(request):
         return Received(*dispatch_op(*request, buffer.id, None))
     if _needs_no_autograd():
         return _launch_dispatch(buffer, request)
@@ -184,7 +185,7 @@ def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 
 
 def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
-    if _is_observed(request):
+    if is_observed(request):
         return Combined(*combine_op(*request, buffer.id, None))
     if _needs_no_autograd():
         return buffer._launch_combine(request)

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, Waves
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
@@ -602,16 +602,20 @@ class Buffer:
         return CombineOutput(combined.x, weights, self._event())
 
     def _launch_dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received:
         self._check_received("dispatch")
-        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends, packs_scales)
+        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends, packs_scales, by_expert)
 
     def _launch_combine(
-        self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False
+        self,
+        request: CombineRequest,
+        weights: Tensor | None = None,
+        only_sends: bool = False,
+        waves: Waves | None = None,
     ) -> Combined:
         self._check_received("combine")
-        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends)
+        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends, waves)
 
     def _check_received(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import checks
-from ep_dispatcher.autograd import check_buffer, combine, dispatch, refuse_transforms
+from ep_dispatcher import checks, waves
+from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 
 ACTIVATIONS = ("swiglu",)
@@ -28,6 +28,7 @@ def moe_mlp(
     *,
     activation: str = "swiglu",
     max_recv_rows: int | None = None,
+    overlap: bool = True,
 ) -> Tensor:
     """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
 
@@ -41,7 +42,9 @@ def moe_mlp(
                    weight of a linear layer, as torch.nn.Linear has it
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
-    max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16
+    max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
+    overlap        let communication run under the GEMMs (``ep_dispatcher.waves``), bit by bit the same. That needs a GPU,
+                   bfloat16 or float16, and more tokens than direct plans take (docs/memory.md); else it changes nothing
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
     then rounded. The second GEMM follows.
@@ -51,8 +54,7 @@ def moe_mlp(
     every rank must run the backward. Each of x, topk_weights and the pair (w1, w2) must require a gradient on all
     ranks or on none.
 
-    Dispatch, GEMM, activation, GEMM and combine run one after the other. Errors are those of ep.dispatch. A wrong
-    argument is a ValueError before anything is sent.
+    Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
     """
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
@@ -67,6 +69,8 @@ def moe_mlp(
     if device == "cuda" and intermediate * w2.itemsize % GEMM_LINE:
         allowed = f"a multiple of {GEMM_LINE // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
+    if overlap and waves.can_overlap(buffer, x) and not is_observed((x, topk_idx, topk_weights, w1, w2)):
+        return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     assert isinstance(out.x, Tensor)  # as x was given
     ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)

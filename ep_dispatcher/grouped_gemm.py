@@ -32,7 +32,7 @@ def linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], as nn.Linear has it."""
     out = rows.new_empty(rows.shape[0], weights[0].shape[0])
     if has_kernels(rows):
-        _kernels().multiply(rows, weights, ends, out, transposed=True)
+        kernels().multiply(rows, weights, ends, out, transposed=True)
         return out
     for expert, of_expert in _groups(ends):
         torch.mm(rows[of_expert], weights[expert].t(), out=out[of_expert])
@@ -43,7 +43,7 @@ def linear_grad_rows(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> T
     """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k]."""
     out = grad.new_empty(grad.shape[0], weights[0].shape[1])
     if has_kernels(grad):
-        _kernels().multiply(grad, weights, ends, out, transposed=False)
+        kernels().multiply(grad, weights, ends, out, transposed=False)
         return out
     for expert, of_expert in _groups(ends):
         torch.mm(grad[of_expert], weights[expert], out=out[of_expert])
@@ -56,7 +56,7 @@ def linear_grad_weights(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[
     grad [num_rows, n], rows [num_rows, k]; out in float32 or the rows' dtype. An expert without rows gets zeros.
     """
     if has_kernels(rows):
-        _kernels().outer_products(grad, rows, ends, out, accumulate=accumulate)
+        kernels().outer_products(grad, rows, ends, out, accumulate=accumulate)
         return
     for expert, of_expert in _groups(ends):
         of_weights = grad[of_expert].t() @ rows[of_expert]
@@ -72,7 +72,7 @@ def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     weights float32 [num_rows]. Computed in float32, rounded once.
     """
     if has_kernels(rows):
-        return _kernels().weighted_swiglu(rows, weights, ends)
+        return kernels().weighted_swiglu(rows, weights, ends)
     gate, up = rows.chunk(2, dim=1)
     return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
 
@@ -83,7 +83,7 @@ def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tens
     grad [num_rows, i]. The gradient of the weights is 0 behind ends[-1].
     """
     if has_kernels(rows):
-        return _kernels().weighted_swiglu_grad(grad, rows, weights, ends)
+        return kernels().weighted_swiglu_grad(grad, rows, weights, ends)
     gate, up = rows.float().chunk(2, dim=1)
     grad, sigmoid = grad.float(), gate.sigmoid()
     silu = gate * sigmoid
@@ -103,7 +103,7 @@ def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
-def _kernels():
+def kernels():
     """The module of the Triton kernels: imported where a GPU needs it, because Triton comes with PyTorch for GPUs."""
     from ep_dispatcher import grouped_gemm_kernels
 

@@ -34,6 +34,7 @@ class Tile(NamedTuple):
 TRANSPOSED_TILE, TILE, OUTER_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)
 SMALL_TILE = Tile(64, 128, 64, 4, 4)
 FEW_ROWS = 64  # per expert
+WAVE_ROWS = 64  # kWaveRows in csrc/cuda/config.h
 SWIGLU_COLUMNS = 1024
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
 
@@ -50,6 +51,8 @@ class Matrices(NamedTuple):
 def stacked(weights: Sequence[Tensor]) -> Matrices:
     """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
     n, k = weights[0].shape
+    if isinstance(weights, Tensor) and weights.is_contiguous():
+        return Matrices(weights, len(weights) * n, 0, n)
     row_bytes = k * weights[0].element_size()
     if len(weights) == 1 and weights[0].is_contiguous():
         return Matrices(weights[0], n, 0, n)
@@ -69,16 +72,28 @@ def stacked(weights: Sequence[Tensor]) -> Matrices:
     return Matrices(torch.stack(tuple(weights)), n * len(weights), 0, n)
 
 
-def multiply(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor, *, transposed: bool) -> None:
-    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`."""
+def multiply(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    arrived: Tensor | None = None,
+    written: Tensor | None = None,
+) -> None:
+    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`.
+
+    arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
+    written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
+             ``pieces_of_row(rows, weights, out)`` pieces.
+    """
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(weights)
     if not num_rows:
         return
     matrices = stacked(weights)
-    tile = TRANSPOSED_TILE if transposed else TILE
-    if num_rows <= FEW_ROWS * experts:
-        tile = SMALL_TILE
+    tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
     wide = matrices.base.shape[-1]
     _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
@@ -86,6 +101,8 @@ def multiply(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor,
         TensorDescriptor(matrices.base, [matrices.num_rows, wide], [wide, 1], block),
         out,
         ends,
+        ends if arrived is None else arrived,
+        ends if written is None else written,
         num_rows,
         columns,
         length,
@@ -99,9 +116,53 @@ def multiply(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor,
         GROUP=M_TILES_IN_A_ROW,
         TRANSPOSED=transposed,
         MASKS=not transposed and length % tile.k != 0,
+        WAITS=arrived is not None,
+        COUNTS=written is not None,
+        GROUP_ROWS=WAVE_ROWS,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _tile(num_rows: int, experts: int, transposed: bool) -> Tile:
+    if num_rows <= FEW_ROWS * experts:
+        return SMALL_TILE
+    return TRANSPOSED_TILE if transposed else TILE
+
+
+def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool) -> int:
+    """In how many pieces `multiply` writes a row."""
+    return triton.cdiv(columns, _tile(num_rows, experts, transposed).n)
+
+
+_loaded: set[tuple] = set()
+
+
+def load(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor, written: Tensor) -> None:
+    """Load the kernel that ``multiply`` will launch with these arguments and ``transposed=True``.
+
+    CUDA may load a kernel only once all others have ended. One that waits for the new one would never end.
+    """
+    tile = _tile(rows.shape[0], len(weights), True)
+    key = rows.device, rows.dtype, tile, len(weights), out.shape[1], rows.shape[1]
+    if key not in _loaded:
+        multiply(rows, weights, torch.zeros_like(ends), out, transposed=True, written=written)  # of no rows
+        _loaded.add(key)
+
+
+def wait_until_begun(begun: Tensor, num_blocks: int) -> None:
+    """Let the current stream wait until so many blocks of an operation in another stream have begun.
+
+    Kernels that wait for that operation come after this: else they could take the multiprocessors that it needs.
+    """
+    _wait_until_begun[1,](begun, num_blocks, num_warps=1)
+
+
+@triton.jit
+def _wait_until_begun(begun, num_blocks):
+    seen = tl.atomic_add(begun, 0, sem="acquire")
+    while seen < num_blocks:
+        seen = tl.atomic_add(begun, 0, sem="acquire")
 
 
 def _num_tiles(num_rows: int, size: int, experts: int) -> int:
@@ -110,30 +171,64 @@ def _num_tiles(num_rows: int, size: int, experts: int) -> int:
 
 
 @triton.jit
-def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, DESCENDS: tl.constexpr):
     """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
 
-    `others` are the tiles beside each other. The expert is `experts` where there is no such tile.
+    `others` are the tiles beside each other. The expert is `experts` where there is no such tile. With DESCENDS the
+    last expert has the first tiles.
     """
-    e = tl.arange(0, EXPERTS)
-    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
-    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), 0), num_rows)
-    tiles = tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
+    i = tl.arange(0, EXPERTS)
+    e = experts - 1 - i if DESCENDS else i
+    end = tl.minimum(tl.load(ends + e, i < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (i < experts), 0), num_rows)
+    tiles = tl.where(i < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
     upto = tl.cumsum(tiles)
-    expert = tl.sum((upto <= pid).to(tl.int32))
-    expert = tl.minimum(expert, experts)
-    here = e == expert
+    place = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
+    here = i == place
     first = tl.sum(tl.where(here, begin, 0))
     last = tl.sum(tl.where(here, end, 0))
+    expert = place
+    if DESCENDS:
+        expert = tl.where(place < experts, experts - 1 - place, experts)
     return expert, first, last, pid - tl.sum(tl.where(here, upto - tiles, 0))
 
 
 @triton.jit
+def _rows_in(group, total, GROUP_ROWS: tl.constexpr):
+    return tl.minimum(GROUP_ROWS, total - group * GROUP_ROWS)
+
+
+@triton.jit
+def _wait_for_rows(arrived, row, end, total, GROUP_ROWS: tl.constexpr):
+    """Wait until the groups of rows [row, end) of `total` have arrived. Return 0, for loads to depend on."""
+    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
+        seen = tl.atomic_add(arrived + group, 0, sem="acquire")
+        while seen < _rows_in(group, total, GROUP_ROWS):
+            seen = tl.atomic_add(arrived + group, 0, sem="acquire")
+    # Order what was waited for before loads by the tensor memory accelerator.
+    return tl.inline_asm_elementwise(
+        "fence.proxy.async; and.b32 $0, $1, 0;", "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _count_rows(written, row, end, GROUP_ROWS: tl.constexpr):
+    """Count the rows [row, end) in, once all threads have written their part of them."""
+    tl.debug_barrier()
+    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
+        rows = tl.minimum(end, (group + 1) * GROUP_ROWS) - tl.maximum(row, group * GROUP_ROWS)
+        tl.atomic_add(written + group, rows, sem="release")
+
+
+# Numbers that change from step to step make no kernel of their own.
+@triton.jit(do_not_specialize=["num_rows", "first_weight", "weight_step"])
 def _multiply(
     rows,
     weights,
     out,
     ends,
+    arrived,
+    written,
     num_rows,
     columns,
     length,
@@ -147,9 +242,12 @@ def _multiply(
     GROUP: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     MASKS: tl.constexpr,
+    WAITS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
 ):
     n_tiles = tl.cdiv(columns, BLOCK_N)
-    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
+    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M, COUNTS)
     if expert >= experts:
         return
     # GROUP tiles along the rows, then the next columns: what runs at the same time reads the same lines.
@@ -160,6 +258,9 @@ def _multiply(
     row = begin + (group * GROUP + number % in_group) * BLOCK_M
     column = number // in_group * BLOCK_N
     weight = first_weight + expert * weight_step
+    if WAITS:
+        all_rows = tl.minimum(tl.load(ends + experts - 1), num_rows)
+        row += _wait_for_rows(arrived, row, tl.minimum(row + BLOCK_M, end), all_rows, GROUP_ROWS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, length, BLOCK_K):
         a = rows.load([row, k])
@@ -174,6 +275,8 @@ def _multiply(
     inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
     to = out + row.to(tl.int64) * columns + column + (m[:, None] * columns + n[None, :])
     tl.store(to, total.to(out.dtype.element_ty), inside)
+    if COUNTS:
+        _count_rows(written, row, tl.minimum(row + BLOCK_M, end), GROUP_ROWS)
 
 
 def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tensor], *, accumulate: bool) -> None:

@@ -298,6 +298,8 @@ def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
         c.take("counters", 4 * count)
     c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_num_tokens
     c.take("counts by block", 4 * num_blocks * s.num_ranks)  # block_num_items
+    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_num_first
+    c.take("counts by block", 4 * s.num_experts)  # first_number
 
 
 # ---- the CPU engine -------------------------------------------------------------------------------------------------

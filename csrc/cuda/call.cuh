@@ -1,9 +1,15 @@
 // Agreement at the start of every operation: each rank writes its Call to all ranks, and each rank compares all Calls.
 #pragma once
+#include "cuda/engine.h"
 #include "cuda/mistake.cuh"
 #include "cuda/team.cuh"
 
 namespace ep::cuda {
+
+// [block] Count this block in, so that kernels of experts can wait until all blocks have begun. Called once per block.
+__device__ inline void begin_waves(const Waves& waves) {
+  if (waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
+}
 
 // [thread] Return the Call of `rank` in this rank's memory, for this operation.
 __device__ inline Call* call_at(const Op& op, int rank) {

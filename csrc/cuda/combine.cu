@@ -58,10 +58,11 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   Verdict verdict = agrees_first ? agree(op) : Verdict::kAgree;
   if (agrees_first && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
-  if (verdict == Verdict::kAgree && pushers.block < pushers.num_blocks)
-    push_items(op, params, pushers, memory, preparer);
+  if (verdict == Verdict::kAgree && pushers.block < pushers.num_blocks &&
+      !push_items(op, params, pushers, memory, preparer))
+    verdict = Verdict::kAborted;
   // The second of two launches does not keep a difference: the first one did.
-  if (params.reduces && !agrees_first) verdict = agree(op, params.pushes);
+  if (params.reduces && !agrees_first && verdict != Verdict::kAborted) verdict = agree(op, params.pushes);
   if (params.reduces && verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
     verdict = Verdict::kAborted;
   preparer.end();
@@ -110,6 +111,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
+  begin_waves(params.args.waves);
   if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
   const Part pushers{op.block, num_push_blocks(op, params)};
   const bool pushes = pushers.block < pushers.num_blocks, is_rail = op.block >= op.num_blocks;

@@ -19,6 +19,7 @@ constexpr int kMaxTopk = 32;                       // columns of topk_idx; each 
 constexpr int kTokenChunk = 1024;
 constexpr int kItemChunk = 512;
 constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes
+constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
 constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale

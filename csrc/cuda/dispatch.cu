@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
+  begin_waves(params.args.waves);
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.pulls) return;
+  if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
   if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
   if (!differs) count_bytes(op, params);
@@ -173,7 +175,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
   if (params.plans()) {
     const auto scratch = [&] {
       Cursor c;
-      Scratch::carve(c, config, params.plan_warps);
+      Scratch::carve(c, config, params.plan_warps, args.by_expert);
       return c.size();
     };
     params.plan_warps = Movers::kWarps;

@@ -11,6 +11,16 @@
 
 namespace ep::cuda {
 
+// Counters between an operation and the kernels of the experts beside it, all 0 at first. A group is kWaveRows rows of
+// the output, or of y; the last one may have fewer.
+struct Waves {
+  int32_t* begun = nullptr;  // blocks of the launch that have begun: kernels of experts may take the other SMs. Or null
+  // Dispatch: rows that have arrived, by group. Combine: written pieces of rows of y, by group; a row has
+  // pieces_of_row. Null: there are no waves.
+  int32_t* done = nullptr;
+  int32_t pieces_of_row = 1;
+};
+
 // One dispatch. All addresses are of device memory.
 struct DispatchArgs {
   const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: use the plan of a handle
@@ -38,6 +48,9 @@ struct DispatchArgs {
   // int32 [num_local_experts, scale_bytes / 16, rows_per_group]: four exponents, the first one in the low byte.
   int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
   bool packs_scales = false;
+  // Expert layout only: number the items of a new plan by their experts, for waves. Not with a direct plan.
+  bool by_expert = false;
+  Waves waves;
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
@@ -54,6 +67,7 @@ struct CombineArgs {
   char* out = nullptr;                  // [num_tokens, row_bytes]
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
+  Waves waves;
 };
 
 class Engine {

@@ -65,7 +65,7 @@ struct Puller {
         step(op.num_blocks * Movers::kWarps),
         num(first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0),
         memory(memory_of(op, params, head, shared)),
-        order(memory.sources, op.context, true),
+        order(memory.sources, op.context, !params.args.waves.done),
         room(pieces.num_places) {
     memory.records.begin(num);
     if (lane == 0) init_places(memory.full);
@@ -91,7 +91,9 @@ struct Puller {
   // direct plan write the items.
   __device__ void fetch_items() {
     const auto find = [&](int n) {
-      const ItemOrder::Position position = order.at(first + n * step, step);
+      const int at = first + n * step;
+      // With waves the last items come first: those of the lowest experts.
+      const ItemOrder::Position position = order.at(params.args.waves.done ? head.num_items - 1 - at : at, step);
       Origin& origin = origin_of(n);
       origin.index = head.item_begin[position.source] + position.number;
       origin.source = position.source;
@@ -182,6 +184,14 @@ struct Puller {
     ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
   }
 
+  // [warp] With waves, count in the rows of the mover's n-th item. Lane 0 has waited for their stores.
+  __device__ void count_in(int n) const {
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    if (n >= 0 && n < num && lane < item_at(n).num_copies())
+      ptx::add_release(params.args.waves.done + item_at(n).value(lane) / kWaveRows, 1);
+  }
+
   // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and
   // all rows of this mover are written, or after an abort some.
   __device__ bool run() {
@@ -193,22 +203,27 @@ struct Puller {
     while (store.item < num) {
       ok = fill_ring();
       if (!ok) break;
-      // One batch of items is stored: fetch another one.
-      if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
         store_piece();
-        ptx::bulk_wait_read<1>();
+        if (params.args.waves.done)
+          ptx::bulk_wait<1>();
+        else
+          ptx::bulk_wait_read<1>();
       }
       __syncwarp();
+      // A new item has begun, so the one before is complete. One batch of items is stored: fetch another one.
+      if (params.args.waves.done && store.piece == 0) count_in(store.item - 1);
+      if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       if (store.item > 0 || store.piece > 0) ++room;
       store.advance(pieces);
     }
     // Finish: wait for all loads under way, and for all stores.
     if (!ok) drain();
     if (lane == 0) ptx::bulk_wait<0>();
+    if (params.args.waves.done && ok) count_in(num - 1);
     return ok;
   }
 

@@ -39,10 +39,40 @@ __device__ inline bool wait_for_factors(const Op& op) {
   return true;
 }
 
+// [warp] Wait until the experts have written all rows of an item: lane i of the first num_here has one. Return false
+// after an abort of this rank. After true, bulk loads may read the rows.
+__device__ inline bool wait_for_experts(const Op& op, const CombineParams& params, const Item& item, bool has_item) {
+  const Waves& waves = params.args.waves;
+  const int num_rows = params.plan.head->num_rows;
+  const auto is_written = [&](int row) {
+    const int group = row / kWaveRows, rows = min(kWaveRows, num_rows - group * kWaveRows);
+    return ptx::load_acquire_on_gpu(waves.done + group) >= rows * waves.pieces_of_row;
+  };
+  const uint64_t begin = ptx::nanoseconds();
+  int copy = 0;
+  for (int turn = 1;; ++turn) {
+    while (has_item && copy < item.num_copies() && is_written(item.value(copy))) ++copy;
+    if (__all_sync(~0u, !has_item || copy == item.num_copies())) break;
+    if (turn % 32 != 0) continue;
+    // The experts of this rank are late: nobody else is to blame.
+    const uint64_t waited = ptx::nanoseconds() - begin;
+    if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0) {
+      RankMask late{};
+      late.words[op.rank() / 32] = 1u << op.rank() % 32;
+      abort_rank(op, Phase::kExperts, late, waited);
+    }
+    if (__any_sync(~0u, has_aborted(op.context))) return false;
+  }
+  __syncwarp();
+  ptx::fence_before_bulk();
+  return true;
+}
+
 // [warp] Queue the sums of this part's items, chunk by chunk; ItemOrder keeps all links busy. Called in the preparing
-// warp, once slots are free, and with factors once these are here. Wait only for own loads and for room in the queue.
-// Afterwards no load of items is under way; sums may be.
-__device__ inline void push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
+// warp, once slots are free, and with factors once these are here. Wait only for own loads, for room in the queue, and
+// with waves for the experts. Return false after an abort of this rank. Afterwards no load of items is under way; sums
+// may be.
+__device__ inline bool push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
                                   Preparer& preparer) {
   constexpr int kBatch = Records::kBatch;
   const Context& context = op.context;
@@ -86,6 +116,10 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
       weights = context.inbox_of(position.source, &Inbox::weights) +
                 static_cast<size_t>(item.token()) * context.config.num_topk;
     }
+    if (params.args.waves.done && !wait_for_experts(op, params, item, lane < kBatch && first + lane < num)) {
+      items.drain();
+      return false;
+    }
     // Queue the works with their addends: the rows of y.
     preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends, float* factors) {
       for (int j = 0; j < work.num_rows; ++j) {
@@ -96,6 +130,7 @@ __device__ inline void push_items(const Op& op, const CombineParams& params, con
   }
   // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
   preparer.reach(end_of_pushed(op, head), false);
+  return true;
 }
 
 // [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for

@@ -12,7 +12,8 @@ enum class Phase : int32_t {
   kRows = 3,
   kFreeSlots = 4,
   kSums = 5,
-  kWeights = 6
+  kWeights = 6,
+  kExperts = 7
 };
 // Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
@@ -61,6 +62,9 @@ struct StateArrays {
                               // blocks before it
   int32_t* block_num_items;   // [num_blocks, num_ranks] items counted by each block; after send_counts, by all blocks
                               // before it
+  // With DispatchArgs::by_expert, by the first local expert of an item:
+  int32_t* block_num_first;  // [num_blocks, num_experts] as block_num_items
+  int32_t* first_number;     // [num_experts] number of the first such item of this rank, at the expert's rank
 };
 
 // [host] Lay out the device memory of one rank, or measure it. `num_blocks`: of a launch.
@@ -76,6 +80,8 @@ inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) 
   arrays.sums_sent = c.take<uint32_t>(others * config.max_sum_chunks());
   arrays.block_num_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
   arrays.block_num_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_ranks());
+  arrays.block_num_first = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
+  arrays.first_number = c.take<int32_t>(config.num_experts);
   return arrays;
 }
 

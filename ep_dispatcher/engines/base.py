@@ -94,6 +94,15 @@ def address_of(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or 64
 
 
+class Waves(NamedTuple):
+    """Counters between an operation and the kernels of the experts beside it; all 0 at first. A group is 64 rows."""
+
+    begun: Tensor  # int32 [1]: blocks of the operation that have begun. Experts take the other multiprocessors
+    # int32 [groups]. Dispatch: rows that have arrived. Combine: pieces of rows of y that are written.
+    done: Tensor
+    pieces_of_row: int = 1
+
+
 class Received(NamedTuple):
     """The tensors of one dispatch; what was not asked for is None."""
 
@@ -121,18 +130,32 @@ class Engine(Protocol):
     summary: str  # for people: what it is, and what it sends through
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
+    has_waves: bool  # whether it takes `by_expert` and `waves`
+    num_blocks: int  # of an operation: the value of Waves.begun when all have begun
+
     # The operation that only sent, until `receive` completes it. No other is allowed meanwhile.
     @property
     def unreceived(self) -> str | None: ...
 
     # `only_sends`: the operation is complete after `receive`.
     # `packs_scales`: scales of decode layout are powers of two; an engine that writes them by column packs them.
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received: ...
+    # `by_expert`: make a plan for waves: rows of low experts arrive first, and those of high experts leave first.
+    def dispatch(
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
+    ) -> Received: ...
 
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
-    def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined: ...
+    # `waves`: rows of y leave as soon as they are written.
+    def combine(
+        self,
+        request: CombineRequest,
+        weights: Tensor | None = None,
+        only_sends: bool = False,
+        waves: Waves | None = None,
+    ) -> Combined: ...
 
-    def receive(self) -> None: ...
+    # `waves`: count the rows of a dispatch as they arrive.
+    def receive(self, waves: Waves | None = None) -> None: ...
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ep_dispatcher import _C_cpu, checks, envs, float8
 from ep_dispatcher.engines import suspension
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
+from ep_dispatcher.engines.base import (
+    Combined,
+    CombineRequest,
+    DispatchRequest,
+    EngineConfig,
+    Received,
+    Waves,
+    address_of,
+)
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.rail import Rail, RailLate
@@ -75,6 +83,7 @@ class _Connections:
 class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
+    has_waves, num_blocks = False, 0
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
 
@@ -122,7 +131,10 @@ class CpuEngine:
             self._connections.free()
             raise
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
+    def dispatch(
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
+    ) -> Received:
+        assert not by_expert  # there are no waves
         if request.quantize:
             rows, scales = float8.quantize(request.rows)
             request = request._replace(rows=rows, scales=scales)
@@ -209,7 +221,14 @@ class CpuEngine:
             plan=plan,
         )
 
-    def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
+    def combine(
+        self,
+        request: CombineRequest,
+        weights: Tensor | None = None,
+        only_sends: bool = False,
+        waves: Waves | None = None,
+    ) -> Combined:
+        assert waves is None
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden)
         weights_out = torch.empty(request.num_tokens, self._config.num_topk) if has_weights else None
@@ -236,8 +255,9 @@ class CpuEngine:
         self.unreceived = "combine" if only_sends else None
         return Combined(x, weights_out)
 
-    def receive(self) -> None:
+    def receive(self, waves: Waves | None = None) -> None:
         """Do nothing but forget: every operation is complete when its call returns."""
+        assert waves is None
         self.unreceived = None
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines import suspension
 from ep_dispatcher.engines.aborts import Aborts
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, address_of
+from ep_dispatcher.engines.base import (
+    Combined,
+    CombineRequest,
+    DispatchRequest,
+    EngineConfig,
+    Received,
+    Waves,
+    address_of,
+)
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.ranges import ranges_of
@@ -107,11 +115,12 @@ class CudaEngine:
             config.dtype.itemsize,
         )
         c.plans_directly = shape.plans_directly
+        self.has_waves = not shape.plans_directly
 
         def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-            self._num_sms = min(config.num_sms or DEFAULT_SMS, num_sms)
+            self._num_sms = self.num_blocks = min(config.num_sms or DEFAULT_SMS, num_sms)
             rail_blocks = _rail_sms(topology, self._num_sms)
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
@@ -159,7 +168,9 @@ class CudaEngine:
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
+    def dispatch(
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
+    ) -> Received:
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         counted = plan is None and num_rows < 0
         if counted and torch.cuda.is_current_stream_capturing():
@@ -174,7 +185,7 @@ class CudaEngine:
             args.scales, args.scale_bytes = address_of(scales), num_scales * 4
             args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
-            args.expert_alignment, args.num_rows = expert_alignment, num_rows
+            args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
             decodes = layout == "decode"
             count_dtype = torch.int32 if decodes else torch.int64
             tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
@@ -214,8 +225,9 @@ class CudaEngine:
             args.out_scales, args.out_weights = address_of(received.scales), address_of(received.topk_weights)
             args.out_topk_idx = address_of(received.topk_idx)
             if only_sends:
-                self._c.prepare(args, plan.data_ptr(), stream)
-                self._wait_for_receive("dispatch", self._c.pull, args, plan, *received)
+                if not counted:
+                    self._c.prepare(args, plan.data_ptr(), stream)
+                self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
             else:
                 (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
             self._hand_over(received)
@@ -223,6 +235,8 @@ class CudaEngine:
             try:
                 self._reports.raise_found(ends=False)
             except ValueError:
+                if only_sends:
+                    self.receive()
                 assert self._stream is not None  # that of this operation
                 self._wait(self._stream)  # until the operation is complete: then all ranks are in step
                 raise
@@ -253,7 +267,13 @@ class CudaEngine:
             raise RuntimeError("the kernels were aborted")
         return num_rows
 
-    def combine(self, request: CombineRequest, weights: Tensor | None = None, only_sends: bool = False) -> Combined:
+    def combine(
+        self,
+        request: CombineRequest,
+        weights: Tensor | None = None,
+        only_sends: bool = False,
+        waves: Waves | None = None,
+    ) -> Combined:
         y, plan, topk_weights, num_tokens, _ = request
         with self._operation("combine", y, plan, topk_weights, weights, traced=not only_sends) as (stream, _):
             y = _aligned(y)
@@ -263,6 +283,7 @@ class CudaEngine:
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
             args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
             args.factors = address_of(weights)
+            self._set_waves(args, waves)
             combined = Combined(x, weights_out)
             if only_sends:
                 self._c.push(args, plan.data_ptr(), stream)
@@ -279,11 +300,18 @@ class CudaEngine:
     def _wait_for_receive(
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
     ) -> None:
-        """Keep the second launch of an operation. It reads no input of the first one."""
+        """Keep the second launch of an operation, and what it reads and writes."""
         self._unreceived = name, launch, args, plan, outputs
         self._sent_in_capture = torch.cuda.is_current_stream_capturing()
 
-    def receive(self) -> None:
+    def _set_waves(self, args: _C_cuda.DispatchArgs | _C_cuda.CombineArgs, waves: Waves | None) -> None:
+        if waves is not None:
+            counters = self._compiled.Waves()
+            counters.begun, counters.done = address_of(waves.begun), address_of(waves.done)
+            counters.pieces_of_row = waves.pieces_of_row
+            args.waves = counters
+
+    def receive(self, waves: Waves | None = None) -> None:
         assert self._unreceived is not None  # the caller has seen to it
         name, launch, args, plan, outputs = self._unreceived
         if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
@@ -293,6 +321,7 @@ class CudaEngine:
             for t in (plan, *outputs):
                 if t is not None:
                     t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
+            self._set_waves(args, waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
 

@@ -1,0 +1,172 @@
+"""A layer of experts whose communication runs under its GEMMs, on a GPU.
+
+                   main stream                                 side stream
+    forward        plan, stage rows
+                   GEMM 1, experts ascending: each tile    ◀── pull rows, those of low experts first
+                     waits for its rows
+                   activation (after the pull)
+                   GEMM 2, experts descending: counts      ──▶ combine: a token's partial sum leaves when the last of
+                     the rows that it has written              its experts here has written its row
+    backward       stage gradients
+                   GEMM: gradient of the activation        ◀── pull gradients, as above
+                   gradients of the activation's input,
+                     GEMM: gradients of rows
+                   GEMMs: gradients of w2 and w1           ──▶ combine: gradients of x and topk_weights
+
+Pull and combine hold few multiprocessors; the GEMMs' programs take all others, one tile at a time, and all of them once
+the communication is over. Before a GEMM that waits, or that a combine waits for, the main stream makes sure that all
+blocks of the communication have begun: no GEMM may take their multiprocessors.
+
+Tiles and sums are those of the steps one after the other, so every bit is the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import grouped_gemm
+from ep_dispatcher.buffer import Buffer, find_buffer
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def can_overlap(buffer: Buffer, x: Tensor) -> bool:
+    """Whether this buffer and these kernels can: not on a CPU, and not with the direct plans of few tokens."""
+    return buffer._live_engine().has_waves and grouped_gemm.has_kernels(x)
+
+
+def overlapped_mlp(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    max_recv_rows: int | None,
+) -> Tensor:
+    """``ep.moe_mlp`` with overlap. Its arguments are checked."""
+    grouped_gemm.kernels()  # an error here comes before anything is sent
+    return _Mlp.apply(x, topk_weights, w1.contiguous(), w2.contiguous(), buffer, topk_idx, max_recv_rows)
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        buffer: Buffer,
+        topk_idx: Tensor,
+        max_recv_rows: int | None,
+    ) -> Tensor:
+        out = buffer._checked_dispatch(
+            partial(buffer._launch_dispatch, only_sends=True, by_expert=True),
+            x,
+            topk_idx,
+            topk_weights,
+            layout="expert",
+            expert_alignment=1,
+            quantize=None,
+            handle=None,
+            max_recv_rows=max_recv_rows,
+        )
+        rows, row_weights, handle = out.x, out.topk_weights, out.handle
+        assert isinstance(rows, Tensor) and row_weights is not None  # as x and topk_weights were given
+        layer = _Layer(buffer, rows, out.tokens_per_expert.cumsum(0, dtype=torch.int32))
+        hidden_rows = rows.new_empty(rows.shape[0], w1.shape[1])
+        arrived = layer.receive()
+        layer.kernels.multiply(rows, w1, layer.ends, hidden_rows, transposed=True, arrived=arrived)
+        layer.join()  # the weights of rows come with the last of them
+        activated = layer.kernels.weighted_swiglu(hidden_rows, row_weights, layer.ends)
+        y = torch.empty_like(rows)
+        pieces = layer.kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
+        written = layer.counters()._replace(pieces_of_row=pieces)
+        layer.kernels.load(activated, w2, layer.ends, y, written.done)
+        combined = layer.combine(CombineRequest(y, handle.plan, None, handle.num_tokens, "expert"), written)
+        layer.kernels.multiply(activated, w2, layer.ends, y, transposed=True, written=written.done)
+        layer.join()
+        ctx.save_for_backward(rows, row_weights, hidden_rows, activated, layer.ends, handle.plan, w1, w2)
+        ctx.num_tokens, ctx.buffer_id = handle.num_tokens, buffer.id
+        return combined.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, row_weights, hidden_rows, activated, ends, plan, w1, w2 = ctx.saved_tensors
+        buffer = find_buffer(ctx.buffer_id)
+        request = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
+        of_y = buffer._launch_dispatch(request, only_sends=True).rows
+        layer = _Layer(buffer, of_y, ends)
+        of_activated, of_rows = torch.empty_like(activated), torch.empty_like(rows)
+        arrived = layer.receive()
+        layer.kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
+        of_hidden, of_weights = layer.kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
+        layer.kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)
+        combined = layer.combine(CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert"))
+        of_w1, of_w2 = (
+            torch.empty_like(w) if needed else None for w, needed in zip((w1, w2), ctx.needs_input_grad[2:])
+        )
+        if of_w2 is not None:
+            layer.kernels.outer_products(of_y, activated, ends, of_w2, accumulate=False)
+        if of_w1 is not None:
+            layer.kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=False)
+        layer.join()
+        return combined.x, combined.topk_weights, of_w1, of_w2, None, None, None
+
+
+class _Layer:
+    """What forward and backward share: two streams, counters, and the kernels of the experts."""
+
+    def __init__(self, buffer: Buffer, rows: Tensor, ends: Tensor):
+        self.buffer, self.engine, self.kernels = buffer, buffer._live_engine(), grouped_gemm.kernels()
+        self.rows, self.ends = rows, ends
+        self.main, self.side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
+
+    def counters(self) -> Waves:
+        """Counters of an operation that delivers or takes these rows."""
+        groups = -(-self.rows.shape[0] // self.kernels.WAVE_ROWS)
+        zeros = torch.zeros(1 + groups, dtype=torch.int32, device=self.rows.device)
+        return Waves(zeros[:1], zeros[1:])
+
+    def receive(self) -> Tensor:
+        """Let the rows of the dispatch that was sent arrive beside what follows. Return their counters."""
+        waves = self.counters()
+        self.side.wait_stream(self.main)
+        with torch.cuda.stream(self.side):
+            self.buffer._explaining(self.engine.receive, waves)
+        self._begin_after(waves)
+        return waves.done
+
+    def combine(self, request: CombineRequest, waves: Waves | None = None) -> Combined:
+        """Run a combine beside what follows. With waves it takes rows of y as they are counted."""
+        self.side.wait_stream(self.main)
+        with torch.cuda.stream(self.side):
+            combined = self.buffer._launch_combine(request, waves=waves)
+        for t in combined:
+            if t is not None:
+                t.record_stream(self.main)
+        if waves is not None:
+            self._begin_after(waves)
+        return combined
+
+    def _begin_after(self, waves: Waves) -> None:
+        """Let the main stream go on once the operation of these counters has its multiprocessors."""
+        self.kernels.wait_until_begun(waves.begun, self.engine.num_blocks)
+
+    def join(self) -> None:
+        """Let the main stream wait for the operation beside it."""
+        self.main.wait_stream(self.side)
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
+    return _side_streams[device]
