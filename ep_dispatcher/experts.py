@@ -43,7 +43,7 @@ def moe_mlp(
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs (``ep_dispatcher.waves``), bit by bit the same. That needs a GPU,
+    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same. It needs a GPU,
                    bfloat16 or float16, and more tokens than direct plans take (docs/memory.md); else it changes nothing
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,

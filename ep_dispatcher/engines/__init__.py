@@ -55,6 +55,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Received",
+    "Waves",
     "choose",
     "make",
 ]

@@ -1,0 +1,176 @@
+"""moe_mlp with its communication under the GEMMs: the bits of one step after the other, and an end to every wait."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import on
+
+import ep_dispatcher as ep
+from ep_dispatcher import waves
+from ep_dispatcher.testing import device_of
+
+HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
+MAX_TOKENS = 3000  # too many for direct plans
+LIMIT_S = 8
+
+
+def make_buffer(**changes) -> ep.Buffer:
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS_PER_RANK * dist.get_world_size(), num_topk=TOPK)
+    return ep.Buffer(engine="cuda", max_tokens_per_rank=MAX_TOKENS, **sizes, **(dict(timeout_s=60) | changes))
+
+
+def routing(kind: str, num_tokens: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
+    """Experts of each token. "hot": most choose the same; "few": most columns are -1; "one expert": all take one."""
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    if kind == "hot":
+        scores[:, num_experts // 2] += 0.9
+    idx = scores.topk(TOPK, dim=1).indices
+    if kind == "few":
+        idx[torch.rand(idx.shape, generator=generator) < 0.8] = -1
+    if kind == "one expert":
+        idx[:] = -1
+        idx[:, 1] = num_experts - 1
+    return idx
+
+
+def layer_inputs(rank: int, kind: str, num_tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """x, topk_idx, topk_weights, w1, w2 of one rank."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    idx = routing(kind, num_tokens, EXPERTS_PER_RANK * dist.get_world_size(), generator)
+    weights = torch.rand(num_tokens, TOPK, generator=generator)
+    w1 = torch.randn(EXPERTS_PER_RANK, 2 * INTERMEDIATE, HIDDEN, generator=generator) / HIDDEN**0.5
+    w2 = torch.randn(EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
+    return tuple(t.cuda() for t in (x, idx, weights, w1.bfloat16(), w2.bfloat16()))
+
+
+def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> list[torch.Tensor]:
+    """Return y, and the gradients of x, topk_weights, w1 and w2."""
+    x, idx, *others = given
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *others)]
+    y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], **options)
+    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def both_ways(rank: int, per_node: int, kinds: list[str]) -> None:
+    device_of("cuda", rank)
+    with make_buffer(ranks_per_node=per_node) as buffer:
+        for step, kind in enumerate(kinds):
+            num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
+            given = layer_inputs(rank, kind, num_tokens, seed=step)
+            assert waves.can_overlap(buffer, given[0])
+            plain = run_layer(buffer, given, overlap=False)
+            enough = TOPK * MAX_TOKENS * dist.get_world_size()
+            for options in ({}, dict(max_recv_rows=enough)):
+                found = run_layer(buffer, given, **options)
+                for name, a, b in zip(("y", "x", "topk_weights", "w1", "w2"), plain, found):
+                    assert torch.equal(a, b), f"step {step}, {kind}, {options}: {name} differs"
+            buffer.check()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks, per_node", [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
+def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks, per_node):
+    """Whatever the routing, and whatever the tokens of the ranks; none among them."""
+    pools(num_ranks).run(both_ways, per_node, ["uniform", "hot", "few", "one expert", "uniform", "uniform"])
+
+
+def in_a_graph(rank: int) -> None:
+    device_of("cuda", rank)
+    with make_buffer() as buffer:
+        enough = TOPK * MAX_TOKENS * dist.get_world_size()
+        given = layer_inputs(rank, "uniform", 2048, seed=0)
+        leaves = [t.detach().clone().requires_grad_() for t in (given[0], *given[2:])]
+        idx, of_y = given[1].clone(), torch.randn_like(given[0])
+
+        def step() -> list[torch.Tensor]:
+            y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], max_recv_rows=enough)
+            return [y, *torch.autograd.grad(y, leaves, of_y)]
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in (1, 2, 3):
+            again = layer_inputs(rank, "hot" if seed == 2 else "uniform", 2048, seed)
+            with torch.no_grad():
+                for leaf, value in zip(leaves, (again[0], *again[2:])):
+                    leaf.copy_(value)
+                idx.copy_(again[1])
+            graph.replay()
+            buffer.check()
+            replayed = [t.detach().clone() for t in captured]
+            assert all(torch.equal(a, b) for a, b in zip(replayed, step()))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_graph_of_forward_and_backward(pools, engine, num_ranks):
+    pools(num_ranks).run(in_a_graph)
+
+
+def mistakes(rank: int) -> None:
+    """Errors are those of dispatch, nothing hangs, and the buffer goes on where dispatch's does."""
+    device_of("cuda", rank)
+    with make_buffer() as buffer:
+        x, idx, *others = layer_inputs(rank, "uniform", 2000, seed=0)
+        wrong = idx.clone()
+        wrong[17, 2] = 10_000 if rank == 0 else wrong[17, 2]
+        for found, how in ((wrong, {}), (idx, dict(max_recv_rows=10))):
+            with pytest.raises(ValueError, match="topk_idx: given 10000|max_recv_rows"):
+                ep.moe_mlp(buffer, x, found, *others, **how)
+                buffer.check()
+            dist.barrier()
+        given = x, idx, *others
+        plain, found = run_layer(buffer, given, overlap=False), run_layer(buffer, given)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_mistakes_are_those_of_dispatch(pools, engine):
+    pools(2).run(mistakes)
+
+
+def a_late_rank(rank: int) -> float:
+    device_of("cuda", rank)
+    buffer = make_buffer(timeout_s=LIMIT_S)
+    given = layer_inputs(rank, "uniform", 2000, seed=0)
+    run_layer(buffer, given)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(2 * LIMIT_S)
+        buffer.destroy()
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(ep.PeerTimeoutError) as error:
+        ep.moe_mlp(buffer, given[0], given[1], *given[2:], max_recv_rows=TOPK * MAX_TOKENS * 2)
+        buffer.check()
+    torch.cuda.synchronize()  # the GEMMs that wait have ended too
+    assert error.value.late_ranks == (1,)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_a_late_rank_is_named_and_the_gemms_end(pools, engine):
+    waited = pools(2).run(a_late_rank)
+    assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
+
+
+def test_the_cpu_engine_has_no_waves(pools):
+    pools(2).run(on_a_cpu)
+
+
+def on_a_cpu(rank: int) -> None:
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+        x, w1, w2 = torch.randn(5, 16), torch.randn(2, 8, 16), torch.randn(2, 16, 4)
+        idx, weights = torch.rand(5, 4).topk(2).indices, torch.rand(5, 2)
+        assert not waves.can_overlap(buffer, x)
+        plain = ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=False)
+        assert torch.equal(ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=True), plain)
