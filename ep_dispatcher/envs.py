@@ -144,6 +144,14 @@ SWITCHES = (
         "handles, and sums of weights of experts on other ranks; a small operation more in every such call",
         _one_of("0", "1"),
     ),
+    Switch(
+        "EP_DISPATCHER_GROUPED_EXPERTS",
+        "0",
+        "0, 1",
+        "with 1 the routed experts of Megatron's MoE layers run in a few grouped GEMMs, where they can; one line says "
+        "how many do, and why the others do not",
+        _one_of("0", "1"),
+    ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
 _OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM")  # setup.py reads them
@@ -201,6 +209,10 @@ def max_tokens_per_rank() -> int | None:
 
 def deep_ep_exact() -> bool:
     return read("EP_DISPATCHER_DEEP_EP_EXACT") == "1"
+
+
+def grouped_experts() -> bool:
+    return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1"
 
 
 def unknown() -> list[str]:

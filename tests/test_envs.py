@@ -14,6 +14,7 @@ READERS = {
     "EP_DISPATCHER_TRACE": envs.trace,
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
     "EP_DISPATCHER_DEEP_EP_EXACT": envs.deep_ep_exact,
+    "EP_DISPATCHER_GROUPED_EXPERTS": envs.grouped_experts,
 }
 
 
@@ -24,7 +25,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False]
     assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
@@ -50,9 +51,10 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
 
 
 @pytest.mark.parametrize("text, value", [("1", True), ("0", False), ("", False)])
-def test_the_switch_of_deep_ep(monkeypatch, text, value):
-    monkeypatch.setenv("EP_DISPATCHER_DEEP_EP_EXACT", text)
-    assert envs.deep_ep_exact() is value
+def test_switches_of_integrations(monkeypatch, text, value):
+    for name in ("EP_DISPATCHER_DEEP_EP_EXACT", "EP_DISPATCHER_GROUPED_EXPERTS"):
+        monkeypatch.setenv(name, text)
+        assert READERS[name]() is value
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,22 @@ def test_it_is_one_expert_after_the_other(device, dtype, how):
     assert not mine[3][1].grad.any() and mine[3][1].grad.isfinite().all(), "an expert without rows"
 
 
+def test_the_activation_is_kept_or_computed_again(device):
+    kept: list[torch.Size] = []
+
+    def keep(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    widths = []
+    for keep_activated in (True, False):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            grouped_swiglu_mlp(*make_inputs(device, torch.bfloat16), keep_activated=keep_activated)
+        widths.append([shape[-1] for shape in kept].count(INTERMEDIATE))
+    assert widths == [len(COUNTS) + 1, len(COUNTS)]  # w2, and the activation
+
+
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_go_where_take_grads_writes_them(device, grad_dtype):
     mine, other = make_inputs(device, torch.bfloat16), make_inputs(device, torch.bfloat16)

@@ -24,8 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
+def run_main(rank: int, argv: list[str], bug: str | None, grouped_experts: bool) -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["EP_DISPATCHER_GROUPED_EXPERTS"] = "1" if grouped_experts else "0"
     from megatron_layer import end_groups
 
     from ep_dispatcher.integrations.megatron import parity
@@ -50,8 +51,8 @@ def pool():
 def parity(pool):
     """parity("--bf16", ...) -> (exit code of every rank, what rank 0 printed); the other ranks print nothing."""
 
-    def run(*flags: str, bug: str | None = None) -> tuple[int, str]:
-        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug)
+    def run(*flags: str, bug: str | None = None, grouped_experts: bool = False) -> tuple[int, str]:
+        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug, grouped_experts)
         assert others == [(code, "")] * 3
         return code, output
 
@@ -113,6 +114,15 @@ def test_low_precision_is_compared_with_float32_too(parity, dtype):
     assert row[-5] == f"{limit:.1e}"
     assert 0 < ours <= allowed and 0 < theirs < allowed
     assert "1.25 x Megatron's + 0.25 roundings" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_experts_in_grouped_gemms(parity, dtype):
+    """Ours alone takes the switch: Megatron's layer is what it is compared with."""
+    code, output = parity(*(["--bf16"] if dtype == "bf16" else []), grouped_experts=True)
+    assert (code, verdict(output)) == (0, SAME)
+    assert "alltoall      ran MoEAlltoAllTokenDispatcher with SequentialMLP\n" in output
+    assert "ep_dispatcher ran MoEEPTokenDispatcher (engine cpu) with SequentialMLP in grouped GEMMs\n" in output
 
 
 def test_uneven_tokens(parity):

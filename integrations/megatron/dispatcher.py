@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -50,6 +51,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         # the host alone.
         self._takes_host_counts = not getattr(config, "use_transformer_engine_op_fuser", False)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
+        self.experts_are_grouped: Callable[[], bool] = _no  # another function where experts.py notes the layer
         self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
@@ -143,14 +145,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
         tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
-        on the host if the host knows it: then the experts are launched while rows still move.
+        on the host if the host knows it: then the experts are launched while rows still move. Experts in grouped GEMMs
+        get it on the device.
         """
         tokens_per_expert, handle = self.rows_per_expert, self.handle
         assert tokens_per_expert is not None and handle is not None  # since token_dispatch
-        if self._takes_host_counts and handle.rows_on_host is not None:
-            return hidden_states, handle.rows_on_host, probs
-        if self._needs_host_counts:
-            return hidden_states, tokens_per_expert.cpu(), probs
+        if not self.experts_are_grouped():
+            if self._takes_host_counts and handle.rows_on_host is not None:
+                return hidden_states, handle.rows_on_host, probs
+            if self._needs_host_counts:
+                return hidden_states, tokens_per_expert.cpu(), probs
         _used_here(tokens_per_expert)
         return hidden_states, tokens_per_expert, probs
 
@@ -191,6 +195,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if output.grad_fn is not None:
             buffer, note = self.buffer, f"{self._where}, backward"
             output.grad_fn.register_prehook(lambda grads: setattr(buffer, "note", note))
+
+
+def _no() -> bool:
+    return False
 
 
 def _used_here(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> None:
     """ValueError with the flag's name for a setting that Megatron accepts and this dispatcher does not."""
-    flag, modules = _graph_modules(config)
+    flag, modules = graph_modules(config)
     if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
         checks.fail("--cuda-graph-impl", "full_iteration", "local, transformer_engine: dispatch is not captured yet")
     if "full_iteration" in modules:
@@ -43,7 +43,7 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
         )
 
 
-def _graph_modules(config) -> tuple[str, list[str]]:
+def graph_modules(config) -> tuple[str, list[str]]:
     """The flag that names what CUDA graphs capture, and its values; 0.18 renamed it."""
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         value = getattr(config, name, None)

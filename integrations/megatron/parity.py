@@ -6,6 +6,8 @@ torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
 Takes the flags of a Megatron training job; what does not concern an MoE layer is named and not used. Runs on GPUs
 (NCCL), or where there are none on the CPU (gloo). Both layers get the same weights and the same tokens.
 
+With EP_DISPATCHER_GROUPED_EXPERTS=1 this dispatcher's layer runs its experts in grouped GEMMs, where they can.
+
 The rule: a tensor is the same when its largest difference is at most `limit` of its largest absolute value.
   float32             1e-5
   bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
@@ -42,6 +44,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
+from ep_dispatcher.integrations.megatron import experts
 from ep_dispatcher.integrations.megatron import parity_arguments as arguments
 from ep_dispatcher.integrations.megatron import parity_report as report
 from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Refused, Run
@@ -196,9 +199,10 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
     """The classes, from the layers themselves, once they have run."""
     lines = []
     for name in (run.reference, OURS):
-        dispatcher, experts = layers[name].token_dispatcher, type(layers[name].experts).__name__
+        dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
         engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
-        lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {experts}")
+        grouped = " in grouped GEMMs" if experts.is_grouped(layers[name].experts) else ""
+        lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {kind}{grouped}")
     return "\n".join(lines)
 
 
@@ -243,7 +247,8 @@ def _make_layers(run: Run, seed: int) -> dict[str, Any]:
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
-            layers[name] = _make_layer(one, run)
+            with contextlib.nullcontext() if name == OURS else experts.left_alone():
+                layers[name] = _make_layer(one, run)
     except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
         refusal = f"{_text_of(error)} (the layer with {name})"
     refusals: list[str | None] = [None] * dist.get_world_size()
@@ -451,9 +456,8 @@ def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profi
         x, grad = _on_device(layer, *_tokens(given, run, given.steps))
         x.requires_grad_()
         _forward_backward(layer, x, grad)
-        found[name] = profile_layer(
-            layer, partial(_forward, layer, x), lambda out, grad=grad: out.backward(grad), given.profiled_steps
-        )
+        forward, backward = partial(_forward, layer, x), partial(Tensor.backward, gradient=grad)
+        found[name] = profile_layer(layer, forward, backward, given.profiled_steps)
     return found
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, envs
 
 NAME = "ep_dispatcher"
 OLDEST, NEWEST_RUN = (0, 16), (0, 19)
@@ -89,6 +89,9 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
                          sequence length x micro batch size / (context x, with sequence parallel, tensor parallel size).
                          None: EP_DISPATCHER_MAX_TOKENS_PER_RANK, or Megatron's arguments, or the first forward pass
 
+    With EP_DISPATCHER_GROUPED_EXPERTS=1, read here, the experts of layers that are built later run in grouped GEMMs
+    where they can, whichever dispatcher brings their rows.
+
     Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
     warns when it is newer than the newest version that the tests ran with.
     """
@@ -121,7 +124,10 @@ def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
 
 
 def unregister() -> None:
-    """Put everything back. Layers that were built keep their dispatcher, and the buffers live on."""
+    """Put everything back. Layers that were built keep their dispatcher, and the buffers live on.
+
+    Experts in grouped GEMMs run Megatron's way again.
+    """
     global _active
     while _undo:
         _undo.pop()()
@@ -187,6 +193,7 @@ def _patches() -> list[_Patch]:
     skips = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
     if skips:
         expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
+    grouped = _patches_for_grouped_experts(experts, moe_layer, expect) if envs.grouped_experts() else []
     if unexpected:
         raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
 
@@ -209,7 +216,39 @@ def _patches() -> list[_Patch]:
     if skips:
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
-    return patches
+    return patches + grouped
+
+
+def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
+    """What EP_DISPATCHER_GROUPED_EXPERTS=1 replaces beside."""
+    from ep_dispatcher.integrations.megatron import experts as ours
+
+    try:
+        from megatron.core.distributed import DistributedDataParallel
+    except ImportError as error:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
+    kinds = [getattr(experts, name, None) for name in ("TEGroupedMLP", "SequentialMLP")]
+    wanted = ["self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"]
+    for name, kind in zip(("TEGroupedMLP", "SequentialMLP"), kinds):
+        given = list(inspect.signature(kind.forward).parameters)[:4] if kind else []
+        expect(given == wanted, f"{name}.forward takes {given}, not {wanted}")
+        expect(hasattr(kind, "backward_dw"), f"{name} has no backward_dw")
+    hook = getattr(DistributedDataParallel, "_make_backward_post_hook", None)
+    given = list(inspect.signature(hook).parameters) if hook else []
+    expect(given == ["self", "param"], f"DistributedDataParallel._make_backward_post_hook takes {given}")
+    grouped, sequential = kinds
+    return [
+        _Patch(moe_layer.MoELayer, "__init__", ours.note_layer, "MoELayer.__init__: ours looks at its experts"),
+        _Patch(grouped, "forward", ours.forward_grouped, "TEGroupedMLP.forward: in grouped GEMMs, where that can be"),
+        _Patch(grouped, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
+        _Patch(sequential, "forward", ours.forward_grouped, "SequentialMLP.forward: likewise"),
+        _Patch(
+            DistributedDataParallel,
+            "__init__",
+            ours.note_ddp,
+            "DistributedDataParallel.__init__: ours notes it, and calls its hooks for experts in grouped GEMMs",
+        ),
+    ]
 
 
 def _plain_new(cls, *args, **kwargs):

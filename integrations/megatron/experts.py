@@ -1,0 +1,332 @@
+"""Runs Megatron's routed experts in a few grouped GEMMs: EP_DISPATCHER_GROUPED_EXPERTS=1.
+
+A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is another one, where
+it can be. Which layers these are is decided at the first forward pass: then they have their last shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ep_dispatcher import grouped_gemm
+from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
+from ep_dispatcher.integrations.megatron import limits
+
+SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
+# Fields of TransformerConfig with the value that they have to have. Not every version has all of them.
+PLAIN_SETTINGS = {
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "fp8": None,
+    "fp4": None,
+    "fp8_param": False,
+    "quant_recipe": None,
+    "use_kitchen": False,
+    "batch_invariant_mode": False,
+    "use_te_activation_func": False,
+    "use_transformer_engine_op_fuser": False,
+    "activation_func_fp8_input_store": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_apply_probs_on_input": False,
+    "cpu_offloading": False,
+}
+# The linear layers whose place the grouped GEMMs can take, by the names of their classes.
+GROUPED_LINEARS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
+DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # for others the host would wait for the counts
+LINE_BYTES = 16  # the GEMMs' rows have to begin at a multiple of it on a GPU
+HOOKS = ("_forward_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
+
+_layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
+_leave_alone = False
+
+
+class Experts:
+    """The routed experts of one MoE layer: how they run, and where the gradients of their weights go."""
+
+    fc1: list[Module]  # the linear layers with w1
+    fc2: list[Module]  # those with w2
+    bypassed: list[Module]  # every module that is not called
+
+    def __init__(self, layer: Any):
+        self.layer = weakref.ref(layer)
+        self.config = layer.config
+        self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
+        self.why_not: str | None = None  # why they run Megatron's way
+        self.is_decided = False
+        self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
+        self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
+
+    def weights(self) -> tuple[list[Any], list[Any]]:
+        """w1 and w2 of each expert, as the modules have them now."""
+        return _parameters(self.fc1), _parameters(self.fc2)
+
+    def decide(self, experts: Any) -> None:
+        self.is_decided = True
+        self.fc1, self.fc2, self.bypassed = _parts(experts)
+        self.why_not = why_not(experts, self)
+
+    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """What TEGroupedMLP.forward does. Counts may lie on the host or on the device: the host reads none of them."""
+        for module in self.bypassed:  # with overlap_param_gather they wait for the weights
+            for hook in module._forward_pre_hooks.values():
+                if hook(module, (rows, counts)) is not None:
+                    kind = type(module).__name__
+                    raise RuntimeError(f"a forward pre-hook of {kind} changes what it is given: {hook}")
+        w1, w2 = self.weights()
+        out = grouped_swiglu_mlp(
+            rows.contiguous(),
+            probs.float(),
+            counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True),
+            w1,
+            w2,
+            keep_activated=not _recomputes_activation(self.config),
+            take_grads=self._take_grads(w1, w2),
+        )
+        return out, None
+
+    def _take_grads(self, w1: list[Any], w2: list[Any]) -> Callable[[WriteGrads], None] | None:
+        """Who writes the gradients of the weights in the backward. None: autograd, as for every other tensor."""
+        if not all(weight.requires_grad for weight in (*w1, *w2)):
+            return None
+        fused = self.config.gradient_accumulation_fusion and hasattr(w1[0], "main_grad")
+        if getattr(self.config, "delay_wgrad_compute", False):
+            return lambda write: self.delayed.append(lambda: self._deliver(write, w1, w2, fused))
+        return (lambda write: self._deliver(write, w1, w2, True)) if fused else None
+
+    def _deliver(self, write: WriteGrads, w1: list[Any], w2: list[Any], fused: bool) -> None:
+        """Write the gradients where Megatron looks for them, and run what it runs when they are there.
+
+        Transformer Engine returns a dummy for each weight, so that autograd accumulates it and calls the hook of
+        Megatron's DistributedDataParallel. For the many weights of experts that is much host time: the hooks are
+        called from here.
+        """
+        weights = [*w1, *w2]
+        if fused:
+            # False since main_grad was filled with zeros: nothing has been added yet.
+            accumulate = getattr(w1[0], "grad_added_to_main_grad", True)
+            write([w.main_grad for w in w1], [w.main_grad for w in w2], accumulate)
+            if hasattr(w1[0], "grad_added_to_main_grad"):
+                for weight in weights:
+                    weight.grad_added_to_main_grad = True
+        else:
+            of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
+            write(of_w1, of_w2, False)
+            for weight, grad in zip(weights, (*of_w1, *of_w2)):
+                weight.grad = grad if weight.grad is None else weight.grad + grad
+        ddp = self.ddp()
+        if ddp is None:
+            return
+        for weight in weights:
+            if fused:  # the hook wants a gradient to be there, and takes it away again
+                weight.grad = _dummy(weight.shape, weight.dtype, weight.device)
+            ddp._make_backward_post_hook(weight)()
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        """With delay_wgrad_compute: the gradients of the weights, of the microbatch that has waited longest."""
+        if self.delayed:
+            self.delayed.popleft()()
+
+
+@functools.cache
+def _dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _recomputes_activation(config) -> bool:
+    return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+
+
+def _parts(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
+    """Return fc1, fc2 and bypassed; nothing of an unknown module."""
+    if type(experts).__name__ == "TEGroupedMLP":
+        fc1, fc2 = [experts.linear_fc1], [experts.linear_fc2]
+        return fc1, fc2, fc1 + fc2
+    if type(experts).__name__ == "SequentialMLP":
+        mlps = list(experts.local_experts)
+        fc1, fc2 = [mlp.linear_fc1 for mlp in mlps], [mlp.linear_fc2 for mlp in mlps]
+        return fc1, fc2, mlps + fc1 + fc2
+    return [], [], []
+
+
+def _parameters(linears: Sequence[Module]) -> list[Any]:
+    """weight0, weight1, ... of one grouped layer, or the weights of many layers; with what Megatron puts on them."""
+    return [weight for linear in linears for weight in linear._parameters.values() if weight is not None]
+
+
+# ---- which layers ---------------------------------------------------------------------------------------------------
+
+
+def why_not(experts: Any, parts: Experts) -> str | None:
+    """Say why this experts module cannot run in grouped GEMMs. None: it can."""
+    if not parts.fc1:
+        return f"its experts are {type(experts).__name__}"
+    return _why_not_settings(parts.config, type(experts).__name__) or _why_not_modules(experts, parts)
+
+
+def _why_not_settings(config, kind: str) -> str | None:
+    if config.activation_func != F.silu:
+        return f"activation_func is {getattr(config.activation_func, '__name__', config.activation_func)}"
+    for name, plain in PLAIN_SETTINGS.items():
+        value = getattr(config, name, plain)
+        if value != plain:
+            return f"{name} is {value}"
+    if getattr(config, "fine_grained_activation_offloading", False):
+        names = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
+        if names:
+            return f"offload_modules has {' and '.join(names)}"
+    if config.cuda_graph_impl != "none":
+        flag, modules = limits.graph_modules(config)
+        if not modules or {"moe", "full_iteration"} & set(modules):
+            return f"CUDA graphs contain the experts ({flag})"
+    if kind == "SequentialMLP" and getattr(config, "delay_wgrad_compute", False):
+        return "delay_wgrad_compute with SequentialMLP"
+    return None
+
+
+def _why_not_modules(experts: Any, parts: Experts) -> str | None:
+    grouped = type(experts).__name__ == "TEGroupedMLP"
+    num_weights = experts.num_local_experts if grouped else 1
+    names = [f"weight{i}" for i in range(num_weights)] if grouped else ["weight"]
+    for linear in parts.fc1 + parts.fc2:
+        kind = type(linear).__name__
+        if kind not in (GROUPED_LINEARS if grouped else LINEARS):
+            return f"its linear layers are {kind}"
+        if [name for name, _ in linear.named_parameters()] != names:
+            return f"{kind} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
+        if getattr(linear, "te_quant_params", None) is not None:
+            return f"{kind} has a quantisation of its own"
+    for module in parts.bypassed:
+        for hooks in HOOKS:
+            if getattr(module, hooks):
+                return f"{type(module).__name__} has hooks ({hooks.strip('_')})"
+    return _why_not_weights(parts)
+
+
+def _why_not_weights(parts: Experts) -> str | None:
+    w1, w2 = parts.weights()
+    dtype, device = w1[0].dtype, w1[0].device
+    for weight in (*w1, *w2):
+        if type(weight) is not Parameter or type(weight.data) is not Tensor:
+            return f"its weights are {type(weight).__name__} of {type(weight.data).__name__}"
+        if hasattr(weight, "__fsdp_param__"):
+            return "Megatron's FSDP holds its weights"
+        if weight.dtype != dtype or weight.device != device:
+            return "its weights have different dtypes or devices"
+    if len({getattr(weight, "main_grad", weight).dtype for weight in (*w1, *w2)}) > 1:
+        return "its main_grads have different dtypes"
+    if device.type == "cuda":
+        if dtype not in DTYPES_ON_GPU:
+            return f"params_dtype is {dtype}"
+        if any(w.shape[1] * w.itemsize % LINE_BYTES for w in (w1[0], w2[0])):
+            return f"rows of its weights are no multiple of {LINE_BYTES} bytes"
+    if parts.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and parts.ddp() is None:
+        return "its gradients are not those of Megatron's DistributedDataParallel"
+    return None
+
+
+def is_grouped(experts: Module) -> bool:
+    """Whether this experts module runs in grouped GEMMs. The first question decides for all layers, and says so."""
+    found = _layers.get(experts)
+    if found is None:
+        return False
+    if not found.is_decided:
+        _decide_all()
+    return found.why_not is None
+
+
+def _decide_all() -> None:
+    new = [(module, one) for module, one in _layers.items() if not one.is_decided]
+    for module, one in new:
+        one.decide(module)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(_said([one for _, one in new]), flush=True)
+
+
+def _said(layers: Sequence[Experts]) -> str:
+    """How many layers run so, and why the others do not, in one line."""
+    grouped = sum(one.why_not is None for one in layers)
+    reasons: dict[str, list[str]] = {}
+    for one in layers:
+        if one.why_not is not None:
+            reasons.setdefault(one.why_not, []).append(str(getattr(one.layer(), "layer_number", None)))
+    line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs ({SWITCH}=1)"
+    others = "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
+    return f"{line}. Megatron's own way: {others}" if others else line
+
+
+@contextlib.contextmanager
+def left_alone() -> Iterator[None]:
+    """Layers that are built meanwhile run their experts Megatron's way."""
+    global _leave_alone
+    before, _leave_alone = _leave_alone, True
+    try:
+        yield
+    finally:
+        _leave_alone = before
+
+
+# ---- what the plugin puts into Megatron -----------------------------------------------------------------------------
+
+
+def note_layer(old: Callable[..., None]) -> Callable[..., None]:
+    """Of MoELayer.__init__."""
+
+    @functools.wraps(old)
+    def init(layer, *args, **kwargs):
+        old(layer, *args, **kwargs)
+        if not _leave_alone:
+            _layers[layer.experts] = Experts(layer)
+            if hasattr(layer.token_dispatcher, "experts_are_grouped"):  # ours
+                layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
+
+    return init
+
+
+def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the forward of TEGroupedMLP and SequentialMLP."""
+
+    @functools.wraps(old)
+    def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
+        if rest or options or not is_grouped(experts):
+            return old(experts, rows, tokens_per_expert, permuted_probs, *rest, **options)
+        return _layers[experts].forward(rows, tokens_per_expert, permuted_probs)
+
+    return forward
+
+
+def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
+    """Of TEGroupedMLP.backward_dw."""
+
+    @functools.wraps(old)
+    def backward_dw(experts):
+        return _layers[experts].backward_dw() if is_grouped(experts) else old(experts)
+
+    return backward_dw
+
+
+def note_ddp(old: Callable[..., None]) -> Callable[..., None]:
+    """Of DistributedDataParallel.__init__."""
+
+    @functools.wraps(old)
+    def init(ddp, *args, **kwargs):
+        old(ddp, *args, **kwargs)
+        for module in ddp.module.modules():
+            if module in _layers:
+                _layers[module].ddp = weakref.ref(ddp)
+
+    return init

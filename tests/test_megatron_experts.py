@@ -1,0 +1,624 @@
+"""Experts in grouped GEMMs: what Megatron's own experts compute, gradients where Megatron looks for them."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+from megatron_layer import (
+    EXPERTS,
+    FFN,
+    NO_MEGATRON,
+    OURS,
+    Case,
+    Layout,
+    assert_agree,
+    device,
+    environment,
+    error_of,
+    grads_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    random,
+    run_layer,
+    set_weights,
+    tokens_of,
+    use_layout,
+)
+from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
+EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
+
+
+@contextlib.contextmanager
+def switched_on():
+    """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone."""
+    from ep_dispatcher.integrations.megatron import experts, register, unregister
+
+    unregister()
+    printed = io.StringIO()
+    try:
+        with (
+            environment(**{SWITCH: "1"}),
+            contextlib.redirect_stdout(printed),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(experts, "DTYPES_ON_GPU", (torch.float32,))
+            register()
+            yield printed
+    finally:
+        unregister()
+        register()
+
+
+def said(printed: io.StringIO) -> str:
+    """The one line about experts; nothing on ranks but the first."""
+    lines = [line for line in printed.getvalue().splitlines() if SWITCH in line]
+    assert len(lines) == (torch.distributed.get_rank() == 0), lines
+    return lines[0] if lines else ""
+
+
+# ---- SequentialMLP --------------------------------------------------------------------------------------------------
+
+CASES = {
+    "plain": Case(),
+    "Megatron's dispatcher": Case(references=("alltoall",)),
+    "allgather": Case(references=("allgather",)),
+    "uneven, one rank without tokens": Case(lengths=(12, 0, 3, 17)),
+    "capacity padded": Case(settings=dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)),
+    "one expert a rank": Case(settings=dict(num_moe_experts=4)),
+    "router fp64": Case(settings=dict(moe_router_dtype="fp64")),
+    "recompute moe": Case(settings=dict(recompute_granularity="selective", recompute_modules=["moe"])),
+    "recompute full": Case(checkpointed=True),
+    "shared expert overlapped": Case(
+        settings=dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
+    ),
+    "latent": Case(settings=dict(moe_latent_size=16)),
+    "other width of experts": Case(settings=dict(moe_ffn_hidden_size=24)),
+    "expert tensor parallel": Case(layout=ETP2),
+    "expert tensor parallel, allgather": Case(layout=ETP2, references=("allgather",)),
+    "two nodes": Case(environment=dict(EP_DISPATCHER_RANKS_PER_NODE="2")),
+}
+
+
+def with_and_without(rank: int, case: Case) -> None:
+    dispatcher = case.references[0] if len(case.references) == 1 else OURS
+    use_layout(case.layout)
+    wanted = run_layer(rank, case, dispatcher).tensors()
+    with switched_on() as printed:
+        got = run_layer(rank, case, dispatcher).tensors()
+    assert_agree(got, wanted, "grouped and one by one")
+    assert said(printed).endswith("1 of 1 MoE layers in grouped GEMMs (EP_DISPATCHER_GROUPED_EXPERTS=1)" * (rank == 0))
+
+
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
+def test_a_layer_agrees_with_megatrons_own_experts(name):
+    megatron_pool(4).run(with_and_without, CASES[name])
+
+
+def counts_on_the_device(rank: int) -> None:
+    """Experts that read counts on the host get them there, the others where the kernels are."""
+    use_layout(EP2)
+
+    def counts_of(layer):
+        dispatcher, seen = layer.token_dispatcher, []
+        layer.experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+        postprocess = dispatcher.dispatch_postprocess
+
+        def look(*given):
+            seen.extend((dispatcher.handle.rows_on_host, dispatcher.rows_per_expert))
+            return postprocess(*given)
+
+        dispatcher.dispatch_postprocess = look
+        layer(tokens_of(rank))
+        on_host, on_device, given = seen
+        assert on_host is not None and on_host is not on_device
+        return given is on_device, given is on_host
+
+    assert counts_of(make_layer(make_config())) == (False, True)
+    with switched_on():
+        assert counts_of(make_layer(make_config())) == (True, False)
+        assert counts_of(make_layer(make_config(add_bias_linear=True))) == (False, True)
+
+
+def test_counts_stay_on_the_device():
+    megatron_pool(2).run(counts_on_the_device)
+
+
+# ---- TEGroupedMLP, with stand-ins for its linear layers -------------------------------------------------------------
+
+
+class StandIn(torch.nn.Module):
+    """Stands for Megatron's layers of Transformer Engine's GroupedLinear: their parameters, forward and backward_dw."""
+
+    def __init__(self, num_gemms, input_size, output_size, *, config, bias, pg_collection, **_):
+        super().__init__()
+        self.num_gemms, self.te_quant_params = num_gemms, None
+        slices = pg_collection.expt_tp.size()
+        if isinstance(self, TERowParallelGroupedLinear):
+            input_size //= slices
+        else:
+            output_size //= slices
+        self.wgrad_accumulation_and_reduce_hooks = []
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            weight.allreduce = config.expert_model_parallel_size == 1
+            if config.delay_wgrad_compute:
+                weight.skip_backward_post_hook = True
+            self.register_parameter(f"weight{i}", weight)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook):
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def forward(self, x, m_splits):
+        assert isinstance(m_splits, list)
+        parts = [part @ getattr(self, f"weight{i}").t() for i, part in enumerate(x.split(m_splits))]
+        return torch.cat(parts), None
+
+    def backward_dw(self):
+        raise AssertionError("not of this one")
+
+
+class TEColumnParallelGroupedLinear(StandIn):
+    pass
+
+
+class TERowParallelGroupedLinear(StandIn):
+    pass
+
+
+def make_grouped_layer(config, layer_number: int = 1):
+    """A MoELayer with TEGroupedMLP."""
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    kind = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)  # newer versions
+    linears = kind(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)))
+    layer.set_layer_number(layer_number)
+    with torch.no_grad():
+        set_weights(layer, layer)
+        for name, weight in layer.experts.named_parameters():
+            weight.copy_(random(*weight.shape, seed=weight.shape[1] + int(name.rpartition("weight")[2])) * 0.3)
+    return layer.to(device())
+
+
+def step(layer, x: torch.Tensor, seed: int = 7) -> dict[str, torch.Tensor]:
+    x = x.requires_grad_()
+    output = layer(x)[0]
+    (output * random(*x.shape, seed=seed, dtype=output.dtype)).sum().backward()
+    return {"output": output.detach(), "input gradient": x.grad}
+
+
+GROUPED = dict(moe_grouped_gemm=True)
+# Megatron needs Transformer Engine for it, so the layer beside it goes without.
+MOE_ACT = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
+
+
+def grouped_mlp(rank: int, layout: Layout, dispatcher: str, settings: dict) -> None:
+    use_layout(layout)
+    layer = make_grouped_layer(make_config(dispatcher, **GROUPED))
+    wanted = step(layer, tokens_of(rank)) | grads_of(layer)
+    with switched_on() as printed:
+        layer = make_grouped_layer(make_config(dispatcher, **GROUPED, **settings))
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+            got = step(layer, tokens_of(rank)) | grads_of(layer)
+    # The weights of linear_fc2, and the rows between the GEMMs where they are not computed again.
+    widths = [shape[-1] for shape in kept if len(shape) == 2]
+    assert widths.count(FFN // layout.etp) == EXPERTS // layout.ep + (settings != MOE_ACT)
+    assert_agree(got, wanted)
+    assert said(printed).startswith("ep_dispatcher runs the experts of 1 of 1 MoE layers" * (rank == 0))
+    assert sum("linear_fc1.weight" in name for name in got) == EXPERTS // layout.ep
+
+
+@pytest.mark.parametrize(
+    "layout, dispatcher, settings",
+    [(EP2, OURS, {}), (EP2, "alltoall", {}), (EP2, OURS, MOE_ACT), (ETP2, OURS, {})],
+    ids=["ours", "alltoall", "moe_act", "expert tensor parallel"],
+)
+def test_grouped_mlp_agrees_with_megatrons_own(layout, dispatcher, settings):
+    megatron_pool(4).run(grouped_mlp, layout, dispatcher, settings)
+
+
+def checkpoints(rank: int) -> None:
+    """The module is Megatron's own still: parameters, their names, and what is saved of them."""
+    use_layout(EP2)
+
+    def described(layer):
+        saved = layer.experts.sharded_state_dict("experts.")
+        parameters = {name: (tuple(p.shape), p.dtype, type(p)) for name, p in layer.named_parameters()}
+        return parameters, list(layer.state_dict()), sorted(saved), type(layer.experts)
+
+    wanted = described(make_layer(make_config()))
+    with switched_on():
+        layer = make_layer(make_config())
+        before = dict(layer.named_parameters())
+        step(layer, tokens_of(rank))
+        assert described(layer) == wanted
+        assert all(p is before[name] for name, p in layer.named_parameters())
+
+
+def test_checkpoints_stay_megatrons():
+    megatron_pool(2).run(checkpoints)
+
+
+# ---- gradients in main_grad -----------------------------------------------------------------------------------------
+
+
+def ddp_of(layer, config, **settings):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = dict(grad_reduce_in_fp32=True, overlap_grad_reduce=True) | settings
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), layer)
+
+
+def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str, torch.Tensor]:
+    """Two iterations of two microbatches; every main_grad, summed over the ranks that share the weight.
+
+    The first microbatch writes over the main_grad of ``overwritten``, and does not read it.
+    """
+    found = {}
+    for iteration in range(2):
+        ddp.zero_grad_buffer()
+        for parameter in overwritten:
+            parameter.main_grad.fill_(7)
+        if ddp.ddp_config.overlap_param_gather:
+            lose_weights_of_others(ddp)
+        with ddp.no_sync():
+            found[f"{iteration} first"] = step(ddp, tokens_of(rank, 2 * iteration))["output"]
+            between()
+        found[f"{iteration} second"] = step(ddp, tokens_of(rank, 2 * iteration + 1))["output"]
+        between()
+        ddp.finish_grad_sync()
+        for name, parameter in ddp.module.named_parameters():
+            assert parameter.grad is None, name
+            found[f"{iteration} {name}"] = parameter.main_grad.clone()
+    return found
+
+
+def lose_weights_of_others(ddp) -> None:
+    """As after a step of the distributed optimizer: each rank has its part of the weights, the others are on the way."""
+    for buffer in ddp.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            parts = bucket.param_data.view(group.size(), -1)
+            own = parts[group.rank()].clone()
+            parts.fill_(float("nan"))
+            parts[group.rank()] = own
+    ddp.start_param_sync()
+
+
+def main_grads(rank: int, settings: dict) -> None:
+    """Megatron's hooks see every weight's gradient once, and reduce it, whoever has written it."""
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
+    with switched_on():
+        config.gradient_accumulation_fusion = True
+        layer = make_grouped_layer(config)
+        ddp = ddp_of(layer, config, **settings)
+        accumulated = count_accumulations(layer.experts)
+        got = iterations(ddp, rank, overwritten=list(layer.experts.parameters()))
+        assert not accumulated, "autograd has nothing to do with these weights"
+        assert all(w.grad_added_to_main_grad for w in layer.experts.parameters())
+        assert not layer.router.weight.grad_added_to_main_grad
+    assert_agree(got, wanted)
+    assert all(got[name].any() for name in got if "experts" in name)
+
+
+def count_accumulations(module) -> list:
+    """A list that gets an entry whenever autograd accumulates a gradient of the module's weights."""
+    seen: list = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(overlap_grad_reduce=False),
+        dict(use_distributed_optimizer=True, bucket_size=3000),
+        dict(use_distributed_optimizer=True, bucket_size=3000, overlap_param_gather=True),
+    ],
+    ids=["overlapped", "at the end", "distributed optimizer, several buckets", "weights gathered meanwhile"],
+)
+def test_gradients_reach_main_grad_and_are_reduced(settings):
+    megatron_pool(4).run(main_grads, settings)  # 2 ranks share an expert's weights
+
+
+def delayed(rank: int, fused: bool) -> None:
+    """With delay_wgrad_compute the gradients of weights wait for backward_dw, oldest first."""
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    wanted = iterations(ddp_of(make_grouped_layer(config), config), rank)
+    with switched_on():
+        config.delay_wgrad_compute, config.gradient_accumulation_fusion = True, fused
+        layer = make_grouped_layer(config)
+        ddp = ddp_of(layer, config, delay_wgrad_compute=True)
+        last = layer.experts.linear_fc2.weight0
+
+        def between():
+            before = last.main_grad.clone()
+            layer.backward_dw()
+            assert not torch.equal(last.main_grad, before), "written by backward_dw"
+
+        got = iterations(ddp, rank, between)
+    assert_agree(got, wanted)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_delayed_gradients_of_weights(fused):
+    megatron_pool(4).run(delayed, fused)
+
+
+def delayed_order(rank: int) -> None:
+    """Several microbatches under way, as in 1F1B; without a DistributedDataParallel they are in .grad."""
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    xs = [tokens_of(rank, number) for number in range(3)]
+    layer = make_grouped_layer(config)
+    step(layer, xs[0].clone())
+    oldest = layer.experts.linear_fc1.weight0.grad.clone()
+    for x in xs[1:]:
+        step(layer, x.clone())
+    wanted = grads_of(layer)
+    with switched_on():
+        config.delay_wgrad_compute = True
+        layer = make_grouped_layer(config)
+        for x in xs[:2]:
+            step(layer, x.clone())
+        assert layer.experts.linear_fc1.weight0.grad is None
+        layer.backward_dw()
+        torch.testing.assert_close(layer.experts.linear_fc1.weight0.grad, oldest)
+        step(layer, xs[2].clone())
+        layer.backward_dw()
+        layer.backward_dw()
+        layer.backward_dw()  # nothing waits any more
+        assert_agree(grads_of(layer), wanted)
+
+
+def test_delayed_gradients_of_several_microbatches():
+    megatron_pool(2).run(delayed_order)
+
+
+def plain_main_grad(rank: int) -> None:
+    """A script that makes main_grad by itself, without a DistributedDataParallel, finds the sums there."""
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    layer = make_grouped_layer(config)
+    step(layer, tokens_of(rank))
+    wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
+    with switched_on():
+        config.gradient_accumulation_fusion = True
+        layer = make_grouped_layer(config)
+        for parameter in layer.experts.parameters():
+            parameter.main_grad = torch.ones_like(parameter)
+        step(layer, tokens_of(rank))
+        assert all(p.grad is None for p in layer.experts.parameters())
+        got = {name: p.main_grad - 1 for name, p in layer.experts.named_parameters()}
+    for name, grad in wanted.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-4)
+
+
+def test_main_grad_without_a_wrapper():
+    megatron_pool(2).run(plain_main_grad)
+
+
+def gathered_weights(rank: int) -> None:
+    """With overlap_param_gather a linear layer's pre-hook brings its weights; its forward does not run here."""
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    wanted = step(make_grouped_layer(config), tokens_of(rank))
+    with switched_on():
+        for make in (make_grouped_layer, make_layer):
+            layer = make(config)
+            wanted = step(layer, tokens_of(rank))
+            for module in layer.experts.modules():
+                kept = {p: p.data.clone() for p in module.parameters(recurse=False)}
+
+                def bring(module, *unused, kept=kept):
+                    for parameter, value in kept.items():
+                        parameter.data.copy_(value)
+
+                module.register_forward_pre_hook(bring)
+                for parameter in kept:
+                    parameter.data.fill_(float("nan"))
+            assert_agree(step(layer, tokens_of(rank)), wanted)
+        layer.experts.local_experts[0].linear_fc1.register_forward_pre_hook(lambda module, inputs: inputs)
+        assert "changes what it is given" in error_of(lambda: layer(tokens_of(rank)), RuntimeError)
+
+
+def test_weights_are_gathered_before_they_are_used():
+    megatron_pool(2).run(gathered_weights)
+
+
+def frozen(rank: int) -> None:
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    with switched_on():
+        config.gradient_accumulation_fusion = True
+        layer = make_grouped_layer(config)
+        layer.experts.requires_grad_(False)
+        assert step(layer, tokens_of(rank))["input gradient"].any()
+        assert all(p.grad is None for p in layer.experts.parameters())
+        with torch.no_grad():
+            layer(tokens_of(rank))
+
+
+def test_frozen_experts():
+    megatron_pool(2).run(frozen)
+
+
+def in_the_schedule(rank: int, dispatcher: str, order: str) -> None:
+    with switched_on() as printed:
+        run_nodes(rank, dispatcher, {}, order)
+        from ep_dispatcher.integrations.megatron.experts import _layers
+
+        assert [one.why_not for one in _layers.values()] == [None] * len(_layers) and len(_layers) > 0
+    assert "in grouped GEMMs" in printed.getvalue() or rank > 0
+
+
+@pytest.mark.parametrize("dispatcher, order", [(OURS, OVERLAPPED), ("alltoall", ONE_AFTER_THE_OTHER)], ids=str)
+def test_nodes_of_the_overlap_schedule(dispatcher, order):
+    megatron_pool(2).run(in_the_schedule, dispatcher, order)
+
+
+# ---- layers that keep Megatron's way --------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> None:
+    use_layout(EP2)
+    from megatron.core.transformer import enums
+    from megatron.core.transformer.moe import experts
+
+    kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+    modules = "cuda_graph_modules" if hasattr(make_config(), "cuda_graph_modules") else "cuda_graph_scope"
+
+    class Wrapped(TEColumnParallelGroupedLinear):
+        pass
+
+    def wrap(layer):
+        layer.experts.linear_fc1.__class__ = Wrapped
+
+    def adapt(layer):
+        layer.experts.linear_fc1.lora = torch.nn.Parameter(torch.zeros(1))
+
+    def quantise(layer):
+        layer.experts.linear_fc2.te_quant_params = object()
+
+    def hook(layer):
+        layer.experts.linear_fc2.register_forward_hook(lambda *given: None)
+
+    def shard(layer):
+        layer.experts.linear_fc1.weight0.__fsdp_param__ = True
+
+    def mix(layer):
+        layer.experts.linear_fc2.double()
+
+    def promote_one(layer):
+        for weight in layer.experts.parameters():
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
+        weight.main_grad = weight.main_grad.float()
+
+    def strange_wrapper(layer):
+        layer.config.gradient_accumulation_fusion = True
+        for weight in layer.experts.parameters():
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+
+    def derive(layer):
+        layer.experts.__class__ = type("InferenceGroupedMLP", (experts.TEGroupedMLP,), {})
+
+    def graphs(layer):
+        layer.config.cuda_graph_impl = "local"
+        setattr(layer.config, modules, [kind.moe])
+
+    def setting(name, value):
+        return lambda layer: setattr(layer.config, name, value)
+
+    changes = [
+        (setting("activation_func", torch.nn.functional.gelu), "activation_func is gelu"),
+        (setting("fp8", "e4m3"), "fp8 is e4m3"),
+        (setting("activation_func_clamp_value", 7.0), "activation_func_clamp_value is 7.0"),
+        (setting("glu_linear_offset", 1.0), "glu_linear_offset is 1.0"),
+        (setting("moe_apply_probs_on_input", True), "moe_apply_probs_on_input is True"),
+        (graphs, "CUDA graphs contain the experts"),
+        (derive, "its experts are InferenceGroupedMLP"),
+        (wrap, "its linear layers are Wrapped"),
+        (adapt, "TEColumnParallelGroupedLinear has other parameters than weight0 to weight3"),
+        (quantise, "TERowParallelGroupedLinear has a quantisation of its own"),
+        (hook, "TERowParallelGroupedLinear has hooks (forward_hooks)"),
+        (shard, "Megatron's FSDP holds its weights"),
+        (mix, "its weights have different dtypes or devices"),
+        (promote_one, "its main_grads have different dtypes"),
+        (strange_wrapper, "its gradients are not those of Megatron's DistributedDataParallel"),
+    ]
+    from ep_dispatcher.integrations.megatron.experts import is_grouped
+
+    with switched_on() as printed:
+        layers = []
+        for number, (change, _) in enumerate(changes, 1):
+            layers.append(make_grouped_layer(make_config("alltoall", **GROUPED), number))
+            change(layers[-1])
+        layers += [make_layer(make_config("alltoall", gated_linear_unit=False), number) for number in (16, 17)]
+        layers.append(make_layer(make_config("alltoall"), 18))
+        layers[-1].config.fine_grained_activation_offloading, layers[-1].config.offload_modules = True, ["moe_act"]
+        layers.append(make_layer(make_config("alltoall"), 19))
+        assert [is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
+        line = said(printed)
+    if rank == 0:
+        head, _, others = line.partition(". Megatron's own way: ")
+        assert head == f"ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs ({SWITCH}=1)"
+        reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(changes, 1)]
+        reasons += ["layer 16, 17: gated_linear_unit is False", "layer 18: offload_modules has moe_act"]
+        found = others.split("; ")
+        assert len(found) == len(reasons)
+        assert all(one.startswith(wanted) for one, wanted in zip(found, reasons)), found
+
+
+def test_what_cannot_run_so_is_named_with_its_reason():
+    megatron_pool(2).run(refusals)
+
+
+def refused_layers_still_run(rank: int) -> None:
+    use_layout(EP2)
+    config = make_config(add_bias_linear=True)
+    settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True, add_bias_linear=True)
+    wanted = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
+    with switched_on() as printed:
+        got = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    assert config.add_bias_linear
+    assert said(printed).endswith("Megatron's own way: layer 1: add_bias_linear is True" * (rank == 0))
+
+
+def test_a_layer_that_is_refused_runs_megatrons_way():
+    megatron_pool(2).run(refused_layers_still_run)
+
+
+def registered(rank: int) -> None:
+    """The switch counts when register() is called, and unregister() takes it all back."""
+    use_layout(EP2)
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe import experts, moe_layer
+
+    from ep_dispatcher.integrations.megatron import plugin, register, unregister
+
+    few = len(plugin.active().replaced)
+    unregister()
+    owners = [DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP, moe_layer.MoELayer]
+    before = [dict(vars(owner)) for owner in owners]
+    with switched_on():
+        text = str(plugin.active())
+        assert len(plugin.active().replaced) == few + 5
+        for name in (
+            "DistributedDataParallel.__init__",
+            "TEGroupedMLP.forward",
+            "SequentialMLP.forward",
+            "backward_dw",
+        ):
+            assert name in text
+        layer = make_layer(make_config())
+        wanted = step(layer, tokens_of(rank))
+    assert_agree(step(layer, tokens_of(rank)), wanted)  # a layer that was built goes on, Megatron's way
+    unregister()
+    assert [dict(vars(owner)) for owner in owners] == before
+    with environment(**{SWITCH: "1"}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts.SequentialMLP, "forward", lambda self, rows: rows)
+        patch.delattr(DistributedDataParallel, "_make_backward_post_hook")
+        text = error_of(register, plugin.UnknownMegatronError)
+        assert "SequentialMLP.forward takes ['self', 'rows']" in text and "_make_backward_post_hook" in text
+        assert plugin.active() is None
+    register()
+
+
+def test_register_and_undo():
+    megatron_pool(2).run(registered)
