@@ -152,6 +152,14 @@ SWITCHES = (
         "how many do, and why the others do not",
         _one_of("0", "1"),
     ),
+    Switch(
+        "EP_DISPATCHER_RANK_CAPACITY_FACTOR",
+        None,
+        "a number above 0",
+        "with experts in grouped GEMMs: the rows of a rank in a MoE layer, over tokens per rank x top-k; then no host "
+        "waits for counts, and more rows are an error; unset: rows are counted",
+        _positive_float,
+    ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
 _OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM")  # setup.py reads them
@@ -213,6 +221,10 @@ def deep_ep_exact() -> bool:
 
 def grouped_experts() -> bool:
     return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1"
+
+
+def rank_capacity_factor() -> float | None:
+    return read("EP_DISPATCHER_RANK_CAPACITY_FACTOR")
 
 
 def unknown() -> list[str]:

@@ -15,6 +15,7 @@ READERS = {
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
     "EP_DISPATCHER_DEEP_EP_EXACT": envs.deep_ep_exact,
     "EP_DISPATCHER_GROUPED_EXPERTS": envs.grouped_experts,
+    "EP_DISPATCHER_RANK_CAPACITY_FACTOR": envs.rank_capacity_factor,
 }
 
 
@@ -25,7 +26,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False, None]
     assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
@@ -43,6 +44,7 @@ def test_defaults():
         ("EP_DISPATCHER_RAIL_SMS", "2", 2),
         ("EP_DISPATCHER_WIRE", "peer", "peer"),
         ("EP_DISPATCHER_WIRE_GBPS", "50", 50.0),
+        ("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "1.5", 1.5),
     ],
 )
 def test_values_are_read_when_asked(monkeypatch, name, text, value):

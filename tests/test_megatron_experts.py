@@ -26,6 +26,7 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
+from test_experts import uninitialised_memory_is_nan
 from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
@@ -127,6 +128,47 @@ def counts_on_the_device(rank: int) -> None:
 
 def test_counts_stay_on_the_device():
     megatron_pool(2).run(counts_on_the_device)
+
+
+def limited_rows(rank: int) -> None:
+    """Rows that arrive are as many as the limit, and those beyond the counts count for nothing."""
+    lengths = (12, 0, 3, 17)
+    case = Case(layout=EP4, lengths=lengths, environment=dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"))
+    use_layout(EP4)
+    wanted = run_layer(rank, case, OURS).tensors()
+    limit = dict(EP_DISPATCHER_RANK_CAPACITY_FACTOR="2.5", **case.environment)
+    with environment(**limit), switched_on():
+        seen = []
+        layer = make_layer(make_config())
+        layer.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
+        with uninitialised_memory_is_nan():
+            assert_agree(run_layer(rank, case, OURS).tensors(), wanted)
+        layer(tokens_of(rank, length=lengths[rank]))
+        ((rows, counts),) = seen
+        assert rows == 200 > int(counts.sum()), "2.5 x 40 tokens x top-2"
+        unlimited = make_layer(make_config(add_bias_linear=True))
+        unlimited.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
+        unlimited(tokens_of(rank, length=lengths[rank]))
+        assert seen[1][0] == int(seen[1][1].sum()), "Megatron's own experts take no other rows"
+    with environment(**limit | dict(EP_DISPATCHER_RANK_CAPACITY_FACTOR="0.01")), switched_on():
+        text = error_of(lambda: make_layer(make_config())(tokens_of(rank, length=lengths[rank])))
+        assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
+
+
+def test_limited_rows():
+    megatron_pool(4).run(limited_rows)
+
+
+def test_the_limit_is_never_more_than_ranks_can_send(monkeypatch):
+    from ep_dispatcher.integrations.megatron import limits
+
+    monkeypatch.setenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "100")
+    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) == 4 * 10 * 2
+    assert limits.max_rows_of_grouped_experts(10, 4, 8, 2) == 4 * 10 * 2
+    monkeypatch.setenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "1.01")
+    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) == 21
+    monkeypatch.delenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR")
+    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) is None
 
 
 # ---- TEGroupedMLP, with stand-ins for its linear layers -------------------------------------------------------------
@@ -284,7 +326,7 @@ def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str
 
 
 def lose_weights_of_others(ddp) -> None:
-    """As after a step of the distributed optimizer: each rank has its part of the weights, the others are on the way."""
+    """As after a step of the distributed optimizer: a rank has its part of the weights, the others are on the way."""
     for buffer in ddp.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:

@@ -127,7 +127,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 self.topk_idx,
                 probs,
                 expert_alignment=self.expert_alignment,
-                max_recv_rows=limits.max_rows(self.config, hidden_states.shape[0], self.tp_size, self.expert_alignment),
+                max_recv_rows=self._max_rows(hidden_states.shape[0]),
             )
             self._plans.keep(self.topk_idx, microbatch, self.buffer, out.handle)
         else:
@@ -140,6 +140,14 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
             self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
+
+    def _max_rows(self, num_tokens: int) -> int | None:
+        """The rows of this rank where the user has limited them: then no host waits for their number. Else None."""
+        limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
+        if limit is None and self.experts_are_grouped():
+            most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
+            limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
+        return limit
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, envs
 
 # Fields that say how many multiprocessors communication may use. 0.19 added the first, and the others set it there.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -83,3 +85,14 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
     if factor is None:
         return None
     return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
+
+
+def max_rows_of_grouped_experts(max_tokens: int, num_ranks: int, choices: int, num_local_experts: int) -> int | None:
+    """Rows of a rank under EP_DISPATCHER_RANK_CAPACITY_FACTOR, for experts that need no exact number; None without it.
+
+    max_tokens of each rank with so many choices, times the factor, but never more than the ranks can send.
+    """
+    factor = envs.rank_capacity_factor()
+    if factor is None:
+        return None
+    return min(math.ceil(max_tokens * choices * factor), num_ranks * max_tokens * min(choices, num_local_experts))
