@@ -109,10 +109,11 @@ SWITCHES = (
     Switch(
         "EP_DISPATCHER_WIRE",
         "auto",
-        "auto, peer, nvshmem",
+        "auto, peer, nvshmem, nvshmem-puts",
         "what the cuda engine sends through between nodes: nvshmem, or peer, which is stores through NVLink between "
-        "virtual nodes of one host; auto takes peer on one host and nvshmem on several",
-        _one_of("auto", "peer", "nvshmem"),
+        "virtual nodes of one host; auto takes peer on one host and nvshmem on several. nvshmem also stores, where "
+        "NVLink reaches the other node; nvshmem-puts never does, for tests",
+        _one_of("auto", "peer", "nvshmem", "nvshmem-puts"),
     ),
     Switch(
         "EP_DISPATCHER_WIRE_GBPS",

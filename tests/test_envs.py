@@ -43,6 +43,7 @@ def test_defaults():
         ("EP_DISPATCHER_NUM_SMS", "16", 16),
         ("EP_DISPATCHER_RAIL_SMS", "2", 2),
         ("EP_DISPATCHER_WIRE", "peer", "peer"),
+        ("EP_DISPATCHER_WIRE", "nvshmem-puts", "nvshmem-puts"),
         ("EP_DISPATCHER_WIRE_GBPS", "50", 50.0),
         ("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "1.5", 1.5),
     ],

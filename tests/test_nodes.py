@@ -6,6 +6,7 @@ import time
 from dataclasses import fields
 
 import pytest
+import test_dispatch_combine as grid
 import torch
 from conftest import exhaustive, on
 from test_dispatch_combine import (
@@ -28,6 +29,18 @@ SMALL = dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512)
 SPLITS = [(2, 1), (4, 2), (4, 1), (8, 2), (8, 1)]
 NUM_TOKENS = 600  # more than a chunk of sums
 NUM_ROWS = 8 * NUM_TOKENS
+# Rows in one or several pieces, and tails that go with the last piece; those of 4608 bytes leave too little room.
+LONG_ROWS = [
+    dict(dtype=torch.bfloat16, num_topk=8, experts_per_rank=8, **long)
+    for long in (
+        dict(hidden=7168),
+        dict(hidden=7168, recv="exact"),
+        dict(hidden=7168, payload="pair"),
+        dict(hidden=4608, payload="pair", recv="exact"),
+        dict(hidden=7168, payload="quantize", recv="exact"),
+    )
+]
+FAST = 10000.0  # GB/s: data waits for nothing, but takes the way of a paced wire
 cuda = pytest.mark.parametrize("engine", [on("cuda")])
 
 
@@ -179,6 +192,36 @@ def replay(rank: int, engine: str, case: Case) -> None:
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
 def test_graphs_replay_between_nodes(pools, engine, num_ranks, ranks_per_node):
     pools(num_ranks).run(replay, engine, Case(num_ranks, ranks_per_node, layout="rank", **SMALL))
+
+
+def at_pace(rank: int, gb_per_s: float | None, run, *given):
+    with pytest.MonkeyPatch.context() as patch:
+        if gb_per_s is not None:
+            patch.setenv("EP_DISPATCHER_WIRE_GBPS", str(gb_per_s))
+        return run(rank, *given)
+
+
+@cuda
+@pytest.mark.parametrize("gb_per_s", [None, FAST])
+@pytest.mark.parametrize(
+    "row", LONG_ROWS, ids=lambda row: f"{row.get('payload', 'rows')}-{row['hidden']}-{row.get('recv')}"
+)
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), exhaustive(4, 2), exhaustive(4, 1)])
+def test_long_rows_cross_in_pieces(pools, engine, num_ranks, ranks_per_node, row, gb_per_s):
+    case = Case(num_ranks, ranks_per_node, **row)
+    given = grid.make_inputs(case)
+    again = grid.other_rows(case, given)
+    rows = None if case.recv == "counted" else max(grid.rows_needed(case, given.topk_idx))
+    run = pools(num_ranks).run
+    ranks = run(at_pace, gb_per_s, grid.run_case, engine, case, given, again, rows)
+    grid.check_results(case, ranks, given, again, rows)
+
+
+@cuda
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
+def test_every_step_over_a_paced_wire(pools, engine, num_ranks, ranks_per_node):
+    case = Case(num_ranks, ranks_per_node, **SMALL)
+    pools(num_ranks).run(at_pace, FAST, change_routing, engine, case, 60)
 
 
 # ---- the peer wire, and who may form nodes --------------------------------------------------------------------------

@@ -36,6 +36,8 @@ wire_cases = [
     pytest.mark.skipif(importlib.util.find_spec("ep_dispatcher._C_nvshmem") is None, reason="built without NVSHMEM"),
 ]
 SPLITS = [pytest.param(2, 1, marks=wire_cases)]
+NODES_OF_ONE = [pytest.param(4, 1, marks=wire_cases)]
+MIXED_STEPS = 60
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,17 @@ def run_wire(settings: dict[str, str], *args: int) -> None:
     assert result.returncode == 0 and result.stdout.endswith(": right\n"), (result.stdout + result.stderr)[-5000:]
 
 
+@pytest.mark.parametrize("wire", ["nvshmem", "nvshmem-puts"])
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)
-def test_every_bit_over_the_nvshmem_wire(num_ranks, ranks_per_node):
-    run_wire(SETTINGS, num_ranks, ranks_per_node)
+def test_every_bit_over_the_nvshmem_wire(num_ranks, ranks_per_node, wire):
+    """By stores through NVLink, and by NVSHMEM's puts."""
+    run_wire(SETTINGS | dict(EP_DISPATCHER_WIRE=wire), num_ranks, ranks_per_node)
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", NODES_OF_ONE)
+def test_every_bit_where_only_some_memory_is_mapped(num_ranks, ranks_per_node):
+    """Rank 0 and its rail peers put, the others store to each other. NVSHMEM lets ranks share a GPU."""
+    run_wire(SETTINGS, num_ranks, ranks_per_node, MIXED_STEPS, 1)
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", SPLITS)

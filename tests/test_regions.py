@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not HAS_CUDA_MODULE, reason="built without the C
 
 
 class StandIn(ModuleType):
-    """NVSHMEM of one rank: addresses are 1000, 2000, ...; a PE reaches the others at the same ones."""
+    """NVSHMEM of one rank: addresses are 1000, 2000, ...; PE 0 reaches all others, at 1 more each, others only PE 0."""
 
     def __init__(self, rank: int, num_ranks: int, pe: int | None = None):
         super().__init__("ep_dispatcher._C_nvshmem")
@@ -52,7 +52,7 @@ class StandIn(ModuleType):
         return next(self.addresses)
 
     def address_at(self, address, pe):
-        return address + pe
+        return address + pe if 0 in (pe, self.pe) else 0
 
     def quiet(self):
         self.quiets += 1
@@ -70,7 +70,7 @@ def play(rank: int, pe: int | None = None) -> StandIn:
     return module
 
 
-def make(num_bytes: int):
+def make(num_bytes: int, only_puts: bool = False):
     """Regions as CudaEngine makes them."""
     from ep_dispatcher.engines.regions import NvshmemRegions
 
@@ -78,7 +78,7 @@ def make(num_bytes: int):
     topology = Topology.make(rank, ["host"] * num_ranks, 1)
     with Gather(dist.group.WORLD, LIMIT_S) as gather:
         gather("configuration", lambda: None)
-        regions = NvshmemRegions(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S))
+        regions = NvshmemRegions(SimpleNamespace(topology=topology, gather=gather, timeout_s=LIMIT_S), only_puts)
         regions.prepare(num_bytes, 8)
         try:
             gather("memory", regions.allocate, waits_for_peers=True)
@@ -107,6 +107,28 @@ def keep(rank: int) -> None:
 def test_memory_is_kept_for_the_next_buffer(pools):
     with RankPool(2, timeout_s=60) as pool:
         pool.run(keep)
+
+
+def reach(rank: int) -> tuple[list[int], list[int]]:
+    """The rail peers that a rank of 3 reaches, by address; the last rank only puts. Then those where both do."""
+    from ep_dispatcher.engines.regions import mapped_rail
+
+    play(rank)
+    regions = make(64, only_puts=rank == 2)
+    assert regions.addresses == [1000 * (r == rank) for r in range(3)], "other nodes are not for signals of the host"
+    with Gather(dist.group.WORLD, LIMIT_S) as gather:
+        mapped = gather("reach", lambda: [address != 0 for address in regions.rail])
+    return regions.rail, mapped_rail(regions._config.topology, regions.rail, mapped)
+
+
+def test_rail_peers_are_mapped_where_both_ranks_reach_each_other():
+    with RankPool(3, timeout_s=60) as pool:
+        of_ranks = pool.run(reach)
+    assert of_ranks == [
+        ([1000, 1001, 1002], [1000, 1001, 0]),  # rank 2 only puts: so does rank 0 to it
+        ([1000, 1000, 0], [1000, 1000, 0]),  # NVLink does not join ranks 1 and 2
+        ([0, 0, 1000], [0, 0, 1000]),
+    ]
 
 
 def fail_alone(rank: int, what: str) -> tuple[str, str]:
@@ -155,6 +177,8 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
         ("auto", 1, 2, False, "PeerRegions"),
         ("nvshmem", 1, 1, False, "PeerRegions"),
         ("nvshmem", 1, 2, False, "NvshmemRegions"),
+        ("nvshmem-puts", 1, 2, False, "NvshmemRegions"),
+        ("nvshmem-puts", 1, 1, False, "PeerRegions"),
         ("auto", 2, 2, False, "NvshmemRegions"),
         ("auto", 1, 1, True, "SuspendableRegions"),
         ("auto", 1, 2, True, "SuspendableRegions"),
@@ -182,6 +206,8 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
             regions.regions_of(config)
         assert not gathered, "all ranks see it by themselves"
     else:
-        assert type(regions.regions_of(config)).__name__ == chosen
+        made = regions.regions_of(config)
+        assert type(made).__name__ == chosen
+        assert getattr(made, "_only_puts", False) == (chosen == "NvshmemRegions" and wire == "nvshmem-puts")
         steps = {"PeerRegions": [], "SuspendableRegions": ["cuda-bindings"], "NvshmemRegions": ["NVSHMEM's module"]}
         assert gathered == steps[chosen]

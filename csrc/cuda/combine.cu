@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Push and reduce the rows, each warp in its role.
   Verdict verdict = Verdict::kAgree;
   if (is_rail) {
-    verdict = run_rail(op, params);
+    verdict = run_rail(op, params, memory.pipeline.bays);
   } else
     switch (Pipeline::role()) {
       case Pipeline::Role::kIssue:

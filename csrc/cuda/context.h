@@ -22,9 +22,11 @@ struct Peers {
 
 // Addresses of the rail peers, and the pace of the peer wire.
 struct WireData {
-  ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to its rail peer's on each node (peer wire)
+  ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to its rail peer's on each node, where it is mapped
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
-  float ticks_per_byte;           // [1/8 ns] pace of the peer wire; 0: no pace
+  // A bit per node, also for the own one.
+  uint32_t mapped;       // the rail peer's region is mapped here, and this rank's there
+  float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
 };
 
 // Written by the host once per buffer; a parameter of each launch, read by all threads.
@@ -78,6 +80,9 @@ struct Context {
   __device__ T* rail_at_peer(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);
   }
+
+  // [thread] Return whether the rail peer's region on node `n` is mapped here.
+  __device__ bool maps(int n) const { return wire.mapped >> n & 1; }
 
   // [thread] Return the raiser of flags about `rank` on this node: the rank itself, or its rail peer here as its relay.
   __device__ int raiser_of(int rank) const { return node * config.ranks_per_node + local_of(rank); }

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Do the work of this warp. All threads begin, or none.
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(has_aborted(context)))
-    verdict = op.block >= op.num_blocks ? run_rail(op, params)
+    verdict = op.block >= op.num_blocks ? run_rail(op, params, shared)
               : Movers::has_thread()    ? move(op, params, shared)
                                         : help(op, params, shared);
   // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no
@@ -196,6 +196,7 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
     const uint32_t max_places = params.bulk_scales && !args.quantizes ? kPairPlaces : Pieces::kMaxPlaces;
     params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMaxPiece, max_places);
     shared = std::max(shared, params.rings_at + memory());
+    if (rail_blocks_ > 0) shared = room;  // for the senders' LongPuts
   }
   params.counters_at = static_cast<uint32_t>(shared);
   launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context_, params);

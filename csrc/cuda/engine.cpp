@@ -46,7 +46,11 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   // Regions: all are laid out alike, so a peer's array is at a fixed distance from this rank's.
   const char* own = regions[context_.local];
   for (size_t local = 0; local < regions.size(); ++local) context_.peers.distance[local] = regions[local] - own;
-  for (size_t node = 0; node < rail.size(); ++node) context_.wire.distance[node] = rail[node] - own;
+  for (size_t node = 0; node < rail.size(); ++node) {
+    if (rail[node] == nullptr) continue;
+    context_.wire.distance[node] = rail[node] - own;
+    context_.wire.mapped |= 1u << node;
+  }
   std::copy(rail_pes.begin(), rail_pes.end(), context_.wire.pe);
   context_.wire.ticks_per_byte = wire_rate > 0 ? static_cast<float>(kTicksPerNs * 1e9 / wire_rate) : 0;
   Cursor of_region(const_cast<char*>(own));

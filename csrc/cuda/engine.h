@@ -74,8 +74,8 @@ class Engine {
  public:
   // [host] Keep addresses and sizes for the kernels.
   //   regions     [ranks_per_node] region of every rank of the node, as mapped here
-  //   rail        [num_nodes] region of the rail peer on every node, as mapped here; or
-  //   rail_pes    [num_nodes] its number in NVSHMEM
+  //   rail        [num_nodes] region of the rail peer on every node, as mapped here; null where it is not
+  //   rail_pes    [num_nodes] its number in NVSHMEM; not needed where all are mapped
   //   wire_rate   [bytes / s] limit of the peer wire; 0: no limit
   //   state       state_bytes() of device memory, zeroed
   //   report      report_bytes() of pinned memory, zeroed

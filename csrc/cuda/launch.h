@@ -4,8 +4,9 @@
 
 namespace ep::cuda {
 
-// [bytes] dynamic shared memory of a block: 227 KiB on SM90, less 1 KiB for static variables.
-constexpr size_t kUsableShared = 226 * 1024;
+// [bytes] dynamic shared memory of a block: 227 KiB on SM90, less those of static variables. With NVSHMEM these are
+// 1056 in a dispatch, because the dynamic part begins at a multiple of 1024.
+constexpr size_t kUsableShared = 226 * 1024 - 128;
 
 // [host] Launch a kernel on `stream` with `shared` bytes of dynamic shared memory, and return. Throw std::runtime_error
 // if the launch fails.

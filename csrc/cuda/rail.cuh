@@ -11,6 +11,7 @@
 // Before all ranks agree, only Calls and counts are sent.
 #pragma once
 #include "cuda/call.cuh"
+#include "cuda/long_puts.cuh"
 
 namespace ep::cuda {
 
@@ -49,20 +50,22 @@ struct RailWarp {
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
-    if (lane == 0) wire().arrived(flag, op.epoch);
+    if (lane == 0) wire().arrived(node, flag, op.epoch);
     __syncwarp();
     return true;
   }
 
   // [warp] Wait for a flag raised by other blocks of this rank; all lanes read it. Return false after an abort of this
-  // rank, else true: all lanes may read the memory covered by the flag. The wait has no limit of its own: those blocks
-  // wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and would then
-  // report this rank as late. Called in senders, and in relays for `listed`.
+  // rank, else true: all lanes may read the memory covered by the flag, also by bulk loads. The wait has no limit of
+  // its own: those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end
+  // first, and would then report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
     bool here;
     do here = ptx::load_acquire(flag) >= op.epoch;
     while (!here && !has_aborted(context));
-    return __all_sync(~0u, here);
+    here = __all_sync(~0u, here);
+    ptx::fence_before_bulk();
+    return here;
   }
 
   // [warp] Raise flags [0, num) at every rank of the node. They cover all data seen or copied by this warp before.
@@ -74,6 +77,12 @@ struct RailWarp {
       for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(flags_here + i, lane), op.epoch);
     }
     __syncwarp();
+  }
+
+  // [warp] Return the long puts of this sender. All warps of a rail block share `bytes` of shared memory.
+  __device__ LongPuts long_puts(char* shared, uint32_t bytes) const {
+    const uint32_t of_warp = bytes / (blockDim.x / 32) / 128 * 128;
+    return {context, shared + threadIdx.x / 32 * of_warp, of_warp};
   }
 
   // [warp] Begin to send `bytes` to a node: count them, and book the wire for them. Return the time at which they have

@@ -48,7 +48,7 @@ struct DispatchRailWarp : RailWarp {
   // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
   // Row and tail of a token have the same offset in the rail peer's inbox as here. Return the time at which they have
   // crossed, as begin_sending. Called in senders, after `staged` of this rank.
-  __device__ uint32_t send_tokens(const DispatchParams& params, int to, int begin, int end) const {
+  __device__ uint32_t send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
     uint32_t crossed = 0;
@@ -64,28 +64,29 @@ struct DispatchRailWarp : RailWarp {
       for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         char* const row = staging + token * params.row_stride;
-        wire().put(to, row, row, params.args.row_bytes);
         char* const tail = tails + token * params.tail_bytes;
-        if (params.tail_bytes > 0) wire().put(to, tail, tail, params.tail_bytes);
+        puts.put(to, {row, row, params.args.row_bytes}, {tail, tail, params.tail_bytes});
       }
     }
+    puts.drain();
     return crossed;
   }
 
   // [warp] Send this rank's items, rows and tails to all rail peers. Wait for `listed` of this rank, then for each
   // chunk until this rank has staged it. Return false after an abort of this rank. Called in senders, once all ranks
   // agree.
-  __device__ bool send_rows(const DispatchParams& params) const {
+  __device__ bool send_rows(const DispatchParams& params, char* shared) const {
     if (params.new_plan && !wait_for_self(context.own.listed + op.rank())) return false;
     const bool usable = params.plan.head->usable;
     if (params.new_plan) send_items(params, usable);
+    LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
     for (int chunk = 0; usable && chunk < num_token_chunks(params.args.num_tokens); ++chunk) {
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return false;
       const int begin = chunk * kTokenChunk, end = min(params.args.num_tokens, begin + kTokenChunk);
       for (int i = 0; i < num_others; ++i) {
-        const uint32_t crossed = send_tokens(params, node(i), begin, end);
+        const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
         finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
                        flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
       }
@@ -117,13 +118,13 @@ struct DispatchRailWarp : RailWarp {
 
 // [warp] Do one rail warp's part of a dispatch: exchange Calls, agree, then send or relay. Called in all warps of rail
 // blocks. Return what `agree` found, or kAborted after an abort of this rank.
-__device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params) {
+__device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params, char* shared) {
   const DispatchRailWarp warp(op);
   if (params.stages && !warp.exchange_calls(params.new_plan)) return Verdict::kAborted;
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
-  const bool ok = warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params);
+  const bool ok = warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params, shared);
   return ok ? verdict : Verdict::kAborted;
 }
 

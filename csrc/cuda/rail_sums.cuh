@@ -12,7 +12,7 @@ struct CombineRailWarp : RailWarp {
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
   // experts on this node. Weights go by whole tokens; the owner reads only the columns with experts here. Called in
   // senders, after `summed`. Return the time at which they have crossed, as begin_sending.
-  __device__ uint32_t send_sums_of(const CombineParams& params, int to, int begin, int end) const {
+  __device__ uint32_t send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
@@ -27,14 +27,17 @@ struct CombineRailWarp : RailWarp {
       // Book once for all, as for rows.
       crossed = begin_sending(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
       for (; lanes != 0; lanes &= lanes - 1) {
-        const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        wire().put(to, context.rail_at_peer(to, &RailArrays::sums) + token * context.slot_stride,
-                   context.inbox_for(to, &Inbox::staging) + token * context.slot_stride, context.row_bytes);
-        if (weight_bytes > 0)
-          wire().put_words(to, context.rail_at_peer(to, &RailArrays::weights) + token * config.num_topk,
-                           context.inbox_for(to, &Inbox::weights) + token * config.num_topk, weight_bytes);
+        const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
+        puts.put(to, {context.rail_at_peer(to, &RailArrays::sums) + offset,
+                      context.inbox_for(to, &Inbox::staging) + offset, context.row_bytes});
+      }
+      if (weight_bytes > 0) {
+        const size_t offset = static_cast<size_t>(lane_token) * config.num_topk;
+        wire().put_each(to, goes, context.rail_at_peer(to, &RailArrays::weights) + offset,
+                        context.inbox_for(to, &Inbox::weights) + offset, config.num_topk);
       }
     }
+    puts.drain();
     return crossed;
   }
 
@@ -63,7 +66,8 @@ struct CombineRailWarp : RailWarp {
 
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
   // Return false after an abort of this rank. Called in senders, once all ranks agree.
-  __device__ bool send_sums(const CombineParams& params) const {
+  __device__ bool send_sums(const CombineParams& params, char* shared) const {
+    LongPuts puts = long_puts(shared, params.num_bays * params.bay_bytes);
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
@@ -72,7 +76,7 @@ struct CombineRailWarp : RailWarp {
         if (begin >= end) continue;
         const int flag = context.other(to) * max_chunks + chunk;
         if (!wait_for_self(context.own.summed + flag)) return false;
-        const uint32_t crossed = send_sums_of(params, to, begin, end);
+        const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
         finish_sending(context.arrays.sums_sent + flag, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk),
                        crossed);
       }
@@ -96,7 +100,7 @@ struct CombineRailWarp : RailWarp {
 
 // [warp] Do one rail warp's part of a combine: exchange Calls, agree, send or relay factors, then sums. Called in all
 // warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
-__device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params) {
+__device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
   const CombineRailWarp warp(op);
   if (params.pushes && !warp.exchange_calls(false)) return Verdict::kAborted;
   if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
@@ -110,7 +114,7 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
       return Verdict::kAborted;
   }
   if (!params.reduces) return verdict;
-  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params);
+  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params, shared);
   return ok ? verdict : Verdict::kAborted;
 }
 

@@ -1,4 +1,5 @@
-// The peer wire: stores through NVLink, between virtual nodes of one host. The functions are those of wire.cuh.
+// The peer wire: stores through NVLink, between virtual nodes of one host. The functions are those of wire.cuh. The
+// NVSHMEM wire is this one too, for rail peers that NVLink reaches.
 //
 // It can be paced, and then stands for a network card of this rate: a put is stored at once, but its flag rises only
 // after the time that all bytes of the rank, up to those of the put, take on the wire (pace.h).
@@ -13,15 +14,26 @@ namespace ep::cuda {
 struct PeerWire {
   const Context& context;
 
+  __device__ bool maps(int) const { return true; }
+
+  // [thread] Return the address in the region of the rail peer on `node`, as mapped here.
+  template <class T>
+  __device__ T* at(int node, T* there) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(there) + context.wire.distance[node]);
+  }
+
   // [warp] Copy vectors of 16 bytes, of any type. The copy has read its source when it returns.
   template <class T>
   __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
-    copy_words<uint4, 14>(at<uint4>(node, there), static_cast<const uint4*>(here), bytes);
+    copy_words<uint4, 14>(reinterpret_cast<uint4*>(at(node, there)), static_cast<const uint4*>(here), bytes);
   }
 
-  // [warp] Copy words of 4 bytes.
-  __device__ void put_words(int node, float* there, const float* here, uint32_t bytes) const {
-    copy_words<uint32_t, 1>(at<uint32_t>(node, there), reinterpret_cast<const uint32_t*>(here), bytes);
+  // [warp] Copy `num` words from `here` of each lane with `has` set.
+  __device__ void put_each(int node, bool has, float* there, const float* here, int num) const {
+    if (!has) return;
+    float* const to = at(node, there);
+#pragma unroll 4
+    for (int i = 0; i < num; ++i) to[i] = __ldcg(here + i);
   }
 
   // [thread] Book the time of the next puts. The booking is ordered with nothing: it counts bytes, the puts move them.
@@ -44,22 +56,16 @@ struct PeerWire {
   // [thread] Raise a flag there, after all stores of this thread and those seen by it.
   __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
     ptx::fence_system();
-    ptx::store_relaxed(at<uint64_t>(node, flag_there), value);
+    ptx::store_relaxed(at(node, flag_there), value);
   }
 
-  // [thread] Do nothing: a copy has read its source when it returns.
+  // [thread] Do nothing: a copy has read its source when it returns, bulk copies when they are drained.
   __device__ void quiet() const {}
 
   // [thread] Do nothing: a thread with an acquiring load of the flag sees the data.
-  __device__ void arrived(uint64_t*, uint64_t) const {}
+  __device__ void arrived(int, uint64_t*, uint64_t) const {}
 
  private:
-  // [thread] Return the address in the region of the rail peer on `node`, as mapped here.
-  template <class To, class T>
-  __device__ To* at(int node, T* there) const {
-    return reinterpret_cast<To*>(reinterpret_cast<char*>(there) + context.wire.distance[node]);
-  }
-
   // [thread] Return the time, as `book` takes it.
   static __device__ uint64_t ticks() { return ptx::nanoseconds() * kTicksPerNs; }
 

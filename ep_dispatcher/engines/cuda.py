@@ -30,7 +30,7 @@ from ep_dispatcher.engines.base import (
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.ranges import ranges_of
-from ep_dispatcher.engines.regions import SuspendableRegions, regions_of
+from ep_dispatcher.engines.regions import SuspendableRegions, mapped_rail, regions_of
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
 from ep_dispatcher.gather import Gather
@@ -121,7 +121,7 @@ class CudaEngine:
             self._device = torch.device("cuda", torch.cuda.current_device())
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = self.num_blocks = min(config.num_sms or DEFAULT_SMS, num_sms)
-            rail_blocks = _rail_sms(topology, self._num_sms)
+            rail_blocks, self._wire_rate = _rail_sms(topology, self._num_sms), (envs.wire_gbps() or 0) * 1e9
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
             self._state = torch.zeros(compiled.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
@@ -130,31 +130,31 @@ class CudaEngine:
             torch.cuda.synchronize(self._device)
             return rail_blocks
 
-        def attach() -> None:
+        def attach() -> list[bool]:
             self._regions.attach()
-            addresses = self._regions.addresses
+            own_flag = self._state.data_ptr() + compiled.state_aborted_offset
+            at_peers = compiled.aborted_offset(c) + 8 * topology.rank
+            flags = [address + at_peers for address in self._regions.addresses if address]
+            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags)
+            return [address != 0 for address in self._regions.rail]
+
+        try:
+            self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
+            rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
+            mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
+            rail = mapped_rail(topology, self._regions.rail, mapped)
             self._c = compiled.Engine(
                 config=c,
-                regions=[addresses[rank] for rank in topology.node_ranks],
-                rail=[addresses[rank] for rank in topology.rail],
+                regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
+                rail=rail,
                 rail_pes=self._regions.rail_pes,
-                wire_rate=(envs.wire_gbps() or 0) * 1e9,
+                wire_rate=self._wire_rate,
                 state=self._state.data_ptr(),
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
                 num_sms=self._num_sms,
                 rail_blocks=rail_blocks[topology.rank],
             )
-            own_flag = self._state.data_ptr() + compiled.state_aborted_offset
-            at_peers = compiled.aborted_offset(c) + 8 * topology.rank
-            self._aborts = Aborts(
-                self._device, compiled.copy, own_flag, [address + at_peers for address in addresses if address]
-            )
-
-        try:
-            self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
-            rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
-            config.gather("memory of the other ranks", attach, waits_for_peers=True)
         except BaseException:  # a kept exception keeps this object, but not its memory
             for name in ("_c", "_aborts", "_state"):
                 self.__dict__.pop(name, None)
@@ -163,6 +163,8 @@ class CudaEngine:
         self.summary = f"CUDA engine, {self._num_sms} multiprocessors"
         if topology.num_nodes > 1:
             self.summary += f", {rail_blocks[topology.rank]} of them for the {self._regions.wire} wire between nodes"
+            if self._regions.wire == "NVSHMEM":
+                self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
         self._health = Health(self._aborts.run)
         self._reports = KernelReports(self._c, config, self._health)
         trace = trace_of(topology.rank)

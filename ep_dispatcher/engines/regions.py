@@ -25,12 +25,16 @@ from ep_dispatcher.engines.device_memory import DeviceMemory, load_driver, page_
 from ep_dispatcher.engines.rendezvous import rendezvous
 from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread
 from ep_dispatcher.memory import round_up
+from ep_dispatcher.topology import Topology
 
 T = TypeVar("T")
 
 
 class PeerRegions:
-    """``memory``: uint8 [num_bytes] of this rank; ``addresses``: of every rank's region, as this rank reaches it."""
+    """``memory``: uint8 [num_bytes] of this rank; ``addresses``: of every rank's region, as this rank reaches it.
+
+    ``rail``: addresses of the rail peers' regions by node, 0 where this rank does not reach one.
+    """
 
     wire = "peer"
     compiled = _C_cuda
@@ -56,6 +60,10 @@ class PeerRegions:
         name = f"ep_dispatcher/{config.buffer_id}"  # used once
         self._symmetric = rendezvous(self.memory, config.topology, config.store, name, config.timeout_s)
         self.addresses: list[int] = list(self._symmetric.buffer_ptrs)
+
+    @property
+    def rail(self) -> list[int]:
+        return [self.addresses[rank] for rank in self._config.topology.rail]
 
     def free(self, is_sound: bool) -> None:
         self.__dict__.pop("_symmetric", None)
@@ -152,7 +160,8 @@ class SuspendableRegions(PeerRegions):
 
 
 class NvshmemRegions:
-    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes.
+    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes. ``rail`` has those that NVLink reaches, unless
+    ``only_puts``.
 
     NVSHMEM is started once per process, for the ranks of the first buffer, or joined where somebody else has started
     it; later buffers are for the same ranks. Its heap gives memory only to all ranks together, and takes it back
@@ -162,8 +171,8 @@ class NvshmemRegions:
     wire = "NVSHMEM"
     allocates_together = True
 
-    def __init__(self, config: EngineConfig):
-        self._config = config
+    def __init__(self, config: EngineConfig, only_puts: bool):
+        self._config, self._only_puts = config, only_puts
         self._device = torch.cuda.current_device()
         self._pes: list[int] = []  # by rank
         self._region: SimpleNamespace | None = None
@@ -236,6 +245,8 @@ class NvshmemRegions:
             self.addresses[rank] = region.address if own else address_at(region.address, self._pes[rank])
             if not self.addresses[rank]:
                 raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
+        self.rail = [0 if self._only_puts else address_at(region.address, self._pes[rank]) for rank in topology.rail]
+        self.rail[topology.node] = region.address
 
     def free(self, is_sound: bool) -> None:
         """Keep the memory for the next buffer, but not after an error: stores may still be on their way to it."""
@@ -293,6 +304,15 @@ def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
+def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -> list[int]:
+    """Return the addresses in ``rail`` of rail peers that reach this rank's region too, 0 for the others.
+
+    ``mapped``: by rank and node, whether the rank reaches the region of its rail peer there. Both directions of a pair
+    have to go the same way: the receiver of a put waits otherwise than the receiver of a store.
+    """
+    return [address if mapped[rank][topology.node] else 0 for rank, address in zip(topology.rail, rail, strict=True)]
+
+
 def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
     """Choose the wire and the memory. Raises ValueError where those asked for cannot serve these ranks."""
     wire, num_hosts = envs.wire(), len(set(config.hosts))
@@ -305,4 +325,4 @@ def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
     if config.suspendable:
         given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
         checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=peer, where all ranks are on one host")
-    return NvshmemRegions(config)
+    return NvshmemRegions(config, only_puts=wire == "nvshmem-puts")
