@@ -26,6 +26,7 @@ struct WireData {
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
   // A bit per node, also for the own one.
   uint32_t mapped;       // the rail peer's region is mapped here, and this rank's there
+  uint32_t straight;     // so are those of nodes in `mapped`, without a pace: rows and sums need no staging here
   float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
 };
 
@@ -81,8 +82,10 @@ struct Context {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);
   }
 
-  // [thread] Return whether the rail peer's region on node `n` is mapped here.
+  // [thread] Return whether the rail peer's region on node `n` is mapped here; and whether rows and sums go straight
+  // there, without staging on this side.
   __device__ bool maps(int n) const { return wire.mapped >> n & 1; }
+  __device__ bool is_straight(int n) const { return wire.straight >> n & 1; }
 
   // [thread] Return the raiser of flags about `rank` on this node: the rank itself, or its rail peer here as its relay.
   __device__ int raiser_of(int rank) const { return node * config.ranks_per_node + local_of(rank); }

@@ -98,6 +98,7 @@ struct DispatchParams {
   bool direct;                  // the new plan is a direct plan (direct.cuh): each launch makes it anew
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
+  bool stages_rows;             // somebody reads this rank's rows in its staging
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
   int rows_per_group;           // decode layout: rows from one expert to the next; else 0
@@ -109,11 +110,11 @@ struct DispatchParams {
 
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
   __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
-  // [thread] Return whether the host waits for the counts, between two launches.
-  __device__ bool counts() const { return args.ticket != 0; }
-  // [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are staged
-  // like others: between the two launches the caller may overwrite them.
-  __device__ bool reads_own_rows() const { return !args.quantizes && ((stages && pulls) || counts()); }
+  // [host] [thread] Return whether the host waits for the counts, between two launches.
+  __host__ __device__ bool counts() const { return args.ticket != 0; }
+  // [host] [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are
+  // staged like others: between the two launches the caller may overwrite them.
+  __host__ __device__ bool reads_own_rows() const { return !args.quantizes && ((stages && pulls) || counts()); }
 
   // [thread] Give the caller the counts of one expert: its tokens, and its rows with padding.
   __device__ void write_counts(int expert, int tokens, int rows) const {

@@ -53,6 +53,7 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   }
   std::copy(rail_pes.begin(), rail_pes.end(), context_.wire.pe);
   context_.wire.ticks_per_byte = wire_rate > 0 ? static_cast<float>(kTicksPerNs * 1e9 / wire_rate) : 0;
+  context_.wire.straight = wire_rate > 0 ? 1u << context_.node : context_.wire.mapped;
   Cursor of_region(const_cast<char*>(own));
   context_.own = carve_region(of_region, config);
 }

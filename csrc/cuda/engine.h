@@ -101,6 +101,9 @@ class Engine {
   const Config& config() const { return context_.config; }
 
  private:
+  // [host] Return whether rows and sums go straight to all other nodes, or there is none.
+  bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }
+
   Context context_;
   int num_sms_, rail_blocks_;
 };

@@ -46,10 +46,13 @@ struct DispatchRailWarp : RailWarp {
   }
 
   // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
-  // Row and tail of a token have the same offset in the rail peer's inbox as here. Return the time at which they have
-  // crossed, as begin_sending. Called in senders, after `staged` of this rank.
+  // Row and tail of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not staged
+  // come from the caller's tensor. Return the time at which they have crossed, as begin_sending. Called in senders,
+  // after `staged` of this rank.
   __device__ uint32_t send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
+    const char* const rows = params.stages_rows ? staging : params.args.rows;
+    const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
     uint32_t crossed = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
@@ -63,9 +66,9 @@ struct DispatchRailWarp : RailWarp {
           begin_sending(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
       for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        char* const row = staging + token * params.row_stride;
         char* const tail = tails + token * params.tail_bytes;
-        puts.put(to, {row, row, params.args.row_bytes}, {tail, tail, params.tail_bytes});
+        puts.put(to, {staging + token * params.row_stride, rows + token * stride, params.args.row_bytes},
+                 {tail, tail, params.tail_bytes});
       }
     }
     puts.drain();

@@ -10,8 +10,9 @@ struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
-  // experts on this node. Weights go by whole tokens; the owner reads only the columns with experts here. Called in
-  // senders, after `summed`. Return the time at which they have crossed, as begin_sending.
+  // experts on this node. Sums that have gone straight there are only counted. Weights go by whole tokens; the owner
+  // reads only the columns with experts here. Called in senders, after `summed`. Return the time at which all have
+  // crossed, as begin_sending.
   __device__ uint32_t send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
@@ -26,7 +27,7 @@ struct CombineRailWarp : RailWarp {
       if (lanes == 0) continue;
       // Book once for all, as for rows.
       crossed = begin_sending(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
-      for (; lanes != 0; lanes &= lanes - 1) {
+      for (; !context.is_straight(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
         puts.put(to, {context.rail_at_peer(to, &RailArrays::sums) + offset,
                       context.inbox_for(to, &Inbox::staging) + offset, context.row_bytes});

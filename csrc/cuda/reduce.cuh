@@ -151,6 +151,13 @@ struct Reducer {
     return sums_here.wait(op, Phase::kSums, awaited ? (tokens.begin + tokens.num - 1) / kSumChunk : -1);
   }
 
+  // [thread] Return the memory for sums of the tokens of the rail peer on `node`: the peer's own, or staging for
+  // senders.
+  __device__ char* sums_for(int node) const {
+    if (!context.is_straight(node)) return context.inbox_for(node, &Inbox::staging);
+    return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
+  }
+
   // [warp] Queue the sums of a batch; its rows of the table begin at record n. Wait for the addends. Return false after
   // an abort of this rank: then nothing is queued. Without a usable plan the sums of own tokens have no addends: zeros.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
@@ -164,7 +171,7 @@ struct Reducer {
     if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
     // Fill the lane's work.
     Work work{};
-    char* const to = is_own ? params.args.out : context.inbox_for(tokens.node, &Inbox::staging);
+    char* const to = is_own ? params.args.out : sums_for(tokens.node);
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
     work.milestone = is_own ? 0 : tokens.milestone;
     work.num_rows = static_cast<int8_t>(__popc(nodes));

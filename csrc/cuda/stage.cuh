@@ -105,9 +105,8 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
                                                  StagedChunks chunks) {
   const DispatchArgs& args = params.args;
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
-  const bool copies = op.num_ranks() > 1 || !params.reads_own_rows();
   stage_tokens(op, params, share, chunks, [&](size_t token, float*) {
-    if (!copies) return;
+    if (!params.stages_rows) return;
     auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
     copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
   });
