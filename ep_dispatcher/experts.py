@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import checks, waves
+from ep_dispatcher import checks, grouped_gemm, waves
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
 from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 
 ACTIVATIONS = ("swiglu",)
 # [bytes] Grouped GEMMs on a GPU load lines of this size: the rows of both operands have to begin at a multiple of it.
@@ -69,11 +70,15 @@ def moe_mlp(
     if device == "cuda" and intermediate * w2.itemsize % GEMM_LINE:
         allowed = f"a multiple of {GEMM_LINE // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
-    if overlap and waves.can_overlap(buffer, x) and not is_observed((x, topk_idx, topk_weights, w1, w2)):
+    has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
+    if overlap and has_kernels and waves.can_overlap(buffer):
         return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-    assert isinstance(out.x, Tensor)  # as x was given
+    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
     ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+    if has_kernels:
+        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1.contiguous(), w2.contiguous())
+        return combine(buffer, y, out.handle)
     hidden_rows = _grouped_linear(out.x, w1, ends)
     activated = _WeightedSwiglu.apply(hidden_rows, out.topk_weights)
     return combine(buffer, _grouped_linear(activated, w2, ends), out.handle)

@@ -291,7 +291,7 @@ def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tenso
         TensorDescriptor(grad, [num_rows, n], [grad.stride(0), 1], [tile.k, tile.m]),
         TensorDescriptor(rows, [num_rows, k], [rows.stride(0), 1], [tile.k, tile.n]),
         out[0],
-        _addresses(tuple(matrix.data_ptr() for matrix in out), rows.device),
+        _addresses(_pointers(out), rows.device),
         ends,
         num_rows,
         n,
@@ -303,6 +303,13 @@ def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tenso
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _pointers(matrices: Sequence[Tensor]) -> tuple[int, ...]:
+    if isinstance(matrices, Tensor):
+        begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
+        return tuple(range(begin, begin + len(matrices) * step, step))
+    return tuple(matrix.data_ptr() for matrix in matrices)
 
 
 _tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}

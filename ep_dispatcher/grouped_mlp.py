@@ -20,8 +20,8 @@ WriteGrads = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 class _Call:
     """What a forward pass needs beside the tensors that autograd keeps."""
 
-    w1: Sequence[Tensor]
-    w2: Sequence[Tensor]
+    w1: Sequence[Tensor] | Tensor
+    w2: Sequence[Tensor] | Tensor
     keep_activated: bool
     take_grads: Callable[[WriteGrads], None] | None
 
@@ -30,8 +30,8 @@ def grouped_swiglu_mlp(
     rows: Tensor,
     row_weights: Tensor,
     ends: Tensor,
-    w1: Sequence[Tensor],
-    w2: Sequence[Tensor],
+    w1: Sequence[Tensor] | Tensor,
+    w2: Sequence[Tensor] | Tensor,
     *,
     keep_activated: bool = True,
     take_grads: Callable[[WriteGrads], None] | None = None,
@@ -45,7 +45,8 @@ def grouped_swiglu_mlp(
     row_weights     float32 [num_rows]
     ends            int32 [num_experts] on the rows' device: the end of each expert's rows. Rows at or behind ends[-1]
                     are neither read nor written
-    w1              for each expert [2 * intermediate, hidden] of the rows' dtype, as torch.nn.Linear has it
+    w1              for each expert [2 * intermediate, hidden] of the rows' dtype, as torch.nn.Linear has it: a tensor
+                    each, or one tensor of them all
     w2              for each expert [hidden, intermediate], likewise
     keep_activated  False: the backward computes the activation again, and num_rows * intermediate values less are kept
     take_grads      called once in every backward with write(of_w1, of_w2, accumulate). It calls that then or later, on
@@ -62,7 +63,8 @@ def grouped_swiglu_mlp(
             checks.fail(name, weight.dtype, f"{rows.dtype}, as the rows have it")
     call = _Call(w1, w2, keep_activated, take_grads)
     if take_grads is None:
-        return _GroupedSwigluMlp.apply(rows, row_weights, ends, None, call, *w1, *w2)
+        weights = (w1, w2) if isinstance(w1, Tensor) else (*w1, *w2)
+        return _GroupedSwigluMlp.apply(rows, row_weights, ends, None, call, *weights)
     anchor = None  # the backward has to run even where nothing but the weights wants a gradient
     if not (rows.requires_grad or row_weights.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
@@ -88,8 +90,10 @@ class _GroupedSwigluMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, ends, hidden, activated, *weights = ctx.saved_tensors
         call: _Call = ctx.call
-        experts = len(call.w1)
-        w1, w2 = (weights[:experts], weights[experts:]) if weights else (call.w1, call.w2)
+        experts, in_one = len(call.w1), isinstance(call.w1, Tensor)
+        w1, w2 = call.w1, call.w2
+        if weights:
+            w1, w2 = weights if in_one else (weights[:experts], weights[experts:])
         grad = grad.contiguous()
         of_activated = grouped_gemm.linear_grad_rows(grad, w2, ends)
         of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(of_activated, hidden, row_weights, ends)
@@ -104,9 +108,9 @@ class _GroupedSwigluMlp(torch.autograd.Function):
         if call.take_grads is not None:
             call.take_grads(write)
         elif any(ctx.needs_input_grad[5:]):
-            grads = empty_grads(w1), empty_grads(w2)
+            grads = (torch.empty_like(w1), torch.empty_like(w2)) if in_one else (empty_grads(w1), empty_grads(w2))
             write(*grads, False)
-            of_weights = [*grads[0], *grads[1]]
+            of_weights = grads if in_one else [*grads[0], *grads[1]]
         return of_rows, of_row_weights, None, None, None, *of_weights
 
 

@@ -36,9 +36,9 @@ from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Wav
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def can_overlap(buffer: Buffer, x: Tensor) -> bool:
-    """Whether this buffer and these kernels can: not on a CPU, and not with the direct plans of few tokens."""
-    return buffer._live_engine().has_waves and grouped_gemm.has_kernels(x)
+def can_overlap(buffer: Buffer) -> bool:
+    """Whether this buffer can: not on a CPU, not with the direct plans of few tokens, and not between nodes."""
+    return buffer._live_engine().has_waves
 
 
 def overlapped_mlp(

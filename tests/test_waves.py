@@ -55,13 +55,13 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def both_ways(rank: int, per_node: int, kinds: list[str]) -> None:
+def both_ways(rank: int, kinds: list[str]) -> None:
     device_of("cuda", rank)
-    with make_buffer(ranks_per_node=per_node) as buffer:
+    with make_buffer() as buffer:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, seed=step)
-            assert waves.can_overlap(buffer, given[0])
+            assert waves.can_overlap(buffer)
             plain = run_layer(buffer, given, overlap=False)
             enough = TOPK * MAX_TOKENS * dist.get_world_size()
             for options in ({}, dict(max_recv_rows=enough)):
@@ -72,10 +72,10 @@ def both_ways(rank: int, per_node: int, kinds: list[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-@pytest.mark.parametrize("num_ranks, per_node", [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
-def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks, per_node):
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
     """Whatever the routing, and whatever the tokens of the ranks; none among them."""
-    pools(num_ranks).run(both_ways, per_node, ["uniform", "hot", "few", "one expert", "uniform", "uniform"])
+    pools(num_ranks).run(both_ways, ["uniform", "hot", "few", "one expert", "uniform", "uniform"])
 
 
 def in_a_graph(rank: int) -> None:
@@ -171,6 +171,6 @@ def on_a_cpu(rank: int) -> None:
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
         x, w1, w2 = torch.randn(5, 16), torch.randn(2, 8, 16), torch.randn(2, 16, 4)
         idx, weights = torch.rand(5, 4).topk(2).indices, torch.rand(5, 2)
-        assert not waves.can_overlap(buffer, x)
+        assert not waves.can_overlap(buffer)
         plain = ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=False)
         assert torch.equal(ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=True), plain)

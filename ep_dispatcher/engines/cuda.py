@@ -115,7 +115,7 @@ class CudaEngine:
             config.dtype.itemsize,
         )
         c.plans_directly = shape.plans_directly
-        self.has_waves = not shape.plans_directly
+        self.has_waves = topology.num_nodes == 1 and not shape.plans_directly
 
         def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
