@@ -291,7 +291,7 @@ def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tenso
         TensorDescriptor(grad, [num_rows, n], [grad.stride(0), 1], [tile.k, tile.m]),
         TensorDescriptor(rows, [num_rows, k], [rows.stride(0), 1], [tile.k, tile.n]),
         out[0],
-        _addresses(_pointers(out), rows.device),
+        _addresses(out, rows.device),
         ends,
         num_rows,
         n,
@@ -305,19 +305,16 @@ def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tenso
     )
 
 
-def _pointers(matrices: Sequence[Tensor]) -> tuple[int, ...]:
-    if isinstance(matrices, Tensor):
-        begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        return tuple(range(begin, begin + len(matrices) * step, step))
-    return tuple(matrix.data_ptr() for matrix in matrices)
-
-
 _tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """The addresses on the device. Gradients stay where they are, so a table is copied there once."""
-    key = addresses, device
+def _addresses(matrices: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The addresses of the matrices, int64 on the device."""
+    if isinstance(matrices, Tensor):
+        begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
+        return torch.arange(begin, begin + len(matrices) * step, step, device=device)
+    addresses = tuple(matrix.data_ptr() for matrix in matrices)
+    key = addresses, device  # Megatron's gradients stay where they are, so their table is copied once
     if key not in _tables:
         if len(_tables) >= 4096:  # of matrices that come and go
             _tables.clear()

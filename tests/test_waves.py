@@ -123,7 +123,7 @@ def mistakes(rank: int) -> None:
         wrong = idx.clone()
         wrong[17, 2] = 10_000 if rank == 0 else wrong[17, 2]
         for found, how in ((wrong, {}), (idx, dict(max_recv_rows=10))):
-            with pytest.raises(ValueError, match="topk_idx: given 10000|max_recv_rows"):
+            with pytest.raises(ValueError, match=r"topk_idx\[17, 2\]: given 10000|max_recv_rows"):
                 ep.moe_mlp(buffer, x, found, *others, **how)
                 buffer.check()
             dist.barrier()
