@@ -86,7 +86,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("dtype", &Config::dtype)
-      .def_readwrite("plans_directly", &Config::plans_directly);
+      .def_readwrite("plans_directly", &Config::plans_directly)
+      .def_readwrite("window_chunk", &Config::window_chunk)
+      .def_readwrite("window_chunks", &Config::window_chunks);
 
   py::class_<Waves> waves(m, "Waves", py::module_local());
   waves.def(py::init<>()).def_readwrite("pieces_of_row", &Waves::pieces_of_row);

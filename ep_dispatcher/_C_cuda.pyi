@@ -90,6 +90,8 @@ class Config:
     hidden: int
     dtype: DType
     plans_directly: bool
+    window_chunk: int
+    window_chunks: int
     def __init__(self) -> None: ...
 
 class Waves:

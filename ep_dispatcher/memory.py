@@ -27,6 +27,12 @@ VECTOR = 16  # bytes; kVector
 TOKEN_CHUNK, ITEM_CHUNK, SUM_CHUNK = 1024, 512, 512  # kTokenChunk, kItemChunk, kSumChunk
 SCALE_BLOCK = 128  # kScaleBlock
 
+# Between nodes: tokens of all rail peers together whose partial sums have slots at a time, of each rank of the node. So
+# slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is reduced, pushes
+# fill the others.
+WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
+MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
+
 STATE_BYTES = 2264  # sizeof(State), csrc/cuda/state.h
 CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
@@ -119,7 +125,23 @@ class Shape:
         words = self.num_experts * -(-self.max_tokens // 32)
         return self.num_nodes == 1 and self.choices <= 16384 and words <= 4096
 
+    @property
+    def window_chunk(self) -> int:
+        """Tokens of a chunk of a source on another node; a multiple of 16, which a warp takes at once."""
+        share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
+        return max(share, round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
+
+    @property
+    def window_chunks(self) -> int:
+        return WINDOW_CHUNKS
+
+    @property
+    def window_slots(self) -> int:
+        """Slots of a rank for a source on another node."""
+        return min(self.max_tokens, self.window_chunks * self.window_chunk)
+
     def chunks(self, length: int) -> int:
+        """How many chunks of ``length`` hold all tokens."""
         return -(-self.max_tokens // length)
 
 
@@ -249,7 +271,6 @@ def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:
 def _carve_inbox(c: Cursor, s: Shape) -> None:
     """``carve_inbox`` of csrc/cuda/region.h."""
     c.take("staging", s.max_tokens * s.slot_stride, LINE)
-    c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
     c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
     c.take("tails", s.max_tokens * s.tail_bytes)
     c.take("weights", s.max_tokens * s.weights_bytes)
@@ -262,18 +283,20 @@ def _carve_rail(c: Cursor, s: Shape) -> None:
     c.take("tables", s.max_tokens * s.table_bytes)  # that go out
     c.take("tables", s.max_tokens * s.table_bytes)  # that come in
     c.take("weights", s.max_tokens * s.weights_bytes)
+    c.take("slots", s.ranks_per_node * s.window_slots * s.slot_stride, LINE)
 
 
 def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     """``carve_region`` of csrc/cuda/region.h."""
     others = s.num_nodes - 1
     token_chunks, item_chunks, sum_chunks = s.chunks(TOKEN_CHUNK), s.chunks(ITEM_CHUNK), s.chunks(SUM_CHUNK)
-    all_item_chunks = item_chunks if s.num_nodes == 1 else 2 * item_chunks  # from the own node, and from others
+    far_chunks = s.chunks(s.window_chunk) if others else 0
     flags = [s.num_ranks] * 3  # aborted, called, listed
     flags += [s.num_ranks * token_chunks]  # staged
     flags += [s.ranks_per_node] * 2  # consumed, slots_free
-    flags += [s.ranks_per_node * all_item_chunks]  # pushed
-    flags += [others * sum_chunks] * 2  # summed, sums_here
+    flags += [s.ranks_per_node * (far_chunks + item_chunks)]  # pushed
+    flags += [s.ranks_per_node * far_chunks]  # freed
+    flags += [others * far_chunks, others * sum_chunks]  # summed, sums_here
     flags += [others] * 2  # call_arrived, items_arrived
     flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
     for count in flags:
@@ -281,6 +304,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
     c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # counts
     c.take("choices", 2 * 2 * s.choices if s.plans_directly else 0)
+    c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
     c.repeat(s.num_nodes, _carve_inbox, s)
     if others:
         c.repeat(others, _carve_rail, s)
@@ -289,9 +313,10 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
 def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
     """``carve_state`` of csrc/cuda/state.h."""
     others, sum_chunks, token_chunks = s.num_nodes - 1, s.chunks(SUM_CHUNK), s.chunks(TOKEN_CHUNK)
+    far_chunks = s.chunks(s.window_chunk) if others else 0
     counters = [token_chunks]  # staged_done
-    counters += [s.chunks(ITEM_CHUNK) * (1 if s.num_nodes == 1 else 2)]  # pushed_done
-    counters += [others * sum_chunks, others]  # summed_done, items_sent
+    counters += [far_chunks + s.chunks(ITEM_CHUNK)]  # pushed_done
+    counters += [others * far_chunks, others]  # summed_done, items_sent
     counters += [others * token_chunks, others * sum_chunks]  # rows_sent, sums_sent
     c.take("counters", STATE_BYTES)
     for count in counters:

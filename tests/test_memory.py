@@ -59,6 +59,7 @@ def config_of(module, sizes: dict):
             config.num_nodes, config.ranks_per_node, *(sizes[name] for name in names), sizes["dtype"].itemsize
         )
         config.plans_directly = shape.plans_directly
+        config.window_chunk, config.window_chunks = shape.window_chunk, shape.window_chunks
     return config
 
 
@@ -110,8 +111,10 @@ def test_documented_cases():
         large = [found.region.get(name, 0) for name in ("slots", "staging", "sums")]
         cells = [f"{size / 2**20:,.1f}" for size in (*large, found.total - sum(large), found.total)]
         assert f"| {' | '.join(cells[:-1])} | **{cells[-1]}** |" in PAGE
-    slots = found.region["slots"]
-    assert f"{slots / found.total:.0%}".replace("%", " %") in PAGE and f"{slots * 7 / 8 / 2**20:,.1f} MiB" in PAGE
+    slots, of_one_node = found.region["slots"], ep.buffer_bytes(**EP8).region["slots"]
+    assert f"{slots / found.total:.0%}".replace("%", " %") in PAGE
+    for size in (7 * of_one_node, slots - of_one_node):
+        assert f"{size / 2**20:,.1f} MiB" in PAGE
     assert f"{ep.buffer_bytes(**EP8, engine='cpu').total / 2**20:,.1f} MiB" in PAGE
     assert f"one.total            # {found.total} bytes" in PAGE and f"# {slots} of them" in PAGE
 
@@ -132,12 +135,12 @@ def test_the_documented_formulas(seed):
         round_up=memory.round_up,
         ceil=math.ceil,
         min=min,
+        max=max,
     )
     given["s"] = memory.round_up(given["row"], 128 if given["row"] < 4096 else 1024)
     given["P"], given["a"] = min(given["L"], given["topk"]), 1 + 5 * given["L"]
     given["K"], given["S"] = math.ceil(given["T"] / 1024), math.ceil(given["T"] / 512)
     given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
-    given["Q"] = given["S"] * (1 if given["N"] == 1 else 2)
     choices, words = given["L"] * given["T"] * memory.round_up(given["topk"], 8), given["E"] * -(-given["T"] // 32)
     given["d"] = int(given["N"] == 1 and choices <= 16384 and words <= 4096)
 
@@ -145,7 +148,9 @@ def test_the_documented_formulas(seed):
         text = re.sub(r"\b(\d+)([a-zA-Z])", r"\1 * \2", text.split(", with")[0])
         return eval(text, {"__builtins__": {}}, given)
 
-    for name in ("item", "tail", "flags", "counters"):
+    given["C"] = evaluate(re.search(r"^C +=(.*)$", PAGE, re.MULTILINE)[1]) if given["N"] > 1 else 1
+    given["F"] = math.ceil(given["T"] / given["C"]) if given["N"] > 1 else 0
+    for name in ("W", "item", "tail", "flags", "counters"):
         given[name] = evaluate(re.search(rf"^{name} += (.*)$", PAGE, re.MULTILINE)[1])
     cuda, cpu = PAGE.split("## The CPU engine")
     for engine, text in (("cuda", cuda), ("cpu", cpu)):
@@ -158,6 +163,23 @@ def test_the_documented_formulas(seed):
         assert found.keys() <= said.keys()
         for name, formula in said.items():
             assert 0 <= found.get(name, 0) - formula < 64 * 20 * given["N"], (engine, name)
+
+
+def test_many_nodes_fit():
+    """Windows bound what a rank has for its rail peers."""
+    most = 1536 * 2**20
+    assert ep.buffer_bytes(**EP64).total <= most < ep.buffer_bytes(**EP64 | dict(max_tokens_per_rank=8192)).total
+    slots = [ep.buffer_bytes(**EP8 | dict(num_ranks=8 * n, ranks_per_node=8)).region["slots"] for n in (1, 2, 4, 8)]
+    assert all(0 < more - slots[0] <= 8 * 2048 * 14336 for more in slots[1:])
+
+
+@pytest.mark.parametrize("nodes", range(2, 9))
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 70_000, 2**19])
+def test_windows(nodes, tokens):
+    shape = memory.Shape(nodes, 8, 256, 8, tokens, 7168, 2)
+    assert shape.window_chunk % 16 == 0 and 64 <= shape.window_chunk <= 512
+    assert shape.chunks(shape.window_chunk) <= memory.MAX_WINDOW_CHUNKS
+    assert shape.window_slots == min(tokens, 4 * shape.window_chunk)
 
 
 def test_arguments_left_at_their_defaults(monkeypatch):

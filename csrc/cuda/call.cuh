@@ -70,12 +70,14 @@ __device__ inline Phase phase_of_calls(const Op& op) {
 // `keeps`, block 0 keeps a difference as the operation's mistake.
 // After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
 // After kDiffer all partial sums pushed to this rank have arrived, and no other data is sent to it. No rank reads them.
-__device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
+// Without `drains` they may still be on their way: for a warp that has to raise flags of its own pushes first.
+__device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   // Wait for the Calls and compare.
   if (!wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch)) return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
+  if (!drains) return Verdict::kDiffer;
   // Keep the difference.
   const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
   const int chunks = lane < op.ranks_per_node() ? __ldcg(&call_at(op, local_rank)->num_chunks) : 0;
@@ -88,7 +90,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true) {
   }
   // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still store data here.
   ChunkFlags pushed =
-      chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank());
+      chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank());
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
 }
 

@@ -19,7 +19,7 @@ using Block = Team<0, 0, Pipeline::kThreads>;
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (!params.pushes) return 0;
   if (!params.reduces) return op.num_blocks;
-  if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all push, then all reduce
+  if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all do both
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
   const float push = static_cast<float>(head.num_rows) + head.num_items;
@@ -49,43 +49,60 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 }
 
 // [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree;
-// with factors before both. Called in the preparing warp. The other warps of the pipeline stop afterwards, whatever the
-// verdict. Return kAborted after an abort of this rank, else the verdict of `agree`.
+// with factors before both. A block that makes sums for other nodes too makes the early ones between its pushes. The
+// first of two launches ends with the pushes, and the second one makes the sums that are left. Called in the preparing
+// warp. The other warps of the pipeline stop afterwards, whatever the verdict. Return kAborted after an abort of this
+// rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   Preparer preparer{memory.pipeline, num_teams};
-  const bool agrees_first = params.shares_factors();
-  Verdict verdict = agrees_first ? agree(op) : Verdict::kAgree;
-  if (agrees_first && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
-    verdict = Verdict::kAborted;
-  if (verdict == Verdict::kAgree && pushers.block < pushers.num_blocks &&
-      !push_items(op, params, pushers, memory, preparer))
-    verdict = Verdict::kAborted;
   // The second of two launches does not keep a difference: the first one did.
-  if (params.reduces && !agrees_first && verdict != Verdict::kAborted) verdict = agree(op, params.pushes);
-  if (params.reduces && verdict == Verdict::kAgree && !Reducer(op, params, memory.tokens, for_others).run(preparer))
+  const bool agrees_first = params.shares_factors() || !params.pushes;
+  Verdict verdict = agrees_first ? agree(op, params.pushes) : Verdict::kAgree;
+  if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
+  memory.sources.fill(op.context, params.plan.head->item_begin);
+  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
+  Reducer reducer(op, params, memory.tokens, for_others);
+  for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
+    until = Pusher::kAllSums;
+    if (pushers.has_block()) verdict = pusher.run(preparer, until);
+    const bool has_pushed = until == Pusher::kAllSums;
+    if (verdict == Verdict::kAborted || (has_pushed && !params.reduces)) break;
+    if (has_pushed && !agrees_first) verdict = agree(op);
+    if (verdict == Verdict::kAgree && !reducer.run(preparer, until)) verdict = Verdict::kAborted;
+    pusher.skip_sums(reducer.next_chunk());
+  }
+  memory.items.drain();
+  memory.tokens.drain();
   preparer.end();
   return verdict;
 }
 
 // [thread] Count this warp in for a milestone, after its last store for this chunk and __syncwarp. The last warp of all
-// blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. Called in summing warps.
-// `pushed` covers the weights of the block too: a barrier of the block has followed push_weights.
-__device__ void finish_milestone(const Op& op, const CombineMemory& memory, const Part& pushers, const Part& for_others,
-                                 int milestone) {
+// blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's sums
+// of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip milestones that other blocks,
+// or another launch, count. `pushed` covers the weights of the block too: a barrier of the block has followed
+// push_weights.
+__device__ void finish_milestone(const Op& op, const CombineParams& params, const CombineMemory& memory,
+                                 const Part& pushers, const Part& for_others, int milestone) {
   const Context& context = op.context;
+  const Milestones milestones = milestones_of(context);
   const auto arrivals = [](uint32_t* in_block, uint32_t* in_grid, const Part& part) {
     return ChunkArrivals{in_block, Pipeline::kSummingWarps, in_grid, static_cast<uint32_t>(part.num_blocks)};
   };
-  const SumMilestones sums{context};
-  if (milestone < sums.first()) {
-    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(milestone))
-      raise_on_node(context, context.own.pushed + context.local * context.max_item_chunks + milestone, op.epoch);
-  } else {
-    const int flag = sums.flag(milestone);
-    if (arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag))
-      ptx::store_relaxed(context.own.summed + flag, op.epoch);
+  const int chunk = milestones.at(milestone);
+  if (chunk >= 0) {
+    if (!pushers.has_block()) return;
+    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk))
+      raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
+  } else if (for_others.has_block() && (params.pushes || ~chunk >= milestones.num_early_sums())) {
+    const int n = ~chunk, far = n / milestones.others;
+    const int flag = context.other(node_of_sum(context, n)) * milestones.far + far;
+    if (!arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag)) return;
+    ptx::store_relaxed(context.own.summed + flag, op.epoch);
+    if ((n + 1) % milestones.others == 0)
+      raise_on_node(context, context.own.freed + context.local * milestones.far + far, op.epoch);
   }
 }
 
@@ -114,7 +131,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   begin_waves(params.args.waves);
   if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
   const Part pushers{op.block, num_push_blocks(op, params)};
-  const bool pushes = pushers.block < pushers.num_blocks, is_rail = op.block >= op.num_blocks;
+  const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
   const Part for_others{op.block - first, op.num_blocks - first};
@@ -124,8 +141,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Initialise shared memory. Wait for free slots before the first push. Announce.
   bool ok = true;
   memory.pipeline.init(kNumTeams);
-  for (int i = threadIdx.x; i < context.max_item_chunks; i += Pipeline::kThreads) memory.pushed[i] = 0;
-  for (int i = threadIdx.x; i < context.config.num_others() * context.max_sum_chunks; i += Pipeline::kThreads)
+  for (int i = threadIdx.x; i < context.max_pushed_chunks; i += Pipeline::kThreads) memory.pushed[i] = 0;
+  for (int i = threadIdx.x; i < context.config.num_others() * context.max_far_chunks; i += Pipeline::kThreads)
     memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
@@ -157,8 +174,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         verdict = prepare(op, params, pushers, for_others, memory, kNumTeams);
         break;
       case Pipeline::Role::kSum:
-        consume<Summing>(memory.pipeline, pushes ? 0 : context.max_item_chunks,
-                         [&](int milestone) { finish_milestone(op, memory, pushers, for_others, milestone); });
+        consume<Summing>(memory.pipeline,
+                         [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
     }
 
   // Count this block in. The last one hands the slots back and completes the operation.

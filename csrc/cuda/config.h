@@ -18,7 +18,8 @@ constexpr int kMaxTopk = 32;                       // columns of topk_idx; each 
 // python -m ep_dispatcher.bench --engine cuda
 constexpr int kTokenChunk = 1024;
 constexpr int kItemChunk = 512;
-constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes
+constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes. Partial sums for tokens of
+                                  // other nodes have Config::window_chunk tokens per flag
 constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
@@ -51,6 +52,9 @@ struct Config {
   int hidden = 1;
   DType dtype = DType::kBFloat16;
   bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
+  // The window of a source on another node: the tokens with slots here at a time, in chunks (Shape of memory.py).
+  int window_chunk = 1;   // [tokens] of a chunk
+  int window_chunks = 1;  // chunks with slots
 
   EP_HOST_DEVICE int num_ranks() const { return num_nodes * ranks_per_node; }
   EP_HOST_DEVICE int node_of(int r) const { return r / ranks_per_node; }
@@ -64,10 +68,18 @@ struct Config {
   // Return the most chunks of one rank's tokens: in staging, or of sums between nodes.
   EP_HOST_DEVICE int max_token_chunks() const { return (max_tokens + kTokenChunk - 1) / kTokenChunk; }
   EP_HOST_DEVICE int max_sum_chunks() const { return (max_tokens + kSumChunk - 1) / kSumChunk; }
-  // Return the first chunk of `pushed` for items from the own node. Items from other nodes come before: they are pushed
-  // first. A list has at most max_tokens items.
-  EP_HOST_DEVICE int first_own_chunk() const { return num_nodes == 1 ? 0 : (max_tokens + kItemChunk - 1) / kItemChunk; }
-  EP_HOST_DEVICE int max_item_chunks() const { return first_own_chunk() + (max_tokens + kItemChunk - 1) / kItemChunk; }
+  // Return the most chunks of a source's tokens on another node: chunks of tokens, the same for all ranks that push.
+  EP_HOST_DEVICE int max_far_chunks() const {
+    return num_nodes == 1 ? 0 : (max_tokens + window_chunk - 1) / window_chunk;
+  }
+  // Return the slots of one rank for one source on another node.
+  EP_HOST_DEVICE int window_slots() const {
+    return max_tokens < window_chunk * window_chunks ? max_tokens : window_chunk * window_chunks;
+  }
+  // Return the most chunks of items from the own node. A list has at most max_tokens items.
+  EP_HOST_DEVICE int max_own_chunks() const { return (max_tokens + kItemChunk - 1) / kItemChunk; }
+  // Return the chunks of `pushed`. Those of tokens of other nodes come before: they are pushed first.
+  EP_HOST_DEVICE int max_pushed_chunks() const { return max_far_chunks() + max_own_chunks(); }
 
   // Sizes for the host. Kernels find them in Context.
   size_t row_bytes() const { return hidden * size_of(dtype); }

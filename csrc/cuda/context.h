@@ -36,7 +36,8 @@ struct Context {
   int node, local;                               // of this rank
   int num_ranks, num_local_experts, max_copies;  // copies of Config's results, as below: kernels need no division
   uint8_t nodes[kMaxRanks];                      // node of each rank
-  int item_ints, table_ints, counts_ints, max_token_chunks, max_item_chunks, max_sum_chunks;  // as in Config
+  int item_ints, table_ints, counts_ints, max_token_chunks, max_sum_chunks;  // as in Config
+  int max_far_chunks, max_pushed_chunks, window_slots;                       // as in Config
   uint32_t row_bytes, slot_stride;
   uint64_t timeout_ns;  // limit of a single wait for peers
   Peers peers;

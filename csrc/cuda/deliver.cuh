@@ -70,6 +70,17 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   }
 }
 
+// [thread] Write where the chunks of a source's tokens begin in its list, to a new plan (Plan::chunk_begin). Each item
+// writes the chunks that begin with it, and the last one those behind it too. `token`: of item `number`;
+// `token_before`: of the item before it, or -1.
+__device__ inline void keep_chunks(const Context& context, const Plan& plan, int source, int number, bool is_last,
+                                   int token_before, int token) {
+  const int length = context.config.window_chunk, end = is_last ? context.max_far_chunks : token / length + 1;
+#pragma unroll 1
+  for (int chunk = token_before < 0 ? 1 : token_before / length + 1; chunk < end; ++chunk)
+    plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
+}
+
 // [team] Deliver the tails of this block's share of the items, 32 items per warp at a time. With a new plan, also copy
 // the items to it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails, if there
 // are tails. Return false after an abort of this rank: a warp may then leave alone, so no barrier of the helpers may
@@ -105,6 +116,18 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
         for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
       }
       token = item.token();
+    }
+    // Between nodes, keep where the chunks of pushes begin, if there are several.
+    if (context.max_far_chunks > 1 && params.new_plan) {
+      int before = __shfl_up_sync(~0u, token, 1);
+      if (lane < num_here && context.node_of(source) != context.node) {
+        const int number = index - head.item_begin[source];
+        if (number == 0)
+          before = -1;
+        else if (lane == 0)
+          before = *item_at_source(context, source, op.rank(), number - 1);
+        keep_chunks(context, params.plan, source, number, index + 1 == head.item_begin[source + 1], before, token);
+      }
     }
     // Wait for the tails, and deliver the weights.
     if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;

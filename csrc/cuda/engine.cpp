@@ -32,8 +32,10 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.table_ints = config.table_ints();
   context_.counts_ints = Counts::ints(config);
   context_.max_token_chunks = config.max_token_chunks();
-  context_.max_item_chunks = config.max_item_chunks();
   context_.max_sum_chunks = config.max_sum_chunks();
+  context_.max_far_chunks = config.max_far_chunks();
+  context_.max_pushed_chunks = config.max_pushed_chunks();
+  context_.window_slots = config.window_slots();
   context_.row_bytes = static_cast<uint32_t>(config.row_bytes());
   context_.slot_stride = static_cast<uint32_t>(config.slot_stride());
   context_.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);

@@ -37,6 +37,11 @@ __device__ inline int32_t* items_for(const Context& context, int receiver) {
 // Sources of a rank's items, in shared memory. Ranks of the own node come first, then other nodes. Each rank begins
 // with itself, so different ranks read from different sources at a time: all links are busy.
 struct SourceOrder {
+  // An item: its source, and its number in the source's list.
+  struct Position {
+    int source, number;
+  };
+
   int32_t *ranks, *num_items;  // [num_ranks] rank of each source, and its items for this rank
 
   // [host] [thread] Lay out the memory of several warps, or measure it. Return that of one warp.
@@ -57,42 +62,17 @@ struct SourceOrder {
     }
     __syncwarp();
   }
-};
 
-// Order of all items of a rank, in two sections: items from the own node, and items from other nodes. A section begins
-// with the first item of each source, then has the second of each, and so on.
-struct ItemOrder {
-  const SourceOrder sources;
-  const int num_own, num_ranks;  // sources on the own node, and in all
-  const bool own_first;          // whether the own node is the first section
-  int num_in_first;              // items of the first section
-
-  // [thread] Count the items of the first section. SourceOrder::fill has been called.
-  __device__ ItemOrder(const SourceOrder& sources, const Context& context, bool own_first)
-      : sources(sources), num_own(context.config.ranks_per_node), num_ranks(context.num_ranks), own_first(own_first) {
-    num_in_first = 0;
-#pragma unroll 1
-    for (int i = begin_of(0); i < end_of(0); ++i) num_in_first += sources.num_items[i];
-  }
-
-  // An item: its source, and its number in the source's list.
-  struct Position {
-    int source, number;
-  };
-
-  // [thread] Return the n-th item of the order; there are more than n. `step`: the caller's warp takes every step-th
-  // item.
-  __device__ Position at(int n, int step) const {
-    // Find the section, and n in it.
-    const int section = n >= num_in_first, begin = begin_of(section), end = end_of(section);
-    n -= section * num_in_first;
+  // [thread] Return the n-th item of the sources [begin, end); there are more than n. First come the first items of all
+  // these sources, then the second ones, and so on. `step`: the caller's warp takes every step-th item.
+  __device__ Position at(int n, int begin, int end, int step) const {
     // Find the item's number, and then its source.
     int low = 0, before = 0;  // `before` items have a number below `low`
     while (true) {
       int with_more = 0, high = INT32_MAX;  // sources with more than `low` items, and the fewest items of such a source
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
-        const int count = sources.num_items[i];
+        const int count = num_items[i];
         with_more += count > low;
         if (count > low) high = min(high, count);
       }
@@ -103,18 +83,36 @@ struct ItemOrder {
         // Rotate the sources from time to time, in the same way for all items with this number. Otherwise a warp would
         // stay with one source if `step` is a multiple of with_more.
         int turn = (inside % with_more + (n - inside % with_more) / step) % with_more, i = begin;
-        while (sources.num_items[i] <= low || turn-- > 0) ++i;
-        return {sources.ranks[i], number};
+        while (num_items[i] <= low || turn-- > 0) ++i;
+        return {ranks[i], number};
       }
       before += width;
       low = high;
     }
   }
+};
 
- private:
-  // [thread] Return the sources of a section, as a range of SourceOrder::ranks.
-  __device__ int begin_of(int section) const { return (section == 0) == own_first ? 0 : num_own; }
-  __device__ int end_of(int section) const { return (section == 0) == own_first ? num_own : num_ranks; }
+// Order of all items of a rank: first those from the own node, then those from other nodes. In each of the two,
+// SourceOrder::at.
+struct ItemOrder {
+  using Position = SourceOrder::Position;
+
+  const SourceOrder sources;
+  const int num_own, num_ranks;  // sources on the own node, and in all
+  int num_in_first;              // items from the own node
+
+  // [thread] Count the items from the own node. SourceOrder::fill has been called.
+  __device__ ItemOrder(const SourceOrder& sources, const Context& context)
+      : sources(sources), num_own(context.config.ranks_per_node), num_ranks(context.num_ranks), num_in_first(0) {
+#pragma unroll 1
+    for (int i = 0; i < num_own; ++i) num_in_first += sources.num_items[i];
+  }
+
+  // [thread] Return the n-th item of the order; there are more than n. `step` as there.
+  __device__ Position at(int n, int step) const {
+    const bool is_own = n < num_in_first;
+    return sources.at(is_own ? n : n - num_in_first, is_own ? 0 : num_own, is_own ? num_own : num_ranks, step);
+  }
 };
 
 }  // namespace ep::cuda

@@ -282,13 +282,13 @@ struct Issuer {
   }
 };
 
-// [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. `milestone` is the first of this
-// block. Called in summing warps.
+// [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. Called in summing warps.
 //   finish(milestone): called by lane 0 of each warp for each milestone in turn, after the warp's stores for it
 template <class Summing, class Finish>
-__device__ void consume(const Pipeline& pipeline, int milestone, const Finish& finish) {
+__device__ void consume(const Pipeline& pipeline, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
   const int thread = threadIdx.x % Summing::kThreads;  // in the team, in some order
+  int milestone = 0;                                   // first one not yet finished
   for (int n = team;; n += Pipeline::kSummingWarps / Summing::kWarps) {
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));

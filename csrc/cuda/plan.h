@@ -38,7 +38,10 @@ struct Plan {
   uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
   uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes
   uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Only with several nodes
-  int32_t* items;        // [capacity, item_ints] received items, by source rank and number
+  // [max_far_chunks, num_ranks] by chunk of tokens and source on another node: the number of its first item here with a
+  // token in this chunk or a later one. Unwritten for chunk 0, where it is 0, and for sources without items here.
+  int32_t* chunk_begin;
+  int32_t* items;  // [capacity, item_ints] received items, by source rank and number
 };
 
 // [host] Lay out a plan for `capacity` received items, or measure it.
@@ -52,6 +55,7 @@ inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   plan.sent_k = c.take<uint32_t>(tokens);
   plan.sent_nodes = c.take<uint32_t>(tokens_of_nodes);
   plan.k_node = c.take<uint8_t>(tokens_of_nodes * config.num_topk);
+  plan.chunk_begin = c.take<int32_t>(static_cast<size_t>(config.max_far_chunks()) * config.num_ranks());
   plan.items = c.take<int32_t>(capacity * config.item_ints());
   return plan;
 }

@@ -65,7 +65,7 @@ struct Puller {
         step(op.num_blocks * Movers::kWarps),
         num(first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0),
         memory(memory_of(op, params, head, shared)),
-        order(memory.sources, op.context, !params.args.waves.done),
+        order(memory.sources, op.context),
         room(pieces.num_places) {
     memory.records.begin(num);
     if (lane == 0) init_places(memory.full);

@@ -1,18 +1,18 @@
-// Pushing: the partial sum of every item is stored in the inbox of its source on this node. The inbox of a source on
-// another node is kept here by the source's rail peer.
+// Pushing: the partial sum of every item is stored in a slot of its source on this node. The slots of a source on
+// another node are kept here by the source's rail peer: a window of its tokens.
 #pragma once
 #include "cuda/combine.cuh"
 
 namespace ep::cuda {
 
-// [thread] Return the end of this rank's chunks of a combine: first those of items from other nodes, then, from
-// Config::first_own_chunk on, those of items from this node. This rank raises the flags of all chunks before the end,
-// also of empty ones: Call::num_chunks promises it.
+// [thread] Return the end of this rank's chunks of a combine: first those of tokens of other nodes, then those of items
+// from this node. This rank raises the flags of all chunks before the end, also of empty ones: Call::num_chunks
+// promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   int most = 0;
   for (int rank = op.first_local_rank(), end = rank + op.ranks_per_node(); rank < end; ++rank)
     most = max(most, head.item_begin[rank + 1] - head.item_begin[rank]);
-  return op.context.config.first_own_chunk() + num_item_chunks(most);
+  return op.context.max_far_chunks + num_item_chunks(most);
 }
 
 // [block] Write the factors of own tokens to this rank's inbox, where the ranks of the node and the senders read them.
@@ -68,70 +68,263 @@ __device__ inline bool wait_for_experts(const Op& op, const CombineParams& param
   return true;
 }
 
-// [warp] Queue the sums of this part's items, chunk by chunk; ItemOrder keeps all links busy. Called in the preparing
-// warp, once slots are free, and with factors once these are here. Wait only for own loads, for room in the queue, and
-// with waves for the experts. Return false after an abort of this rank. Afterwards no load of items is under way; sums
-// may be.
-__device__ inline bool push_items(const Op& op, const CombineParams& params, const Part& part, CombineMemory& memory,
-                                  Preparer& preparer) {
-  constexpr int kBatch = Records::kBatch;
-  const Context& context = op.context;
-  const Plan& plan = params.plan;
-  const PlanHead& head = *plan.head;
-  const int lane = threadIdx.x % 32, item_ints = context.item_ints, max_copies = context.max_copies;
-  const bool expert_layout = head.has_expert_layout();
-  memory.sources.fill(context, head.item_begin);
-  const ItemOrder order(memory.sources, context, false);  // items from other nodes first: their sums travel on
-  const int num = part.block < head.num_items ? (head.num_items - 1 - part.block) / part.num_blocks + 1 : 0;
-  Records& items = memory.items;
-  const auto index_of = [&](const ItemOrder::Position& position) {
-    return static_cast<size_t>(head.item_begin[position.source] + position.number);
-  };
-  const auto where = [&](int n) {
-    const ItemOrder::Position position = order.at(part.block + n * part.num_blocks, part.num_blocks);
-    memory.positions[n % (2 * kBatch)] = position;
-    return plan.items + index_of(position) * item_ints;
+// Items of a rank to be pushed for tokens of other nodes, chunk by chunk: all of a chunk come before those of the next.
+// In a chunk they are ordered by source, beginning with the own local index.
+struct FarItems {
+  const Context& context;
+  const Plan& plan;
+  const SourceOrder sources;
+  int *const ends, *const shifts;  // [num_ranks] by source: the end of its items among all of this chunk; the number of
+                                   // an item there, minus its number in the source's list
+  const int lane, num_sources;     // sources on other nodes
+  int chunk = -1;                  // this chunk
+  int num_left = 0;                // items of later chunks
+  int end[kRankWords], later[kRankWords];  // of source `lane` + 32 * i: the end of this chunk's items in its list, and
+                                           // of the next chunk's
+
+  // [warp] Stand before the first chunk. SourceOrder::fill has been called.
+  __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
+      : context(context),
+        plan(plan),
+        sources(memory.sources),
+        ends(memory.far_ends),
+        shifts(memory.far_shifts),
+        lane(threadIdx.x % 32),
+        num_sources(context.num_ranks - context.config.ranks_per_node) {
+#pragma unroll
+    for (int i = 0; i < kRankWords; ++i) {
+      end[i] = 0;
+      later[i] = first_of(i, 1);
+      num_left += items_of(i);
+    }
+    num_left = __reduce_add_sync(~0u, num_left);
+  }
+
+  // [warp] Go to the next chunk, and return the number of its items. There is one.
+  __device__ int advance() {
+    int num = 0;
+    ++chunk;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRankWords; ++i) {
+      const int up_to = num + inclusive_sum(later[i] - end[i]);
+      end[i] = later[i];
+      later[i] = first_of(i, chunk + 2);  // needed by the next call
+      if (lane + 32 * i < num_sources) {
+        ends[lane + 32 * i] = up_to;
+        shifts[lane + 32 * i] = up_to - end[i];
+      }
+      num = __shfl_sync(~0u, up_to, 31);
+    }
+    num_left -= num;
+    __syncwarp();
+    return num;
+  }
+
+  // [thread] Return the n-th item of this chunk; there are more than n.
+  __device__ SourceOrder::Position at(int n) const {
+    int i = 0;
+#pragma unroll 1
+    while (ends[i] <= n) ++i;
+    return {source(i), n - shifts[i]};
+  }
+
+ private:
+  // [thread] Return the i-th source on other nodes.
+  __device__ int source(int i) const { return sources.ranks[context.config.ranks_per_node + i]; }
+  // [thread] Return the items of the lane's i-th source.
+  __device__ int items_of(int i) const {
+    const int n = lane + 32 * i;
+    return n < num_sources ? sources.num_items[context.config.ranks_per_node + n] : 0;
+  }
+  // [thread] Return the number of the first item of a chunk behind the first one, or of a later chunk, of the lane's
+  // i-th source.
+  __device__ int first_of(int i, int chunk) const {
+    const int count = items_of(i);
+    if (count == 0 || chunk >= context.max_far_chunks) return count;
+    return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(lane + 32 * i));
+  }
+};
+
+// Pushes the items of one block, in the preparing warp: those for tokens of other nodes first, chunk by chunk, because
+// their sums travel on. Their slots hold a window of chunks. Own items follow; SourceOrder::at keeps all links busy.
+struct Pusher {
+  static constexpr int kBatch = Records::kBatch;
+  static constexpr int kAllSums = INT32_MAX;
+
+  // Items of one far chunk, or own items.
+  struct Batch {
+    int num;    // 0: there are no items
+    int chunk;  // Milestones::far for own items
   };
 
-  // Load the items, one batch ahead of the works.
-  items.begin(num);
-  items.fetch(where);
-  items.fetch(where);
-  for (int first = 0; first < num; first += kBatch) {
-    if (first > 0) items.fetch(where);
-    items.wait(first);
+  const Op op;
+  const Context& context;
+  const CombineParams& params;
+  const PlanHead& head;
+  CombineMemory& memory;
+  const Part part;
+  const bool reduces;  // whether this block makes sums for other nodes between its pushes
+  const int lane;
+  bool agreed;  // whether all ranks are known to agree
+  int entered;  // last chunk that may be pushed
+  int summed;   // far chunk whose pushes follow the sums made so far
+  FarItems far;
+  int taken = 0, end = 0;    // this block's items of the far chunk, or all own ones: the first to be taken, and the end
+  bool takes_own = false;    // whether all far chunks are taken
+  Batch batch{}, next{};     // to be queued, and behind it; from the first run() on
+  int num_queued = -kBatch;  // records before those of `batch`; below 0 before the first run()
+
+  // [warp] Prepare to push. `agreed`: whether all ranks are known to agree. SourceOrder::fill has been called.
+  __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces,
+                    bool agreed)
+      : op(op),
+        context(op.context),
+        params(params),
+        head(*params.plan.head),
+        memory(memory),
+        part(part),
+        reduces(reduces),
+        lane(threadIdx.x % 32),
+        agreed(agreed),
+        entered(milestones_of(op.context).window - 1),
+        summed(entered + 1),
+        far(op.context, params.plan, memory) {
+    memory.items.begin(INT32_MAX);
+  }
+
+  // [thread] Return the index in the plan of an item.
+  __device__ size_t index_of(const SourceOrder::Position& position) const {
+    return static_cast<size_t>(head.item_begin[position.source] + position.number);
+  }
+
+  // [warp] Take the next batch, and start to load it.
+  __device__ Batch take() {
+    const Milestones milestones = milestones_of(context);
+    while (taken == end && far.num_left > 0) {
+      const int num = far.advance();
+      // The blocks take equal shares, in turns: a chunk may have fewer items than there are blocks.
+      const int share = (part.block + far.chunk) % part.num_blocks;
+      taken = num * share / part.num_blocks;
+      end = num * (share + 1) / part.num_blocks;
+    }
+    if (taken == end && !takes_own) {
+      takes_own = true;
+      taken = part.block;
+      end = head.item_begin[op.first_local_rank() + op.ranks_per_node()] - head.item_begin[op.first_local_rank()];
+    }
+    if (taken >= end) return {0, milestones.far};
+    const int first = taken, step = takes_own ? part.num_blocks : 1;
+    const int num = min(kBatch, (end - 1 - first) / step + 1);
+    memory.items.fetch(
+        [&](int n) {
+          const SourceOrder::Position position =
+              takes_own ? memory.sources.at(first + lane * step, 0, op.ranks_per_node(), step) : far.at(first + lane);
+          memory.positions[n % (2 * kBatch)] = position;
+          return params.plan.items + index_of(position) * context.item_ints;
+        },
+        num);
+    taken += num * step;
+    return {num, takes_own ? milestones.far : far.chunk};
+  }
+
+  // [warp] Prepare to push a chunk, or own items: wait until the ranks of the node have freed its slots. A block that
+  // reduces too makes the sums before it first: then set `until` as run() does, and wait for nothing. After a
+  // difference nobody reduces, so nobody may wait for slots: compare first. Return kAborted after an abort of this
+  // rank.
+  __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
+    const Milestones milestones = milestones_of(context);
+    if (chunk <= entered || milestones.far == milestones.window) return Verdict::kAgree;
+    const bool waits = milestones.needs_slots(chunk);
+    if (!waits && !reduces) return Verdict::kAgree;
+    if (!agreed) {
+      const Verdict verdict = agree(op, false, false);
+      if (verdict != Verdict::kAgree) return verdict;
+      agreed = true;
+    }
+    // Raise the flags of earlier chunks before each wait: this block may have no items behind them.
+    if (reduces && summed <= min(chunk, milestones.far - 1)) {
+      preparer.reach(milestones.pushed(summed - 1) + 1, false);
+      until = (++summed - milestones.window) * milestones.others;
+      return Verdict::kAgree;
+    }
+    entered = chunk;
+    if (!waits) return Verdict::kAgree;
+    preparer.reach(milestones.pushed(chunk), false);
+    const uint64_t* flag = context.own.freed + lane * milestones.far + chunk - milestones.window;
+    const int owner = op.first_local_rank() + lane;
+    const bool ok =
+        wait_until(op, Phase::kFreeSlots, lane < op.ranks_per_node() ? flag : nullptr, op.epoch, owner, owner);
+    return ok ? Verdict::kAgree : Verdict::kAborted;
+  }
+
+  // [thread] Go on without sums before those of a far chunk: this block has none.
+  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
+
+  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
+  // an abort of this rank.
+  __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
+    memory.items.wait(n);
+    const Milestones milestones = milestones_of(context);
     // Lane i fills a work with the i-th item of the batch.
     Work work{};
     const float* weights = nullptr;  // of the item's token
-    const Item item{reinterpret_cast<int32_t*>(items.at(first + lane % kBatch)), max_copies};
-    const ItemOrder::Position position = memory.positions[(first + lane) % (2 * kBatch)];
-    if (lane < kBatch && first + lane < num) {
-      const size_t slot = static_cast<size_t>(context.local) * context.config.max_tokens + position.number;
-      work.to = context.inbox_of(position.source, &Inbox::slots) + slot * context.slot_stride;
+    const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
+    const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
+    const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == milestones.far;
+    if (lane < batch.num) {
+      const int owner = context.local_of(position.source);
+      const size_t slot = is_own ? static_cast<size_t>(context.local) * context.config.max_tokens + position.number
+                                 : window_slot(context, context.local, item.token());
+      char* const slots =
+          is_own ? context.own.slots : context.rail_for(context.node_of(position.source), &RailArrays::slots);
+      work.to = context.peers.at(slots, owner) + slot * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
-      const int local = position.source - op.first_local_rank();
-      const bool is_own = local >= 0 && local < op.ranks_per_node();
-      work.milestone = position.number / kItemChunk + (is_own ? context.config.first_own_chunk() : 0);
+      work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
       work.has_factors = params.args.factors != nullptr;
       weights = context.inbox_of(position.source, &Inbox::weights) +
                 static_cast<size_t>(item.token()) * context.config.num_topk;
     }
-    if (params.args.waves.done && !wait_for_experts(op, params, item, lane < kBatch && first + lane < num)) {
-      items.drain();
-      return false;
-    }
+    if (params.args.waves.done && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
-    preparer.prepare_rows(work, min(kBatch, num - first), context.row_bytes, [&](const char** addends, float* factors) {
+    preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
       for (int j = 0; j < work.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
         if (work.has_factors) factors[j] = __ldcg(weights + item.k(j));
       }
     });
+    return true;
   }
-  // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
-  preparer.reach(end_of_pushed(op, head), false);
-  return true;
-}
+
+  // [warp] Queue the sums of this block's items, up to those that need sums before: then set `until` to a sum
+  // milestone, and expect another call when the sums before it are queued. At the end set it to kAllSums. Called once
+  // slots are free, and with factors once these are here. Wait for own loads, for room in the queue, and for free slots
+  // of far chunks behind the window. Return kDiffer at the end if the rest is not pushed because the ranks differ; all
+  // flags promised rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way: at
+  // the end, call Records::drain.
+  __device__ Verdict run(Preparer& preparer, int& until) {
+    until = kAllSums;
+    // Load one batch ahead of the works.
+    if (num_queued < 0) {
+      num_queued = 0;
+      batch = take();
+      next = batch.num > 0 ? take() : batch;
+    }
+    Verdict verdict = Verdict::kAgree;
+    while (true) {
+      verdict = enter(preparer, batch.chunk, until);
+      if (until != kAllSums) return verdict;
+      if (batch.num == 0 || verdict != Verdict::kAgree) break;
+      if (!queue(preparer, batch, num_queued)) return Verdict::kAborted;
+      num_queued += kBatch;
+      batch = next;
+      if (batch.num > 0) next = take();
+    }
+    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
+    if (verdict != Verdict::kAborted) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    return verdict;
+  }
+};
 
 // [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for
 // nothing. A barrier of the block must follow: the flags of chunks cover weights too.

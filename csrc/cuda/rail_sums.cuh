@@ -75,11 +75,12 @@ struct CombineRailWarp : RailWarp {
         const int to = node(i), begin = chunk * kSumChunk;
         const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + kSumChunk);
         if (begin >= end) continue;
-        const int flag = context.other(to) * max_chunks + chunk;
-        if (!wait_for_self(context.own.summed + flag)) return false;
+        // Wait for the chunk of the window with the last of these tokens.
+        const int summed = context.other(to) * context.max_far_chunks + (end - 1) / context.config.window_chunk;
+        if (!wait_for_self(context.own.summed + summed)) return false;
         const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
-        finish_sending(context.arrays.sums_sent + flag, to, flag_at(to, context.own.sums_arrived, max_chunks, chunk),
-                       crossed);
+        finish_sending(context.arrays.sums_sent + context.other(to) * max_chunks + chunk, to,
+                       flag_at(to, context.own.sums_arrived, max_chunks, chunk), crossed);
       }
     return true;
   }

@@ -35,27 +35,16 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
 struct TokenBatch {
   int node;  // of the tokens' owner; -1: there are no tokens
   int begin, num;
-  int milestone;  // of the sums of a rail peer's tokens; SumMilestones::end() for own tokens, or for none
+  int order;  // sum milestone of a rail peer's tokens; Milestones::num_sums() for own tokens, or for none
 };
 
-// Milestones of the sums for other nodes. They follow those of pushes. They go chunk by chunk, and in a chunk node by
-// node.
-struct SumMilestones {
-  const Context& context;
-
-  // [thread] Return the first milestone; the end of the milestones; the i-th other node, in this rank's order.
-  __device__ int first() const { return context.max_item_chunks; }
-  __device__ int end() const { return first() + context.max_sum_chunks * context.config.num_others(); }
-  __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
-  // [thread] Return the index in Region::summed of a milestone's flag.
-  __device__ int flag(int milestone) const {
-    const int others = context.config.num_others(), n = milestone - first();
-    return context.other(node(n % others)) * context.max_sum_chunks + n / others;
-  }
-};
+// [thread] Return the node of the n-th sum milestone. Each node begins with the next one.
+__device__ inline int node_of_sum(const Context& context, int n) {
+  return (context.node + 1 + n % context.config.num_others()) % context.config.num_nodes;
+}
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
-// a fixed order. Then all blocks take batches of this rank's own tokens, each as soon as it is free.
+// the order of Milestones. Then all blocks take batches of this rank's own tokens, each as soon as it is free.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
@@ -64,35 +53,43 @@ struct Reducer {
   const CombineParams& params;
   Records& records;
   const Part for_others;
-  const SumMilestones milestones;
   const int lane, num_tokens;
   const int own_batch;           // own tokens to take at once; fewer if there are few, so that all blocks get some
   ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
-  int milestone, next_begin;     // of the next batch for others: its milestone, its first token counted in the chunk
+  int order, next_begin;         // of the next batch for others: its milestone, its first token counted in the chunk
+  int reached;                   // sum milestones before which this block has no tokens left
+  TokenBatch tokens{}, next{};   // to be queued, and behind it; from the first run() on
+  int num_queued = -kBatch;      // records before those of `tokens`; below 0 before the first run()
 
-  // [warp] Prepare to reduce, once all ranks agree. Without a usable plan there are no tokens for others.
+  // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
       : op(op),
         context(op.context),
         params(params),
         records(records),
         for_others(for_others),
-        milestones{op.context},
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
         own_batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
-        pushed(chunk_flags(context.own.pushed, context.max_item_chunks, op.ranks_per_node(), op.first_local_rank())),
+        pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
         sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
-        milestone(has_part() && params.plan.head->usable ? milestones.first() : milestones.end()),
-        next_begin(for_others.block * kBatch) {
+        order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
+        next_begin(begin_of(order)),
+        reached(order) {
     // These flags are about the rail peers, and the relay of this rank raises them.
     sums_here.rank = context.rail_peer(lane + (lane >= context.node));
     sums_here.raiser = op.rank();
     records.begin(INT32_MAX);
   }
 
-  // [thread] Return true in a block of `for_others`.
-  __device__ bool has_part() const { return for_others.block >= 0 && for_others.block < for_others.num_blocks; }
+  __device__ Milestones milestones() const { return milestones_of(context); }
+
+  // [thread] Return the first sum milestone left for this launch: the second of two launches makes the late sums.
+  __device__ int first_sum() const { return params.pushes ? 0 : milestones().num_early_sums(); }
+
+  // [thread] Return this block's first token of a chunk, counted in the chunk. The blocks take turns to begin: a chunk
+  // may have fewer batches than there are blocks.
+  __device__ int begin_of(int n) const { return (for_others.block + n) % for_others.num_blocks * kBatch; }
 
   // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
   __device__ TokenBatch take_batch() {
@@ -108,25 +105,26 @@ struct Reducer {
 
   // [warp] Take this block's next batch of the rail peers' tokens, or none. Their number comes from the peer's Call.
   __device__ TokenBatch take_for_others() {
-    for (; milestone < milestones.end(); ++milestone, next_begin = for_others.block * kBatch) {
-      const int n = milestone - milestones.first(), others = context.config.num_others();
-      const int node = milestones.node(n % others), first = n / others * kSumChunk;
-      const int end = min(__ldcg(&call_at(op, context.rail_peer(node))->num_tokens), first + kSumChunk);
+    for (; order < milestones().num_sums(); ++order, next_begin = begin_of(order)) {
+      const int node = node_of_sum(context, order), length = context.config.window_chunk;
+      const int first = order / milestones().others * length;
+      const int end = min(__ldcg(&call_at(op, context.rail_peer(node))->num_tokens), first + length);
       const int begin = first + next_begin;
       if (begin >= end) continue;
       next_begin += for_others.num_blocks * kBatch;
-      return {node, begin, min(kBatch, end - begin), milestone};
+      return {node, begin, min(kBatch, end - begin), order};
     }
-    return {-1, 0, 0, milestones.end()};
+    return {-1, 0, 0, milestones().num_sums()};
   }
 
-  // [warp] Take the next batch of own tokens from the counter shared by all blocks, or none.
+  // [warp] Take the next batch of own tokens from the counter shared by all blocks, or none. The first of two launches
+  // leaves them to the second one.
   __device__ TokenBatch take_own() {
-    int begin = 0;
-    if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, own_batch));
+    int begin = params.reduces ? 0 : num_tokens;
+    if (params.reduces && lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, own_batch));
     begin = __shfl_sync(~0u, begin, 0);
-    if (begin >= num_tokens) return {-1, 0, 0, milestones.end()};
-    return {context.node, begin, min(own_batch, num_tokens - begin), milestones.end()};
+    if (begin >= num_tokens) return {-1, 0, 0, milestones().num_sums()};
+    return {context.node, begin, min(own_batch, num_tokens - begin), milestones().num_sums()};
   }
 
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
@@ -135,12 +133,13 @@ struct Reducer {
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
-    const int first_chunk = is_own ? context.config.first_own_chunk() : 0;
-    // Lane l finds the last needed chunk of local rank l.
+    // Lane l finds the last needed chunk of local rank l. All tokens of a batch for others are in one chunk.
+    const int far_chunk = is_own ? 0 : tokens.order / milestones().others;
     int chunk_of_lane = -1;
     for (int local = 0; local < op.ranks_per_node(); ++local) {
       const int number = has_token ? item_numbers[local] : -1;
-      const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : first_chunk + number / kItemChunk);
+      const int chunk = is_own ? context.max_far_chunks + number / kItemChunk : far_chunk;
+      const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
       if (lane == local) chunk_of_lane = needed;
     }
     if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
@@ -173,11 +172,11 @@ struct Reducer {
     Work work{};
     char* const to = is_own ? params.args.out : sums_for(tokens.node);
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
-    work.milestone = is_own ? 0 : tokens.milestone;
+    work.milestone = is_own ? 0 : milestones().summed(tokens.order);
     work.num_rows = static_cast<int8_t>(__popc(nodes));
     for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && item_numbers[local] >= 0;
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
-    const char* slots = context.inbox_for(tokens.node, &Inbox::slots);
+    const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
     preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends, float*) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
@@ -187,7 +186,8 @@ struct Reducer {
       add_nodes(nodes & ((1u << context.node) - 1));
       for (int local = 0; local < op.ranks_per_node(); ++local) {
         if (!has_token || item_numbers[local] < 0) continue;
-        const size_t slot = static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local];
+        const size_t slot = is_own ? static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local]
+                                   : window_slot(context, local, static_cast<int>(token));
         *addends++ = slots + slot * context.slot_stride;
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
@@ -196,25 +196,43 @@ struct Reducer {
     return true;
   }
 
-  // [warp] Queue the sums of all tokens of this block, batch by batch. Wait for free staging if any sum travels, and
-  // for each batch's addends. Return false after an abort of this rank. In both cases no load of table rows is under
-  // way.
-  __device__ bool run(Preparer& preparer) {
+  // [warp] Take the first tokens, once all ranks agree. Wait for free staging if any sum travels. Return false after an
+  // abort of this rank.
+  __device__ bool begin() {
     // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there. `agree` implies
     // it, so this wait is over at once.
-    const bool sends = milestone < milestones.end();
+    const bool sends = order < milestones().num_sums();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;
     // Keep one batch ahead: its rows of the table load meanwhile.
-    TokenBatch tokens = take_batch(), next = tokens.node < 0 ? tokens : take_batch();
-    // Reach the milestones without tokens of this block, too: every block of `for_others` counts itself in for each.
-    if (sends && tokens.milestone > milestones.first()) preparer.reach(tokens.milestone, false);
-    for (int n = 0; tokens.node >= 0; n += kBatch) {
-      if (!queue(preparer, tokens, n)) {
-        records.drain();
-        return false;
-      }
-      if (next.milestone > tokens.milestone) preparer.reach(next.milestone, false);
+    tokens = take_batch();
+    next = tokens.node < 0 ? tokens : take_batch();
+    num_queued = 0;
+    return true;
+  }
+
+  // [warp] Reach the sum milestones before the n-th one: this block has no tokens of them left. Every block of
+  // `for_others` counts itself in for each, also without tokens.
+  __device__ void reach(Preparer& preparer, int n) {
+    if (n <= reached) return;
+    reached = n;
+    preparer.reach(milestones().summed(n - 1) + 1, false);
+  }
+
+  // [thread] Return the far chunk of the next sums for others, after run(); Milestones::far if none are left.
+  __device__ int next_chunk() const { return milestones().others > 0 ? tokens.order / milestones().others : 0; }
+
+  // [warp] Queue the sums of this block, batch by batch, once all ranks agree: those for others before the sum
+  // milestone `until`, or with Pusher::kAllSums all that are left. Wait for each batch's addends. Return false after an
+  // abort of this rank. Loads of table rows may be under way: at the end, call records.drain().
+  __device__ bool run(Preparer& preparer, int until) {
+    if (num_queued < 0 && !begin()) return false;
+    reach(preparer, min(tokens.order, until));
+    while (tokens.node >= 0 && tokens.order < until) {
+      if (!queue(preparer, tokens, num_queued)) return false;
+      // Free the slots of a chunk before the next wait.
+      reach(preparer, min(next.order, until));
+      num_queued += kBatch;
       tokens = next;
       if (tokens.node >= 0) next = take_batch();
     }

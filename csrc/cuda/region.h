@@ -26,14 +26,14 @@ struct Counts {
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
 // another node. A rail peer writes through the wire. On its own node a rank writes items, staging and tails to its own
-// inbox, and the receivers read them there. For another node the inbox of its rail peer there takes this role.
+// inbox, and the receivers read them there. For another node the inbox of its rail peer there takes this role. Slots
+// belong to it too, but lie elsewhere: there are fewer for a rail peer (Region::slots, RailArrays::slots).
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
   char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer: written by this rank
   char* tails;     // [max_tokens, tail_bytes] scales and weights by token
   // Written by the receivers, read by this rank.
-  char* slots;     // [ranks_per_node, max_tokens, slot_stride] partial sums by receiver and number
   float* weights;  // [max_tokens, num_topk] weights of a combine, by token
 };
 
@@ -46,6 +46,9 @@ struct RailArrays {
   int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
   char* sums;         // [max_tokens, slot_stride] that node's sums of this rank's tokens
   float* weights;     // [max_tokens, num_topk] that node's weights of this rank's tokens
+  // Written by the ranks of this node, read by this rank.
+  char* slots;  // [ranks_per_node, window_slots, slot_stride] partial sums of the rail peer's tokens, by receiver and
+                // token: token t has the slot t % window_slots
 };
 
 // All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
@@ -60,9 +63,10 @@ struct Region {
   uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
   uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and tails it needs
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
-  uint64_t* pushed;  // [ranks_per_node, max_item_chunks] the rank's partial sums of a chunk are in this rank's inboxes
+  uint64_t* pushed;  // [ranks_per_node, max_pushed_chunks] the rank's partial sums of a chunk are in this rank's slots
+  uint64_t* freed;   // [ranks_per_node, max_far_chunks] the rank has read its slots of a chunk of other nodes' tokens
   // About another node. Raised by this rank, read by this rank.
-  uint64_t* summed;     // [num_others, max_sum_chunks] sums of a chunk for that node are in the staging of its inbox
+  uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are in the staging of its inbox
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
   // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
@@ -75,6 +79,8 @@ struct Region {
   // [2, num_ranks, max_tokens, choices_per_token] by parity of the epoch: experts of the rank's tokens, or -1. Only
   // with Config::plans_directly.
   int16_t* choices;
+  char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
+                // Written by the receivers, read by this rank
   Inbox inbox;  // for node 0; the inbox for node n begins n * inbox_bytes later
   size_t inbox_bytes;
   RailArrays rail;  // for the first other node; the next one begins rail_bytes later
@@ -86,7 +92,6 @@ inline Inbox carve_inbox(Cursor& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   Inbox inbox;
   inbox.staging = c.take<char>(tokens * row_stride(config.row_bytes()), kLine);
-  inbox.slots = c.take<char>(locals * tokens * config.slot_stride(), kLine);
   inbox.items = c.take<int32_t>(locals * tokens * config.item_ints());
   inbox.tails = c.take<char>(tokens * config.max_tail_bytes());
   inbox.weights = c.take<float>(tokens * config.num_topk);
@@ -102,6 +107,7 @@ inline RailArrays carve_rail(Cursor& c, const Config& config) {
   rail.table_out = c.take<int32_t>(tokens * config.table_ints());
   rail.table_in = c.take<int32_t>(tokens * config.table_ints());
   rail.weights = c.take<float>(tokens * config.num_topk);
+  rail.slots = c.take<char>(locals * config.window_slots() * config.slot_stride(), kLine);
   return rail;
 }
 
@@ -115,8 +121,9 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.staged = c.take<uint64_t>(ranks * config.max_token_chunks());
   region.consumed = c.take<uint64_t>(locals);
   region.slots_free = c.take<uint64_t>(locals);
-  region.pushed = c.take<uint64_t>(locals * config.max_item_chunks());
-  region.summed = c.take<uint64_t>(others * config.max_sum_chunks());
+  region.pushed = c.take<uint64_t>(locals * config.max_pushed_chunks());
+  region.freed = c.take<uint64_t>(locals * config.max_far_chunks());
+  region.summed = c.take<uint64_t>(others * config.max_far_chunks());
   region.sums_here = c.take<uint64_t>(others * config.max_sum_chunks());
   region.call_arrived = c.take<uint64_t>(others);
   region.items_arrived = c.take<uint64_t>(others);
@@ -126,6 +133,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
   const size_t choices = ranks * config.max_tokens * config.choices_per_token();
   region.choices = c.take<int16_t>(config.plans_directly ? 2 * choices : 0);
+  region.slots = c.take<char>(locals * config.max_tokens * config.slot_stride(), kLine);
   // Parts with several copies begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {
     c.take<char>(0, kLine);

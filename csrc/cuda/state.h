@@ -53,8 +53,8 @@ struct StateArrays {
   State* state;
   uint32_t* staged_done;  // [max_token_chunks] blocks with their tokens of the chunk staged; 0 between operations, as
                           // all counters here
-  uint32_t* pushed_done;  // [max_item_chunks] blocks with their partial sums of the chunk stored
-  uint32_t* summed_done;  // [num_others, max_sum_chunks] blocks with their sums of the chunk stored
+  uint32_t* pushed_done;  // [max_pushed_chunks] blocks with their partial sums of the chunk stored
+  uint32_t* summed_done;  // [num_others, max_far_chunks] blocks with their sums of the chunk stored
   uint32_t* items_sent;   // [num_others] senders with their share of items and table sent
   uint32_t* rows_sent;    // [num_others, max_token_chunks] senders with their share of the chunk sent
   uint32_t* sums_sent;    // [num_others, max_sum_chunks] senders with their share of the chunk sent
@@ -72,9 +72,9 @@ inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) 
   StateArrays arrays;
   arrays.state = c.take<State>(1);
   arrays.staged_done = c.take<uint32_t>(config.max_token_chunks());
-  arrays.pushed_done = c.take<uint32_t>(config.max_item_chunks());
+  arrays.pushed_done = c.take<uint32_t>(config.max_pushed_chunks());
   const size_t others = config.num_others();
-  arrays.summed_done = c.take<uint32_t>(others * config.max_sum_chunks());
+  arrays.summed_done = c.take<uint32_t>(others * config.max_far_chunks());
   arrays.items_sent = c.take<uint32_t>(others);
   arrays.rows_sent = c.take<uint32_t>(others * config.max_token_chunks());
   arrays.sums_sent = c.take<uint32_t>(others * config.max_sum_chunks());

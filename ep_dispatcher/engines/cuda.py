@@ -116,6 +116,7 @@ class CudaEngine:
         )
         c.plans_directly = shape.plans_directly
         self.has_waves = topology.num_nodes == 1 and not shape.plans_directly
+        c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
 
         def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
