@@ -1,0 +1,371 @@
+"""Search a model of the combine kernel between nodes: its blocks, queues and milestones, with windows of slots.
+
+tests/test_node_windows.py says why a window of one chunk cannot deadlock, for agents that go chunk by chunk. Here are
+the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them in
+turn. All blocks count themselves in for each milestone (csrc/cuda/milestones.h), and these come in one order for blocks
+that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find that they differ.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+from commands import ROOT
+from conftest import exhaustive
+from node_model import Agent, Event, check_order
+from test_node_windows import Routing, Windows, all_routings, some_routings
+
+
+class Milestones(NamedTuple):
+    """Those of csrc/cuda/milestones.h."""
+
+    far: int
+    own: int
+    window: int
+    others: int
+
+    @property
+    def num_early_sums(self) -> int:
+        return (self.far - self.window) * self.others
+
+    def needs_slots(self, chunk: int) -> bool:
+        return self.window <= chunk < self.far
+
+
+@cache
+def in_order(m: Milestones) -> list[tuple[str, int]]:
+    """Name all: ("pushed", chunk) and ("summed", n)."""
+    sums = [[("summed", chunk * m.others + i) for i in range(m.others)] for chunk in range(m.far)]
+    order = [("pushed", chunk) for chunk in range(m.window)]
+    for chunk in range(m.window, m.far):
+        order += [*sums[chunk - m.window], ("pushed", chunk)]
+    order += [("pushed", m.far + chunk) for chunk in range(m.own)]
+    return order + [milestone for some in sums[m.far - m.window :] for milestone in some]
+
+
+@cache
+def number_of(m: Milestones, name: str, n: int) -> int:
+    """Return the place of a milestone, or for the chunk behind the last one the end of the pushes."""
+    order = in_order(m)
+    return order.index((name, n)) if (name, n) in order else order.index(("pushed", n - 1)) + 1
+
+
+@pytest.fixture(scope="module")
+def compiled_milestones(tmp_path_factory) -> Callable[..., list[list[int]]]:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("milestones") / "milestones"
+    sources = ["-I", ROOT / "csrc", ROOT / "tests" / "milestones.cpp", "-o", program]
+    subprocess.run(["c++", "-std=c++17", "-O1", *sources], check=True, timeout=300)
+
+    def run(*sizes: int) -> list[list[int]]:
+        said = subprocess.run([program, *map(str, sizes)], capture_output=True, text=True, check=True, timeout=60)
+        return [[int(word) for word in line.split()] for line in said.stdout.splitlines()]
+
+    return run
+
+
+def test_the_order_of_milestones(compiled_milestones):
+    for far, own, window, others in [*product((1, 2, 5, 8), (1, 3), (1, 2, 4, 8), (1, 3)), (0, 4, 0, 0)]:
+        m = Milestones(far, own, min(window, far), others)
+        order = in_order(m)
+        at, pushed, summed, waits = compiled_milestones(*m)
+        assert at == [n if name == "pushed" else ~n for name, n in order]
+        # One more of each: the end of the pushes, and the end of all.
+        assert pushed == [order.index(("pushed", chunk)) for chunk in range(far + own)] + [
+            order.index(("pushed", far + own - 1)) + 1
+        ]
+        assert summed == [order.index(("summed", n)) for n in range(far * others)] + [len(order)]
+        assert waits == [m.needs_slots(chunk) for chunk in range(far + own)]
+
+
+# ---- the blocks -----------------------------------------------------------------------------------------------------
+
+
+class Kernel(NamedTuple):
+    """One node's part in a combine. Blocks push, or reduce, or without ``reducing`` do both."""
+
+    windows: Windows
+    pushing: int
+    reducing: int = 0
+    two_launches: frozenset[int] = frozenset()  # ranks with a hook: pushes with early sums, then late sums
+    raises_early: bool = True  # a block raises the flags of its pushes before it waits for slots
+    frees: bool = True  # owners say what they have read
+
+    @property
+    def milestones(self) -> Milestones:
+        w = self.windows
+        far = -(-w.tokens // w.per_chunk)
+        return Milestones(far, 1, min(w.window, far), w.nodes)
+
+    def events(self, routing: Routing) -> list[Event]:
+        events: list[Event] = []
+        for rank in range(self.windows.ranks):
+            if rank in self.two_launches:
+                every = self.pushing + self.reducing
+                launches = [(True, False, every, 0), (False, True, 0, every)]
+            else:
+                launches = [(True, True, self.pushing, self.reducing)]
+            for number, (pushes, reduces, pushing, reducing) in enumerate(launches):
+                for block in range(pushing + reducing):
+                    launch = Launch(self, routing, rank, number, block, pushes, reduces, pushing, reducing)
+                    Block(launch, events).run()
+        return events
+
+    def pushing_blocks(self, rank: int) -> int:
+        return self.pushing + self.reducing if rank in self.two_launches else self.pushing
+
+    def summing_blocks(self, rank: int) -> range:
+        """Which blocks make sums for other nodes."""
+        if rank in self.two_launches or not self.reducing:
+            return range(self.pushing + self.reducing)
+        return range(self.pushing, self.pushing + self.reducing)
+
+
+class Launch(NamedTuple):
+    kernel: Kernel
+    routing: Routing
+    rank: int
+    number: int
+    block: int
+    pushes: bool
+    reduces: bool
+    pushing: int  # blocks of each kind
+    reducing: int
+
+
+class Block:
+    """The program of one block: ``Pusher``, ``Reducer`` and ``prepare`` of csrc/cuda."""
+
+    def __init__(self, launch: Launch, events: list[Event]):
+        self.launch, self.kernel, self.windows = launch, launch.kernel, launch.kernel.windows
+        self.milestones = self.kernel.milestones
+        name = f"rank {launch.rank}, launch {launch.number}, block {launch.block}"
+        self.preparing, self.summing = Agent(events, f"{name} prepares"), Agent(events, f"{name} sums")
+        self.works = self.finished = 0  # works queued; milestones finished
+        first = 0 if launch.pushes else self.milestones.num_early_sums
+        self.sums = [(n, token) for n, token in self.sums_for_others() if n >= first]
+        self.does_push = launch.block < launch.pushing
+        self.does_sum = launch.block in self.kernel.summing_blocks(launch.rank)
+        self.agreed = not launch.pushes
+        self.entered, self.summed = self.milestones.window - 1, self.milestones.window
+
+    # ---- the queue
+
+    def queue(self, milestone: int, accesses: list[tuple[str, tuple, int]] = ()) -> None:
+        launch = self.launch
+        queued = ("queued", (0, launch.rank), launch.number, launch.block, self.works)
+        self.works += 1
+        self.preparing.raise_flag(queued, 1)
+        self.summing.wait(queued, 1)
+        for number in range(self.finished, milestone):
+            self.finish(number)
+        self.finished = max(self.finished, milestone)
+        for kind, cell, value in accesses:
+            (self.summing.read if kind == "read" else self.summing.write)(cell, value)
+
+    def finish(self, number: int) -> None:
+        launch, m = self.launch, self.milestones
+        name, n = in_order(m)[number]
+        if name == "pushed":
+            if self.does_push:
+                for owner in range(self.windows.ranks):
+                    self.summing.raise_flag(("pushed", (0, owner), launch.rank, n, launch.block), 1)
+        elif (
+            self.does_sum and (launch.pushes or n >= m.num_early_sums) and (n + 1) % m.others == 0 and self.kernel.frees
+        ):
+            for pusher in range(self.windows.ranks):
+                self.summing.raise_flag(("freed", (0, pusher), launch.rank, n // m.others, launch.block), 1)
+
+    def wait_for_pushed(self, pusher: int, chunk: int) -> None:
+        for block in range(self.kernel.pushing_blocks(pusher)):
+            self.preparing.wait(("pushed", (0, self.launch.rank), pusher, chunk, block), 1)
+
+    # ---- pushing
+
+    def far_items(self) -> Iterator[tuple[int, list]]:
+        """Yield chunk and item, in this block's order."""
+        launch, w = self.launch, self.windows
+        for chunk in range(self.milestones.far):
+            items = [
+                (source, token)
+                for node, i in product(range(w.nodes), range(w.ranks))
+                for source in [(node, (launch.rank + i) % w.ranks)]
+                for token in range(chunk * w.per_chunk, min(w.tokens, (chunk + 1) * w.per_chunk))
+                if launch.rank in launch.routing[source, token]
+            ]
+            share = (launch.block + chunk) % launch.pushing
+            begin, end = (len(items) * n // launch.pushing for n in (share, share + 1))
+            for item in items[begin:end]:
+                yield chunk, item
+
+    def slot(self, owner: int, source, pusher: int, token: int) -> tuple:
+        w = self.windows
+        return ("slots", (0, owner), source, pusher, token % (w.window * w.per_chunk))
+
+    def enter(self, chunk: int) -> bool:
+        """Prepare to push a chunk; False after a difference."""
+        m, launch = self.milestones, self.launch
+        if chunk <= self.entered or m.far == m.window:
+            return True
+        while True:
+            waits = m.needs_slots(chunk)
+            if not waits and not self.does_sum:
+                return True
+            if not self.agreed:
+                self.agree()
+                if self.windows.differs:
+                    return False
+                self.agreed = True
+            if not self.does_sum or self.summed > min(chunk, m.far - 1):
+                break
+            if self.kernel.raises_early:
+                self.queue(number_of(m, "pushed", self.summed - 1) + 1)
+            self.summed += 1
+            self.make_sums((self.summed - m.window) * m.others)
+            next_chunk = self.sums[0][0] // m.others if self.sums else m.far
+            self.summed = max(self.summed, next_chunk + m.window)
+        self.entered = chunk
+        if waits:
+            if self.kernel.raises_early:
+                self.queue(number_of(m, "pushed", chunk))
+            for owner in range(self.windows.ranks) if self.kernel.frees else ():
+                for block in self.kernel.summing_blocks(owner):
+                    freed = ("freed", (0, launch.rank), owner, chunk - m.window, block)
+                    self.preparing.wait(freed, 1)
+        return True
+
+    def push(self) -> None:
+        launch, m = self.launch, self.milestones
+        agrees = True
+        for chunk, (source, token) in self.far_items():
+            agrees = self.enter(chunk)
+            if not agrees:
+                break
+            slot = self.slot(source[1], source, launch.rank, token)
+            self.queue(number_of(m, "pushed", chunk), [("write", slot, token + 1)])
+        if agrees and self.enter(m.far) and launch.block == 0:
+            own = [("write", ("own", (0, owner), launch.rank), 1) for owner in range(self.windows.ranks)]
+            self.queue(number_of(m, "pushed", m.far), own)
+        self.queue(number_of(m, "pushed", m.far + m.own))
+
+    # ---- reducing
+
+    def sums_for_others(self) -> list[tuple[int, int]]:
+        """Return this block's tokens: number of the sum milestone, and token."""
+        launch, w, m = self.launch, self.windows, self.milestones
+        blocks = list(self.kernel.summing_blocks(launch.rank))
+        if launch.block not in blocks:
+            return []
+        tokens = []
+        for n in range(m.far * m.others):
+            first = n // m.others * w.per_chunk
+            begin = (blocks.index(launch.block) + n) % len(blocks)
+            tokens += [(n, t) for t in range(first + begin, min(w.tokens, first + w.per_chunk), len(blocks))]
+        return tokens
+
+    def reach_sums(self, until: int) -> None:
+        """Count the milestones in before which this block has no tokens left."""
+        n = min([until, *(n for n, _ in self.sums[:1])])
+        if n > 0:
+            self.queue(number_of(self.milestones, "summed", n - 1) + 1)
+
+    def make_sums(self, until: int) -> None:
+        launch, m = self.launch, self.milestones
+        self.reach_sums(until)
+        while self.sums and self.sums[0][0] < until:
+            n, token = self.sums.pop(0)
+            source = (n % m.others, launch.rank)
+            pushers = sorted(launch.routing[source, token])
+            for pusher in pushers:
+                self.wait_for_pushed(pusher, n // m.others)
+            reads = [("read", self.slot(launch.rank, source, pusher, token), token + 1) for pusher in pushers]
+            self.queue(number_of(m, "summed", n), reads)
+            self.reach_sums(until)
+
+    def agree(self, *, drains: bool = False) -> None:
+        for rank in range(self.windows.ranks):
+            self.preparing.wait(("called", (0, self.launch.rank), rank), 1)
+        if drains and self.windows.differs:
+            for rank in range(self.windows.ranks):
+                self.wait_for_pushed(rank, self.milestones.far)  # the last chunk, which every Call promises
+
+    # ---- both
+
+    def run(self) -> None:
+        launch, m = self.launch, self.milestones
+        if launch.number:
+            for block in range(self.kernel.pushing + self.kernel.reducing):
+                self.preparing.wait(("ended", (0, launch.rank), block), 1)
+        if launch.pushes and launch.block == 0:
+            for rank in range(self.windows.ranks):
+                self.preparing.raise_flag(("called", (0, rank), launch.rank), 1)
+        if not launch.pushes:
+            self.agree(drains=True)
+        if self.does_push:
+            self.push()
+        if launch.pushes and launch.reduces:
+            self.agree(drains=True)
+        if launch.reduces and not self.windows.differs:
+            if self.does_sum:
+                self.make_sums(m.far * m.others)
+            if launch.block == 0:  # own tokens
+                for pusher in range(self.windows.ranks):
+                    self.wait_for_pushed(pusher, m.far)
+                    self.queue(0, [("read", ("own", (0, launch.rank), pusher), 1)])
+        self.preparing.end_event()
+        self.summing.raise_flag(("ended", (0, launch.rank), launch.block, *[launch.number] * launch.number), 1)
+        self.summing.end_event()
+
+
+def faults(kernel: Kernel, routings: Iterator[Routing]) -> set[str]:
+    return set().union(*(check_order(kernel.events(routing)).faults for routing in routings))
+
+
+def assert_no_fault(kernel: Kernel, routings: Iterator[Routing]) -> None:
+    for routing in routings:
+        findings = check_order(kernel.events(routing))
+        assert not findings.faults, f"{findings.faults} with {kernel}, {routing}:\n{findings.trace}"
+
+
+BLOCKS = [(1, 0), (2, 0), (1, 1), (2, 2)]
+HOOKS = [(), (0,), (0, 1)]
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("pushing,reducing", BLOCKS)
+@pytest.mark.parametrize("tokens,window", [(2, 1), exhaustive(3, 1), exhaustive(3, 2)])
+def test_every_routing_of_few_tokens(tokens, window, pushing, reducing, hooks):
+    windows = Windows(1, 2, tokens, window)
+    assert_no_fault(Kernel(windows, pushing, reducing, frozenset(hooks)), all_routings(windows))
+
+
+@pytest.mark.parametrize("count", [6, exhaustive(100)])
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("pushing,reducing", BLOCKS)
+def test_larger_nodes(pushing, reducing, hooks, count):
+    for sizes in (1, 2, 8, 1, 2), (2, 2, 6, 1, 1), (2, 3, 5, 2, 1), (3, 1, 6, 2, 1):
+        windows = Windows(*sizes)
+        assert_no_fault(Kernel(windows, pushing, reducing, frozenset(hooks)), some_routings(windows, count))
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("pushing,reducing", BLOCKS)
+def test_after_a_difference_all_promised_flags_rise(pushing, reducing, hooks):
+    windows = Windows(2, 2, 4, differs=True)
+    assert_no_fault(Kernel(windows, pushing, reducing, frozenset(hooks)), some_routings(windows, 10))
+
+
+@pytest.mark.parametrize("pushing,reducing", BLOCKS)
+def test_a_block_raises_its_flags_before_it_waits(pushing, reducing):
+    windows = Windows(1, 2, 5)
+    assert faults(Kernel(windows, pushing, reducing, raises_early=False), some_routings(windows, 40)) == {"deadlock"}
+
+
+def test_pushers_wait_for_slots():
+    windows = Windows(1, 2, 5)
+    assert faults(Kernel(windows, 1, 1, frees=False), some_routings(windows, 20)) == {"stale slots"}
