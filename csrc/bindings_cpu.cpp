@@ -115,6 +115,7 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def_property_readonly("epoch", &Engine::epoch)
       .def_property_readonly("bytes_read", [](const Engine& e) { return e.traffic().bytes_read; })
       .def_property_readonly("bytes_written", [](const Engine& e) { return e.traffic().bytes_written; })
+      .def_property_readonly("waited_ns", &Engine::waited_ns)
       .def("fd", &Engine::fd)
       .def("attach", &Engine::attach)
       .def("close_fd", &Engine::close_fd)

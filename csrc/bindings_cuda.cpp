@@ -119,6 +119,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(dispatch, "out_tokens_per_expert", &DispatchArgs::out_tokens_per_expert);
   address(dispatch, "out_rows_per_expert", &DispatchArgs::out_rows_per_expert);
   address(dispatch, "out_counts", &DispatchArgs::out_counts);
+  address(dispatch, "wait_ns", &DispatchArgs::wait_ns);
 
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>())
@@ -129,6 +130,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "factors", &CombineArgs::factors);
   address(combine, "out", &CombineArgs::out);
   address(combine, "out_weights", &CombineArgs::out_weights);
+  address(combine, "wait_ns", &CombineArgs::wait_ns);
 
   m.attr("max_ranks_per_node") = kMaxLocal;
   m.attr("max_nodes") = kMaxNodes;

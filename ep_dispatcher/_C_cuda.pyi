@@ -120,6 +120,7 @@ class DispatchArgs:
     out_tokens_per_expert: int
     out_rows_per_expert: int
     out_counts: int
+    wait_ns: int
     packs_scales: bool
     by_expert: bool
     waves: Waves
@@ -133,6 +134,7 @@ class CombineArgs:
     factors: int
     out: int
     out_weights: int
+    wait_ns: int
     def __init__(self) -> None: ...
 
 class Engine:

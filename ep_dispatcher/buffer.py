@@ -104,6 +104,7 @@ class Buffer:
         suspendable: bool = False,
     ):
         self._engine: engines.Engine | None = None
+        self._wait_ns: dict[str, Tensor | None] = {}
         if not dist.is_initialized():
             given = "None" if group is None else type(group).__name__
             checks.fail(
@@ -371,6 +372,51 @@ class Buffer:
                 )
             decode.refuse_elsewhere(weights=weights, out=out, return_hook=return_hook)
             return self._checked_combine(self._launch_combine, y, handle, topk_weights)
+
+    @property
+    def dispatch_wait_ns(self) -> Tensor | None:
+        """Nanoseconds that dispatches have waited for each rank: int64 [num_ranks] on the engine's device, or None.
+
+            buffer.dispatch_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
+            buffer.combine_wait_ns = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
+            ...                                     # from now on every operation adds to them, also in backwards
+            buffer.dispatch_wait_ns.argmax()        # the rank that others wait for most
+
+        A tensor that is given stays the caller's: read it, zero it. The default None measures nothing. Keep the tensor
+        while operations that were launched with it may run; a CUDA graph adds to the tensor of its capture.
+
+        Entry r grows by the time from the start of a wait until rank r had done what was waited for; the own entry
+        stays. A rank that comes first sees large entries, a late one small ones. Times of one operation overlap: it
+        waits for several ranks at once. CPU engine: all waits, by CLOCK_MONOTONIC; in a combine between nodes a rank
+        waits for the sums of its rail peer, whoever that one waits for. CUDA engine: the waits of one of its
+        warps, by globaltimer, whose steps are up to 1 us: in full for ranks to begin the operation, and for rows and
+        sums as far as this warp moves them. No host waits.
+
+        Setting it raises ValueError for another dtype, shape or device, and for a tensor that is not contiguous.
+        """
+        return self._wait_ns.get("dispatch")
+
+    @dispatch_wait_ns.setter
+    def dispatch_wait_ns(self, wait_ns: Tensor | None) -> None:
+        self._measure_waits("dispatch", wait_ns)
+
+    @property
+    def combine_wait_ns(self) -> Tensor | None:
+        """Nanoseconds that combines have waited for each rank, as ``dispatch_wait_ns``."""
+        return self._wait_ns.get("combine")
+
+    @combine_wait_ns.setter
+    def combine_wait_ns(self, wait_ns: Tensor | None) -> None:
+        self._measure_waits("combine", wait_ns)
+
+    def _measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        engine, argument = self._live_engine(), f"{operation}_wait_ns"
+        if wait_ns is not None:
+            checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
+            if not wait_ns.is_contiguous():
+                checks.fail(argument, f"strides {wait_ns.stride()}", "a contiguous tensor")
+        engine.measure_waits(operation, wait_ns)
+        self._wait_ns[operation] = wait_ns
 
     def check(self) -> None:
         """Wait for the current stream, and raise the errors of this buffer's operations in it.

@@ -81,7 +81,8 @@ class DispatchOutput(_ShortRepr):
     topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local;
                       None if dispatch got none
     topk_idx          rank layout: int64 [rows, num_topk], number of the local expert or -1; expert layout: None
-    tokens_per_expert int64 [num_local_experts], tokens of each expert, without padding
+    tokens_per_expert int64 [num_local_experts], tokens of each expert, without padding. To add up those of many
+                      operations, also in a CUDA graph: ``total += out.tokens_per_expert``
     rows_per_expert   int64 [num_local_experts], the same rounded up to expert_alignment
     handle            for combine, and for another dispatch with the same routing
     event             completion of this dispatch

@@ -1,6 +1,7 @@
 """The low-latency methods of ``deep_ep.Buffer`` against what DeepEP's interface promises, densely."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -226,8 +227,8 @@ def run_masks_and_errors(rank: int, case: Case):
 
         dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
         refused(NotImplementedError, "needs all ranks", buffer.low_latency_update_mask_buffer, 1, True)
-        waits = torch.zeros(RANKS, dtype=torch.int64)
-        refused(NotImplementedError, "does not measure", dispatch, x, idx, MOST, EXPERTS, None, waits)
+        waits = torch.zeros(RANKS + 1, dtype=torch.int64, device=x.device)
+        refused(ValueError, "dispatch_wait_recv_cost_stats", dispatch, x, idx, MOST, EXPERTS, None, waits)
         many = x.new_zeros(MOST + 1, HIDDEN)
         refused(ValueError, "25 tokens, allowed: up to", dispatch, many, idx, MOST, EXPERTS)
         refused(ValueError, "x: given", dispatch, x.float(), idx, MOST, EXPERTS)
@@ -240,13 +241,49 @@ def run_masks_and_errors(rank: int, case: Case):
         refused(ValueError, "topk_weights", combine, recv_x, idx, weights.double(), handle)
         refused(ValueError, "handle: given tuple", combine, recv_x, idx, weights, tuple(handle))
         cost = dict(combine_wait_recv_cost_stats=waits)
-        refused(NotImplementedError, "does not measure", combine, recv_x, idx, weights, handle, **cost)
+        refused(ValueError, "combine_wait_recv_cost_stats", combine, recv_x, idx, weights, handle, **cost)
         combine(recv_x, idx, weights, handle)
         buffer.destroy()
 
 
 def test_masks_and_errors(pools, engine):
     pools(RANKS).run(run_masks_and_errors, Case(engine))
+
+
+def run_late(rank: int, case: Case) -> list[list[int]]:
+    """Rank 2 comes late to a dispatch, rank 1 to the combine. Return what each of both was waited for."""
+    data = make_data(case, rank, hidden=HIDDEN)
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    with environment(case):
+        buffer = make_buffer()
+        waits = [torch.ones(RANKS, dtype=torch.int64, device=x.device) for _ in range(2)]
+        for late in (False, True):
+            recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+            buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+            for victim, operation in ((2, "dispatch"), (1, "combine")):
+                dist.barrier()
+                if rank == victim and late:
+                    time.sleep(0.5)
+                stats = {f"{operation}_wait_recv_cost_stats": waits[operation == "combine"]} if late else {}
+                if operation == "dispatch":
+                    recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False, **stats)
+                else:
+                    buffer.low_latency_combine(recv_x, idx, weights, handle, **stats)
+                if x.is_cuda:
+                    torch.cuda.synchronize()
+        buffer.destroy()
+    return [t.tolist() for t in waits]
+
+
+def test_wait_statistics(pools, engine):
+    for rank, waits in enumerate(pools(RANKS).run(run_late, Case(engine))):
+        for victim, waited in zip((2, 1), waits):
+            assert waited[rank] == 1 and min(waited) >= 1
+            if rank == victim:
+                assert max(waited) < 0.25e9
+            else:
+                assert waited[victim] > 0.4e9 and waited.index(max(waited)) == victim
 
 
 def run_no_tokens(rank: int, case: Case):

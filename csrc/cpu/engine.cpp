@@ -1,5 +1,7 @@
 #include "cpu/engine.h"
 
+#include <algorithm>
+
 namespace ep::cpu {
 namespace {
 
@@ -29,6 +31,7 @@ Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
   }
   traffic_.bytes_read.resize(config_.num_ranks());
   traffic_.bytes_written.resize(config_.num_ranks());
+  waited_ns_.resize(config_.num_ranks());
 }
 
 void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
@@ -63,6 +66,7 @@ void Engine::give_back() {
 uint32_t Engine::begin(double timeout_s, int num_threads) {
   deadline_ns_ = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
   num_threads_ = num_threads;
+  std::fill(waited_ns_.begin(), waited_ns_.end(), 0);
   return ++epoch_;
 }
 
@@ -70,13 +74,17 @@ void Engine::abort(AbortReason why) {
   if (!regions_.empty() && own().aborted->epoch.load() == 0) raise_flag(*own().aborted, why);
 }
 
-void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const {
+void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) {
+  // Data of other nodes are relayed: the peer raises these flags for its rail peer.
+  const bool is_relayed = flags == &Region::counted || flags == &Region::listed || flags == &Region::staged;
+  const int node_about = is_relayed ? index : node();
   std::vector<Awaited> awaited;
   for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank begins with a different peer
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     const Region& peer = regions_[local];
     const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
-    awaited.push_back({peer.*flags + index, peer.aborted, &processes_[local], rank});
+    const int about = config_.rank_at[node_about * config_.ranks_per_node + local];
+    awaited.push_back({peer.*flags + index, peer.aborted, &processes_[local], rank, &waited_ns_[about]});
   }
   wait_until(awaited, epoch, {deadline_ns_, config_.spin_us, &stopped_, on_look_}, phase);
 }

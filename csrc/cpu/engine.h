@@ -62,6 +62,8 @@ class Engine {
   const Config& config() const { return config_; }
   uint32_t epoch() const { return epoch_; }
   const PeerTraffic& traffic() const { return traffic_; }
+  // Return [num_ranks]: how long this operation has waited for flags about each rank.
+  const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
 
   // Return the descriptor of this rank's shared memory. The ranks of a node exchange process numbers and descriptors.
   int fd() const { return own_memory_.fd(); }
@@ -143,8 +145,8 @@ class Engine {
 
  private:
   // Wait until every peer of the node has raised its flag `flags`[index].
-  void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch) const;
-  void wait_for(Flag* Region::* flags, int index, const char* phase) const { wait_for(flags, index, phase, epoch_); }
+  void wait_for(Flag* Region::* flags, int index, const char* phase, uint32_t epoch);
+  void wait_for(Flag* Region::* flags, int index, const char* phase) { wait_for(flags, index, phase, epoch_); }
   // Return this rank's Call of the operation under way.
   Call call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const;
   void announce(const Call& call);
@@ -176,9 +178,10 @@ class Engine {
 
   // The operation under way.
   uint32_t epoch_ = 0;
-  uint32_t staged_epoch_ = 0;    // last operation that wrote staging
-  uint32_t pushed_epoch_ = 0;    // last operation that wrote slots
-  uint32_t compared_epoch_ = 0;  // last operation whose Calls on this node were compared
+  std::vector<int64_t> waited_ns_;  // [num_ranks]
+  uint32_t staged_epoch_ = 0;       // last operation that wrote staging
+  uint32_t pushed_epoch_ = 0;       // last operation that wrote slots
+  uint32_t compared_epoch_ = 0;     // last operation whose Calls on this node were compared
   int64_t deadline_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};

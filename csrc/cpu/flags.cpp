@@ -37,6 +37,7 @@ int64_t now_ns() {
 }
 
 void raise_flag(Flag& flag, uint32_t epoch) {
+  flag.raised_ns[epoch % 2].store(now_ns(), std::memory_order_relaxed);
   flag.epoch.store(epoch);  // releases all earlier writes
   if (flag.num_sleepers.load() != 0) futex(&flag.epoch, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -48,6 +49,13 @@ PeerLate::PeerLate(const std::string& phase, std::vector<int> ranks, std::vector
       gone(std::move(gone)) {}
 
 namespace {
+
+// Add the time of a wait that began at `begin`, without the flag, and is over. The flag says when it was raised, so the
+// order of looking at flags does not count.
+void add_wait(const Awaited& peer, uint32_t epoch, int64_t begin) {
+  const int64_t raised = peer.flag->raised_ns[epoch % 2].load(std::memory_order_relaxed);
+  if (raised > begin) *peer.waited_ns += std::min(raised, now_ns()) - begin;
+}
 
 // Throw PeerLate if a missing peer cannot arrive any more, or if the time is up.
 void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over, const char* phase) {
@@ -68,7 +76,10 @@ void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over,
 void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitLimits& limits, const char* phase) {
   const int64_t begin = now_ns(), spin_end = begin + limits.spin_us * int64_t{1000};
   int64_t next_look = begin + kLookNs;
-  for (const Awaited& a : awaited) {
+  std::vector<Awaited> missing;
+  for (const Awaited& a : awaited)
+    if (!reached(a.flag->epoch.load(), epoch)) missing.push_back(a);
+  for (const Awaited& a : missing) {
     for (;;) {
       const uint32_t seen = a.flag->epoch.load();
       if (reached(seen, epoch)) break;
@@ -92,6 +103,7 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitL
       else
         sleep_on(*a.flag, seen, std::min(next_look, limits.deadline_ns) - now);
     }
+    add_wait(a, epoch, begin);
   }
 }
 

@@ -15,6 +15,9 @@ namespace ep::cpu {
 struct alignas(64) Flag {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> num_sleepers;
+  // Time of the last raise for an epoch of each parity: a peer can be one epoch ahead. CLOCK_MONOTONIC is the same in
+  // all processes.
+  std::atomic<int64_t> raised_ns[2];
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -36,6 +39,7 @@ struct Awaited {
   const Flag* aborted;     // of the peer: 0, or an AbortReason
   const Process* process;  // of the peer
   int rank;
+  int64_t* waited_ns;  // added to: the time from the start of the wait until the flag was raised
 };
 
 // Thrown where peers did not arrive in time, or cannot arrive any more.

@@ -217,8 +217,10 @@ void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool r
   params.reduce_weight = is_long ? 1.2f : 0.45f;
   params.saturating = is_long ? 5.2f : 1000.0f;
 
+  Context context = context_;
+  context.wait_ns = args.wait_ns;
   const auto run = [&](auto summing) {
-    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, memory(), stream, context_, params);
+    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, memory(), stream, context, params);
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);

@@ -30,7 +30,7 @@ struct WireData {
   float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
 };
 
-// Written by the host once per buffer; a parameter of each launch, read by all threads.
+// Written by the host once per buffer, but for wait_ns; a parameter of each launch, read by all threads.
 struct Context {
   Config config;
   int node, local;                               // of this rank
@@ -46,6 +46,7 @@ struct Context {
   StateArrays arrays;  // this rank's device memory; arrays.state is also `state`
   State* state;
   Report* report;         // pinned host memory
+  int64_t* wait_ns;       // of the launch, as in DispatchArgs
   int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
 
 #ifdef __CUDACC__

@@ -200,7 +200,9 @@ void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool
     if (rail_blocks_ > 0) shared = room;  // for the senders' LongPuts
   }
   params.counters_at = static_cast<uint32_t>(shared);
-  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context_, params);
+  Context context = context_;
+  context.wait_ns = args.wait_ns;
+  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
 }
 
 }  // namespace ep::cuda

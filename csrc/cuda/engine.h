@@ -51,6 +51,7 @@ struct DispatchArgs {
   // Expert layout only: number the items of a new plan by their experts, for waves. Not with a direct plan.
   bool by_expert = false;
   Waves waves;
+  int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
@@ -68,6 +69,7 @@ struct CombineArgs {
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
   Waves waves;
+  int64_t* wait_ns = nullptr;  // as in DispatchArgs
 };
 
 class Engine {

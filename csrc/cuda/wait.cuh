@@ -63,6 +63,14 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
     if (node != context.node) Wire{context}.signal(node, aborted, 1);
 }
 
+// [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does: in a dispatch the
+// first mover of the first block, which plans; in a combine the preparing warp of the last block, which reduces from
+// the start (and before it warp 0, for free slots).
+__device__ inline bool measures_waits(const Op& op) {
+  if (op.context.wait_ns == nullptr) return false;
+  return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
+}
+
 // [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return true for all lanes
 // together: then all lanes may read the memory covered by any lane's flag, but by bulk loads only after
 // fence_before_bulk. Return false after an abort of this rank. Flags that have arrived count even then, so true is
@@ -78,8 +86,15 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
   const Context& context = op.context;
   // Poll.
   const uint64_t begin = ptx::nanoseconds();
+  const int rank_below = __shfl_up_sync(~0u, rank, 1);  // several lanes may wait for one rank, next to each other
+  const bool is_first = threadIdx.x % 32 == 0 || rank_below != rank;
+  const bool measures = measures_waits(op) && is_first && rank != op.rank();
   for (int turn = 1;; ++turn) {
-    if (waits) waits = ptx::load_acquire(flag) < expected;
+    if (waits) {
+      waits = ptx::load_acquire(flag) < expected;
+      if (!waits && measures)
+        atomicAdd(reinterpret_cast<unsigned long long*>(context.wait_ns + rank), ptx::nanoseconds() - begin);
+    }
     if (!__any_sync(~0u, waits)) {
       __syncwarp();
       return true;

@@ -165,6 +165,9 @@ class Engine(Protocol):
     # The event of the last operation. It raises errors through `explaining`, as Buffer._explaining words them.
     def event(self, explaining: Callable[..., Any]) -> Event: ...
 
+    # From now on every ``operation`` ("dispatch", "combine") adds to `wait_ns`, or to nothing: Buffer.dispatch_wait_ns.
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None: ...
+
     def check(self) -> None: ...  # raises what operations in the current stream have found; the host waits for them
 
     def counters(self) -> dict[str, list[int]]: ...

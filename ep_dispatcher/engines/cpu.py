@@ -86,10 +86,11 @@ class CpuEngine:
     has_waves, num_blocks = False, 0
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
+    _wait_ns: dict[str, Tensor]  # by operation, where asked for
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
-        self._config, self._topology = config, topology
+        self._config, self._topology, self._wait_ns = config, topology, {}
         c = self._c_config = _C_cpu.Config()
         c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
         c.rank_at = [r for ranks in topology.nodes for r in ranks]
@@ -299,6 +300,18 @@ class CpuEngine:
     def event(self, explaining: Callable[..., Any]) -> CompletedEvent:
         return CompletedEvent()
 
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        self._wait_ns.pop(operation, None)
+        if wait_ns is not None:
+            self._wait_ns[operation] = wait_ns
+
+    def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
+        """Add what the operation has waited for each rank. ``rail_before``: the rail's times when it began."""
+        waited = self._c.waited_ns
+        for rank, now, before in zip(self._rail.ranks, self._rail.waited_ns, rail_before, strict=True):
+            waited[rank] += now - before
+        wait_ns.detach().add_(torch.tensor(waited))
+
     def check(self) -> None:
         self._health.raise_if_ended()
 
@@ -359,6 +372,7 @@ class CpuEngine:
                 operation.name = f"{name}, epoch {epoch}"
                 begin = time.monotonic()
                 self._rail.deadline = begin + self._config.timeout_s
+                wait_ns, rail_before = self._wait_ns.get(name), list(self._rail.waited_ns)
                 try:
                     try:
                         yield ranges.step
@@ -369,6 +383,8 @@ class CpuEngine:
                     ranges.step("finish")
                     self._rail.flush()
                     self._c.finish()
+                    if wait_ns is not None:
+                        self._add_waits(wait_ns, rail_before)
                     if self._trace is not None and refused is None:
                         self._trace.write(name, epoch, 1e3 * (time.monotonic() - begin), self.counters())
                 except (_C_cpu.PeerLate, RailLate) as late:

@@ -89,6 +89,7 @@ class CudaEngine:
         self._ticket = 0
         self._is_sound = False  # at the end: all operations have completed
         self._thread = threading.get_ident()  # that made the buffer
+        self._wait_ns: dict[str, Tensor] = {}  # by operation, where asked for
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
@@ -188,6 +189,7 @@ class CudaEngine:
             args.scales, args.scale_bytes = address_of(scales), num_scales * 4
             args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
+            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
             args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
             decodes = layout == "decode"
             count_dtype = torch.int32 if decodes else torch.int64
@@ -285,7 +287,7 @@ class CudaEngine:
             weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
             args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
-            args.factors = address_of(weights)
+            args.factors, args.wait_ns = address_of(weights), address_of(self._wait_ns.get("combine"))
             self._set_waves(args, waves)
             combined = Combined(x, weights_out)
             if only_sends:
@@ -327,6 +329,13 @@ class CudaEngine:
             self._set_waves(args, waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
+
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        self._wait_ns.pop(operation, None)
+        if wait_ns is not None:
+            if wait_ns.device != self._device:
+                checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
+            self._wait_ns[operation] = wait_ns
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         return self._compiled.plan_capacity(self._c_config, num_rows)

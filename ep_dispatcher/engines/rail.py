@@ -54,6 +54,7 @@ class Rail:
         self.others = [(node + i) % len(ranks) for i in range(1, len(ranks))]  # every node starts at a different one
         self.bytes_sent = [0] * len(ranks)  # of rows and sums
         self.list_bytes_sent = [0] * len(ranks)  # of counts and lists
+        self.waited_ns = [0] * len(ranks)  # for messages of each node, since the start
         self._group: ProcessGroupGloo | None = None
         if self.others:
             prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
@@ -96,12 +97,14 @@ class Rail:
         """Wait until the message has arrived; RailLate at the deadline. Signal handlers run, and may raise."""
         if message is None:
             return
+        begin = time.monotonic_ns()
         spin_end = time.monotonic() + _SPIN_S
         memory = message.memory
         assert memory is not None  # until the message is complete
         while not (begun := memory[: len(_NOTHING)] != _NOTHING) and time.monotonic() < spin_end:
             os.sched_yield()
         self._finish(message, is_near=begun)
+        self.waited_ns[message.node] += time.monotonic_ns() - begin
 
     def flush(self) -> None:
         """Wait until everything sent has left. All receives must be complete.

@@ -9,12 +9,14 @@ finds everything done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import ep_dispatcher as ep
 from ep_dispatcher import checks, float8
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
@@ -114,13 +116,16 @@ class LowLatency:
         handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...)
         cumulative_local_expert_recv_stats  int32 [num_local_experts], to which recv_count is added
+        dispatch_wait_recv_cost_stats       int64 [num_ranks], to which the time waited for each rank is added, in
+                   nanoseconds (``ep.Buffer.dispatch_wait_ns``; DeepEP counts clock cycles)
         hook       with return_recv_hook: to be called before recv_x is read
 
         An expert may stand only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
         """
         pool, num_ranks, stats = self._check_low_latency(), self.group_size, cumulative_local_expert_recv_stats
         self._check_asking(async_finish, return_recv_hook)
-        _refuse_wait_stats("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
+        waits = dispatch_wait_recv_cost_stats
+        self._check_waits("dispatch_wait_recv_cost_stats", waits, x)
         most = self._check_rows(x, topk_idx, num_max_dispatch_tokens_per_rank)
         _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
         num_tokens, hidden = x.shape
@@ -129,16 +134,18 @@ class LowLatency:
         num_local = num_experts // num_ranks
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
-        with self._comm.operation(x, topk_idx, stats, previous_event=None, async_finish=async_finish) as operation:
+        inputs = (x, topk_idx, stats, waits)
+        with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
             data = quantize(x, round_scale=round_scale) if use_fp8 else x
             source = self.rank * most + torch.arange(num_tokens, dtype=torch.float32, device=x.device)
-            out = sized.buffer.dispatch(
-                data,
-                topk_idx,
-                source[:, None].repeat(1, num_topk),  # in the place of weights, so that every row says where it is from
-                layout="expert",
-                max_recv_rows=num_ranks * most * min(num_topk, num_local),
-            )
+            with _measured(sized.buffer, waits):
+                out = sized.buffer.dispatch(
+                    data,
+                    topk_idx,
+                    source[:, None].repeat(1, num_topk),  # in the place of weights: every row says where it is from
+                    layout="expert",
+                    max_recv_rows=num_ranks * most * min(num_topk, num_local),
+                )
             counts, sources = out.tokens_per_expert, out.topk_weights
             assert sources is not None  # as they were given
             packed_row, source_rank, src_info, ranges = _place(sources.long(), counts, num_ranks, most)
@@ -186,12 +193,12 @@ class LowLatency:
         topk_weights  float32 of the same shape; not used where topk_idx is -1
         use_logfmt    accepted: rows travel as bfloat16 all the same, so the result is nearer to the exact one
         out           bfloat16 [num_tokens, hidden], which becomes combined_x
+        combine_wait_recv_cost_stats  int64 [num_ranks], as those of low_latency_dispatch
 
         All sums and products are in float32.
         """
         pool = self._check_low_latency()
         self._check_asking(async_finish, return_recv_hook)
-        _refuse_wait_stats("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
         if not isinstance(handle, LowLatencyHandle):
             checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
         if use_logfmt:
@@ -211,11 +218,14 @@ class LowLatency:
             checks.tensor("out", out, (torch.bfloat16,), (num_tokens, hidden), device)
         rows_per_rank = packed.packed_row.numel()
         sized = pool.sized(Key(Kind(hidden, torch.bfloat16), self.group_size, 1), rows_per_rank)
-        inputs = (x, topk_idx, topk_weights, out, *packed.tensors())
+        waits = combine_wait_recv_cost_stats
+        self._check_waits("combine_wait_recv_cost_stats", waits, x)
+        inputs = (x, topk_idx, topk_weights, out, waits, *packed.tensors())
         with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
-            returned = sized.buffer.dispatch(
-                packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=most * num_topk
-            )
+            with _measured(sized.buffer, waits):
+                returned = sized.buffer.dispatch(
+                    packed.unpack(x), packed.source_rank, layout="rank", max_recv_rows=most * num_topk
+                )
             assert isinstance(returned.x, Tensor)  # as what was sent
             combined = _weighted_sum(returned.x, *packed.rows_back(topk_idx), topk_weights)
             out = combined if out is None else out.copy_(combined)
@@ -270,6 +280,10 @@ class LowLatency:
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
         return most
 
+    def _check_waits(self, argument: str, waits: Tensor | None, x: Tensor) -> None:
+        if waits is not None:
+            checks.tensor(argument, waits, (torch.int64,), (self.group_size,), x.device.type)
+
     @staticmethod
     def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
         if async_finish and return_recv_hook:
@@ -288,9 +302,17 @@ def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool
         checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
 
 
-def _refuse_wait_stats(name: str, value: Tensor | None) -> None:
-    if value is not None:
-        raise NotImplementedError(f"{name}: the engine does not measure how long it waits for each rank")
+@contextmanager
+def _measured(buffer: ep.Buffer, waits: Tensor | None) -> Iterator[None]:
+    """Let one dispatch of our engine add what it waits for each rank."""
+    if waits is None:
+        yield
+        return
+    buffer.dispatch_wait_ns = waits
+    try:
+        yield
+    finally:
+        buffer.dispatch_wait_ns = None
 
 
 def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,0 +1,160 @@
+"""How long every rank waits for every other one: tensors that operations add to."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import on
+from round_trip import device, inputs, make_buffer, outputs, round_trip
+from test_errors import error_of
+from torch import Tensor
+
+import ep_dispatcher as ep
+
+NUM_RANKS, LATE_S = 4, 0.5
+LATE_NS = int(LATE_S * 1e9)
+
+
+def make_waits(buffer: ep.Buffer) -> tuple[Tensor, Tensor]:
+    waits = [torch.zeros(buffer.topology.num_ranks, dtype=torch.int64, device=device(buffer)) for _ in range(2)]
+    buffer.dispatch_wait_ns, buffer.combine_wait_ns = waits
+    assert buffer.dispatch_wait_ns is waits[0] and buffer.combine_wait_ns is waits[1]
+    return waits[0], waits[1]
+
+
+def come_late(rank: int, victim: int, operation: str, engine: str, ranks_per_node: int) -> tuple[list, list, int]:
+    """One rank comes late to one operation. Return what both tensors grow by in it, and the nanoseconds that it took."""
+    with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
+        round_trip(buffer)
+        waits = make_waits(buffer)
+        round_trip(buffer)
+        given = inputs(rank, device=device(buffer))
+        out = buffer.dispatch(*given)
+        y = outputs(rank, len(out.x), device=device(buffer))
+        buffer.check()
+        before = [t.clone() for t in waits]
+        dist.barrier()
+        begin = time.monotonic_ns()
+        if rank == victim and operation != "backward":
+            time.sleep(LATE_S)
+        if operation == "dispatch":
+            buffer.dispatch(*given)
+        elif operation == "combine":
+            buffer.combine(y, out.handle)
+        else:  # the backward of a combine is a dispatch
+            y.requires_grad_()
+            total = ep.combine(buffer, y, out.handle).float().sum()
+            buffer.check()
+            before = [t.clone() for t in waits]
+            dist.barrier()
+            begin = time.monotonic_ns()
+            if rank == victim:
+                time.sleep(LATE_S)
+            total.backward()
+        buffer.check()
+        elapsed = time.monotonic_ns() - begin
+        grown = [(now - then).tolist() for now, then in zip(waits, before)]
+        buffer.dispatch_wait_ns = buffer.combine_wait_ns = None
+        after = [t.clone() for t in waits]
+        if rank == 0:
+            time.sleep(0.05)
+        round_trip(buffer)
+        assert all(torch.equal(now, then) for now, then in zip(waits, after)), "nobody asks, and it measures"
+        return grown[0], grown[1], elapsed
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
+@pytest.mark.parametrize("operation,victim", [("dispatch", 1), ("combine", 2), ("backward", 3)])
+def test_the_late_rank_is_waited_for(pools, engine, operation, victim, ranks_per_node):
+    ranks = pools(NUM_RANKS).run(come_late, victim, operation, engine, ranks_per_node)
+    for rank, (dispatched, combined, elapsed) in enumerate(ranks):
+        grown, other = (combined, dispatched) if operation == "combine" else (dispatched, combined)
+        assert other == [0] * NUM_RANKS, "the other kind of operation was not run"
+        assert grown[rank] == 0 and min(grown) >= 0
+        if rank == victim:
+            assert max(grown) < LATE_NS / 2, "the others were there"
+            continue
+        most = max(range(NUM_RANKS), key=lambda r: grown[r])
+        # On the CPU engine sums of another node come from the rail peer there, which waits for the late one.
+        by_node = engine == "cpu" and operation == "combine" and rank // ranks_per_node != victim // ranks_per_node
+        assert (most // ranks_per_node == victim // ranks_per_node) if by_node else most == victim
+        assert 0.8 * LATE_NS < grown[most] <= elapsed
+
+
+def decode_with_hooks(rank: int, engine: str) -> tuple[list, list, list]:
+    """Rank 1 comes late to a dispatch in two halves; tokens of each expert are added up beside it."""
+    with make_buffer(engine=engine) as buffer:
+        x, topk_idx, weights = inputs(rank, device=device(buffer))
+        dispatched, combined = make_waits(buffer)
+        total = torch.zeros(buffer.num_local_experts, dtype=torch.int32, device=device(buffer))
+        for step in range(3):
+            buffer.check()
+            dist.barrier()
+            if rank == 1 and step == 2:
+                time.sleep(LATE_S)
+            out = buffer.dispatch(x, topk_idx, layout="decode", return_hook=True)
+            out.hook()
+            total += out.tokens_per_expert
+            buffer.combine(out.x, out.handle, weights=weights, return_hook=True).hook()
+        buffer.check()
+        return dispatched.tolist(), combined.tolist(), (total - 3 * out.tokens_per_expert).tolist()
+
+
+def test_hooks(pools, engine):
+    for rank, (dispatched, _, difference) in enumerate(pools(2).run(decode_with_hooks, engine)):
+        assert not any(difference)
+        if rank == 0:
+            assert dispatched[1] > 0.8 * LATE_NS
+        else:
+            assert dispatched[0] < LATE_NS / 2
+
+
+def replay(rank: int) -> list[int]:
+    """The tensor of the capture grows with every replay, whatever is set by then."""
+    with make_buffer(engine="cuda") as buffer:
+        given = inputs(rank, device=device(buffer))
+        buffer.dispatch(*given, max_recv_rows=200)
+        waits, _ = make_waits(buffer)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            buffer.dispatch(*given, max_recv_rows=200)
+        buffer.dispatch_wait_ns = None
+        seen = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            dist.barrier()
+            if rank == 1:
+                time.sleep(LATE_S)
+            graph.replay()
+            buffer.check()
+            seen.append(int(waits[1 - rank]))
+        return seen
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_graphs(pools, engine):
+    first, second = pools(2).run(replay)[0]
+    assert first > 0.8 * LATE_NS and second > first + 0.8 * LATE_NS
+
+
+def wrong_tensors(rank: int, engine: str) -> None:
+    with make_buffer(engine=engine) as buffer:
+        good = torch.zeros(2, dtype=torch.int64, device=device(buffer))
+        for wrong, words in [
+            (good.int(), "[2] of torch.int32"),
+            (good[:1], "[1] of torch.int64"),
+            ([0, 0], "given list"),
+            (good.repeat(2)[::2], "strides (2,)"),
+        ]:
+            for name in ("dispatch_wait_ns", "combine_wait_ns"):
+                text = error_of(setattr, buffer, name, wrong)
+                assert text.startswith(f"{name}: ") and words in text, text
+                assert getattr(buffer, name) is None
+        round_trip(buffer)
+    assert "destroyed" in error_of(setattr, buffer, "dispatch_wait_ns", good)
+
+
+def test_wrong_tensors(pools, engine):
+    pools(2).run(wrong_tensors, engine)
