@@ -1,7 +1,9 @@
 """Decode layout: fixed places for rows, and a weighted combine, bit by bit as ep_dispatcher/reference.py has them."""
 
 import dataclasses
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -500,3 +502,39 @@ def hook_outside_of_the_graph(rank: int) -> str:
 def test_a_hook_belongs_to_the_graph_of_its_call(pools, engine):
     (text,) = set(pools(2).run(hook_outside_of_the_graph))
     assert text.startswith("hook: given a call elsewhere than the dispatch, allowed: one in the CUDA graph")
+
+
+TWO_MICROBATCHES = re.search(
+    r"## Two microbatches of decoding.*?```python\n(.*?)```",
+    (Path(__file__).parents[1] / "docs" / "examples.md").read_text(),
+    re.DOTALL,
+)[1]
+
+
+def two_microbatches(
+    rank: int, engine: str, case: Case, steps: list[tuple[Inputs, Inputs]]
+) -> list[tuple[Tensor, Tensor]]:
+    """The lines of docs/examples.md, step after step, with two buffers."""
+    device, results = device_of(engine, rank), []
+    with make_buffer(case, engine, 32) as buffer_a, make_buffer(case, engine, 32) as buffer_b:
+        for step in steps:
+            names = dict(buffer_a=buffer_a, buffer_b=buffer_b, experts=lambda x, counts: torch.nan_to_num(x) * 2)
+            for name, inputs in zip("ab", step):
+                names[f"x_{name}"] = to(device, inputs.x[rank])
+                names[f"topk_idx_{name}"] = to(device, inputs.topk_idx[rank])
+                names[f"weights_{name}"] = to(device, weights_of(case, inputs, rank))
+            exec(TWO_MICROBATCHES, names)
+            results.append((names["res_a"].x, names["res_b"].x))
+    return results
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_two_microbatches_under_way(pools, engine, ranks_per_node):
+    case = Case(4, ranks_per_node, layout="decode", weighted=False, tokens="uneven", num_topk=3)
+    steps = [(make_inputs(case, seed), make_inputs(case, 100 + seed)) for seed in range(10)]
+    for rank, results in enumerate(pools(4).run(two_microbatches, engine, case, steps)):
+        for step, result in zip(steps, results, strict=True):
+            for inputs, seen in zip(step, result):
+                factors = torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
+                expected = 2 * torch.nan_to_num(inputs.x[rank]) * factors
+                torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
