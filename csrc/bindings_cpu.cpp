@@ -52,6 +52,7 @@ PYBIND11_MODULE(_C_cpu, m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;
 
   static py::exception<PeerLate> peer_late(m, "PeerLate");
+  static py::exception<MaskedByPeer> masked_by_peer(m, "MaskedByPeer");
   static py::exception<Refused> refused(m, "Refused");
   py::register_local_exception<Interrupted>(m, "Interrupted");
   py::register_local_exception_translator([](std::exception_ptr error) {
@@ -63,6 +64,10 @@ PYBIND11_MODULE(_C_cpu, m) {
       instance.attr("ranks") = late.ranks;
       instance.attr("gone") = late.gone;
       PyErr_SetObject(peer_late.ptr(), instance.ptr());
+    } catch (const MaskedByPeer& masked) {
+      py::object instance = static_cast<py::object&>(masked_by_peer)(masked.what());
+      instance.attr("phase") = masked.phase;
+      PyErr_SetObject(masked_by_peer.ptr(), instance.ptr());
     } catch (const Refused& facts) {
       py::object instance = static_cast<py::object&>(refused)(facts.what());
       instance.attr("kind") = facts.kind;
@@ -88,7 +93,8 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("dtype", &Config::dtype)
-      .def_readwrite("spin_us", &Config::spin_us);
+      .def_readwrite("spin_us", &Config::spin_us)
+      .def_readwrite("masks", &Config::masks);
 
   py::enum_<AbortReason>(m, "AbortReason").value("waited", kWaitedInVain).value("left", kLeft);
   m.attr("DISPATCH") = Call::kDispatch;
@@ -124,6 +130,9 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("begin", &Engine::begin)
       .def("abort", &Engine::abort)
       .def("stop", &Engine::stop)
+      .def("mask", &Engine::mask)
+      .def_property_readonly("masked", &Engine::masked)
+      .def("unmask", &Engine::unmask)
       .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
       .def(
           "route",

@@ -86,6 +86,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("max_tokens", &Config::max_tokens)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("dtype", &Config::dtype)
+      .def_readwrite("masks", &Config::masks)
       .def_readwrite("plans_directly", &Config::plans_directly)
       .def_readwrite("window_chunk", &Config::window_chunk)
       .def_readwrite("window_chunks", &Config::window_chunks);
@@ -136,8 +137,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("max_nodes") = kMaxNodes;
   m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);
-  m.def("flag_bytes", &flag_bytes);          // at the start of a region; to be zeroed before the first kernel
-  m.def("aborted_offset", &aborted_offset);  // in a region: uint64 [num_ranks], 1 after the rank's abort
+  m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
+  m.def("excluded_offset", &excluded_offset);  // likewise: uint64 [num_ranks], 1: the rank has masked this one
+  m.def("aborted_offset", &aborted_offset);    // in a region: uint64 [num_ranks], 1 after the rank's abort
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
   // Return the int32 elements of the largest plan with `num_rows` received rows.
@@ -146,6 +148,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   // rank and by node.
   m.attr("state_aborted_offset") = offsetof(State, aborted);
   m.attr("epoch_offset") = offsetof(State, epoch);
+  m.attr("masked_offset") = offsetof(State, masked);  // int32 [num_ranks]
   m.attr("bytes_read_offset") = offsetof(State, bytes_read);
   m.attr("bytes_written_offset") = offsetof(State, bytes_written);
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);

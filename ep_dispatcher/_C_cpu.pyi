@@ -42,6 +42,9 @@ class PeerLate(Exception):
     ranks: list[int]
     gone: list[int]
 
+class MaskedByPeer(Exception):
+    phase: str
+
 class Refused(Exception):
     kind: str
     field: str
@@ -63,6 +66,7 @@ class Config:
     hidden: int
     dtype: DType
     spin_us: int
+    masks: bool
     def __init__(self) -> None: ...
 
 class Process:
@@ -87,6 +91,10 @@ class Engine:
     def begin(self, timeout_s: float, num_threads: int) -> int: ...
     def abort(self, why: AbortReason) -> None: ...
     def stop(self) -> None: ...
+    def mask(self, rank: int) -> None: ...
+    @property
+    def masked(self) -> list[int]: ...
+    def unmask(self, epoch: int) -> None: ...
     def check_plan(self, plan: int) -> None: ...
     def route(
         self,

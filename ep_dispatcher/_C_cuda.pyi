@@ -12,6 +12,7 @@ bytes_written_offset: int
 counted_rows_offset: int
 epoch_offset: int
 lists_sent_offset: int
+masked_offset: int
 max_nodes: int
 max_ranks_per_node: int
 state_aborted_offset: int
@@ -89,6 +90,7 @@ class Config:
     max_tokens: int
     hidden: int
     dtype: DType
+    masks: bool
     plans_directly: bool
     window_chunk: int
     window_chunks: int
@@ -163,6 +165,7 @@ class Engine:
     def take_mistake(self) -> tuple[Mistake, list[int], int, list[tuple[int, int]]] | None: ...
 
 def aborted_offset(config: Config) -> int: ...
+def excluded_offset(config: Config) -> int: ...
 def copy(to: int, from_: int, bytes: int, stream: int) -> None: ...
 def flag_bytes(config: Config) -> int: ...
 def plan_capacity(config: Config, num_rows: int) -> int: ...

@@ -76,6 +76,8 @@ class Buffer:
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
                          its memory through NVIDIA's package cuda-bindings, which has not run on a GPU yet, instead of
                          PyTorch's symmetric memory; not together with the NVSHMEM wire between hosts
+    mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
+                         on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
 
     Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
 
@@ -102,6 +104,7 @@ class Buffer:
         timeout_s: float | None = None,
         num_sms: int | None = None,
         suspendable: bool = False,
+        mask_late_ranks: bool = False,
     ):
         self._engine: engines.Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
@@ -144,6 +147,7 @@ class Buffer:
                     ranks_per_node=per_node,
                     wire=envs.wire(),
                     suspendable=checks.boolean("suspendable", suspendable),
+                    mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
                     version=__version__,
                 ),
                 timeout_s=limit_s,
@@ -162,6 +166,8 @@ class Buffer:
                     topology = Topology.make(group.rank(), hosts, per_node)
                     sizes = {name: size for name, size in mine["sizes"].items() if name != "num_experts"}
                     checks.buffer_size(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **sizes)
+                    if mine["same"]["mask_late_ranks"]:
+                        checks.masks(topology.num_nodes, topology.ranks_per_node, mine["same"]["suspendable"])
                 self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
                 self._config = EngineConfig(
                     group=group,
@@ -172,6 +178,7 @@ class Buffer:
                     timeout_s=mine["timeout_s"],
                     num_sms=mine["num_sms"],
                     suspendable=mine["same"]["suspendable"],
+                    mask_late_ranks=mine["same"]["mask_late_ranks"],
                     store=PrefixStore(f"ep_dispatcher/{self.id}", dist.distributed_c10d._get_default_store()),
                     gather=gather,
                 )
@@ -183,6 +190,7 @@ class Buffer:
                 made.destroy()
             raise
         self._history = History(f"ep_dispatcher/change/{self.id}")
+        self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
         _buffers[self.id] = self
 
     @property
@@ -474,6 +482,60 @@ class Buffer:
         ValueError if it is not suspended.
         """
         self._change("resume")
+
+    @property
+    def mask(self) -> Tensor:
+        """The masked ranks: int32 [num_ranks] on the engine's device, 1 for each. Of ``mask_late_ranks=True``.
+
+            buffer = ep.Buffer(..., mask_late_ranks=True)
+            out = buffer.dispatch(x, topk_idx, layout="decode")     # raises nothing if rank 3 does not come
+            buffer.mask                                             # tensor([0, 0, 0, 1])
+
+        A copy, as earlier operations in the current stream left it; no host waits. A masked rank counts as absent:
+
+        - Nobody waits for it.
+        - A dispatch brings none of its tokens. If it was masked after the dispatch had begun, or after the dispatch of
+          a given handle, its tokens count, and their rows are zeros (CPU engine) or undefined (CUDA engine).
+        - In a combine rows of its experts add nothing to the sums.
+
+        Each rank masks for itself, when it has waited for timeout_s. So in the operations where a rank comes late or
+        stops, some ranks may have its rows and sums and others not. They agree later: a masked rank that still runs
+        finds out that another rank has masked it, at the latest at the end of its operation, discards what it has
+        read, and raises PeerTimeoutError with ``late_ranks == (itself,)``. Then the others mask it without a wait.
+        """
+        return self._masking_engine().mask
+
+    def mask_rank(self, rank: int) -> None:
+        """Mask a rank by hand, for later operations in the current stream. For all ranks but the masked one.
+
+        Raises ValueError for a rank that is not in the group, or is this rank.
+        """
+        engine, num_ranks = self._masking_engine(), self.topology.num_ranks
+        rank = checks.integer("rank", rank, 0, num_ranks - 1)
+        if rank == self.topology.rank:
+            checks.fail("rank", f"{rank}, which is this rank", "another one")
+        engine.mask_rank(rank)
+
+    def unmask(self) -> None:
+        """Let all ranks in again. Collective: all ranks of the group call it, the masked ones too.
+
+        It waits for all ranks and their operations under way. Handles and captured graphs are as good as before. If a
+        rank does not come within timeout_s, PeerTimeoutError names it; the masks are then as before, and operations go
+        on with them. A rank that is gone for good cannot be let in: make a new buffer on a smaller group. A rank that
+        fails when all have come ends the buffer on all of them, with a RuntimeError.
+        """
+        engine, config = self._masking_engine(), self._config
+        self._unmask_history.attempts = 0  # a call that some ranks gave up needs no counterpart on the others
+        self._explaining(
+            engine.unmask,
+            partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history),
+        )
+
+    def _masking_engine(self) -> engines.Engine:
+        engine = self._live_engine()
+        if not self._config.mask_late_ranks:
+            checks.fail("buffer", "one without masks", "one made by ep.Buffer(..., mask_late_ranks=True)")
+        return engine
 
     def _change(self, operation: str) -> None:
         engine, config = self._live_engine(), self._config

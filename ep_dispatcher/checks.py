@@ -127,6 +127,16 @@ def buffer_size(
         fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
 
 
+def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
+    """Refuse ``mask_late_ranks`` where no engine has it."""
+    if num_nodes > 1:
+        fail("mask_late_ranks", f"True with {num_nodes} nodes", "it on one node")
+    if ranks_per_node > 32:
+        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "it with at most 32")
+    if suspendable:
+        fail("mask_late_ranks", "True with suspendable=True", "one of both")
+
+
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
     """``shape``: an int where it is fixed, a name where it is free."""
     if not isinstance(value, Tensor):

@@ -9,7 +9,7 @@ from typing import Any
 class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
-    operation   "dispatch", "combine", "suspend" or "resume"; "buffer" while a buffer is made
+    operation   "dispatch", "combine", "suspend", "resume" or "unmask"; "buffer" while a buffer is made
     epoch       number of the dispatch or combine on the buffer; 0 for all else
     phase       what this rank waited for
     rank        the rank that waited, in the buffer's group
@@ -37,12 +37,14 @@ class PeerTimeoutError(RuntimeError):
         ranks = f"rank{'s' * (len(self.late_ranks) > 1)} {late}"
         waited = f"rank {rank} waited {waited_s:.1f} s for {ranks}."
         if operation != "buffer":
-            where = operation if operation in ("suspend", "resume") else f"{operation}, epoch {epoch}"
+            where = operation if operation in ("suspend", "resume", "unmask") else f"{operation}, epoch {epoch}"
             if self.late_ranks == (rank,):
                 waited = (
                     f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
                 )
             then = "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+            if operation == "unmask":
+                then = "No mask has changed; all ranks can call it again."
         elif rank in self.late_ranks:
             where, waited = "making a buffer", f"rank {rank} came too late; the others gave up waiting for {ranks}."
             then = "No rank has this buffer; all ranks can make a new one."

@@ -33,7 +33,7 @@ SCALE_BLOCK = 128  # kScaleBlock
 WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
 
-STATE_BYTES = 2264  # sizeof(State), csrc/cuda/state.h
+STATE_BYTES = 2536  # sizeof(State), csrc/cuda/state.h
 CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
 CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
@@ -81,6 +81,7 @@ class Shape:
     max_tokens: int
     hidden: int
     itemsize: int  # bytes of an element
+    masks: bool = False  # mask_late_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -182,6 +183,7 @@ def buffer_bytes(
     max_tokens_per_rank: int,
     dtype: torch.dtype = torch.bfloat16,
     num_sms: int | None = None,
+    mask_late_ranks: bool = False,
     engine: str = "cuda",
 ) -> BufferBytes:
     """Return the bytes that one rank allocates when it makes this Buffer: the same on every rank, and exact.
@@ -226,12 +228,16 @@ def buffer_bytes(
         sizes["max_tokens_per_rank"],
         sizes["hidden"],
         dtype.itemsize,
+        checks.boolean("mask_late_ranks", mask_late_ranks),
     )
+    if shape.masks:
+        checks.masks(topology.num_nodes, topology.ranks_per_node, suspendable=False)
     if engine == "cpu":
         return cpu_bytes(shape)
     num_sms = DEFAULT_SMS if num_sms is None else int(num_sms)
     check_cuda_sizes(topology, shape.num_experts, shape.max_tokens)
     check_cuda_sms(topology, num_sms)
+    check_cuda_masks(shape)
     return cuda_bytes(shape, num_sms)
 
 
@@ -249,6 +255,14 @@ def check_cuda_sizes(topology: Topology, num_experts: int, max_tokens_per_rank: 
     if max_tokens_per_rank > most_tokens:
         nodes = f" and {topology.num_nodes} nodes" * (topology.num_nodes > 1)
         checks.fail("max_tokens_per_rank", max_tokens_per_rank, f"at most {most_tokens} {given}{nodes}")
+
+
+def check_cuda_masks(shape: Shape) -> None:
+    """Raise ValueError where the kernels of the CUDA engine cannot mask ranks."""
+    if shape.masks and not shape.plans_directly:
+        given = f"True with max_tokens_per_rank={shape.max_tokens}, num_topk={shape.num_topk}"
+        allowed = "it with direct plans: fewer tokens, choices and experts (docs/memory.md) with engine='cuda'"
+        checks.fail("mask_late_ranks", f"{given}, num_experts={shape.num_experts}", allowed)
 
 
 def check_cuda_sms(topology: Topology, num_sms: int) -> None:
@@ -291,7 +305,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     others = s.num_nodes - 1
     token_chunks, item_chunks, sum_chunks = s.chunks(TOKEN_CHUNK), s.chunks(ITEM_CHUNK), s.chunks(SUM_CHUNK)
     far_chunks = s.chunks(s.window_chunk) if others else 0
-    flags = [s.num_ranks] * 3  # aborted, called, listed
+    flags = [s.num_ranks] * (4 if s.masks else 3)  # aborted, excluded (with masks), called, listed
     flags += [s.num_ranks * token_chunks]  # staged
     flags += [s.ranks_per_node] * 2  # consumed, slots_free
     flags += [s.ranks_per_node * (far_chunks + item_chunks)]  # pushed
@@ -333,8 +347,10 @@ def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
 def cpu_bytes(shape: Shape) -> BufferBytes:
     """Return the bytes of one rank's shared memory: ``carve_region`` of csrc/cpu/region.h."""
     c, s = Cursor(), shape
-    partials = min(s.ranks_per_node, s.num_topk)  # of one token on one rank of a node
+    # Of one token on one rank of a node; with masks each rank has its own slots.
+    partials = s.ranks_per_node if s.masks else min(s.ranks_per_node, s.num_topk)
     c.take(FLAGS, CPU_FLAG_BYTES)  # aborted
+    c.take(FLAGS, s.ranks_per_node * CPU_FLAG_BYTES if s.masks else 0)  # masked
     c.take(FLAGS, CPU_FLAG_BYTES)  # called
     c.take(FLAGS, 2 * CPU_CALL_BYTES)  # calls
     for _ in range(4):  # counted, listed, staged, pushed

@@ -166,14 +166,16 @@ class Gone:
         raise RuntimeError("gone")
 
 
-def reports_of(late=None, mistake=None):
+def reports_of(late=None, mistake=None, masks=False):
     """Rank 0 of 3: (its reports, a list that grows when it aborts)."""
     from ep_dispatcher.engines.health import Health
     from ep_dispatcher.engines.kernel_reports import KernelReports
+    from ep_dispatcher.engines.masks import Masks
 
     aborts = []
     config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))
-    return KernelReports(Engine(late, mistake), config, Health(lambda: aborts.append(1))), aborts
+    health = Health(lambda: aborts.append(1))
+    return KernelReports(Engine(late, mistake), config, health, Masks(health) if masks else None), aborts
 
 
 def late_report():
@@ -215,6 +217,7 @@ MISTAKES = [  # kind, detail, value, rows by rank
         "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same",
     ),
     (("differ", ["handle", 1, 2, 1], 0, []), HANDLES),
+    (("differ", ["handle", 2, 2, 1], 1, []), HANDLES.replace("rank 1", "rank 2").replace("rank 0", "rank 1")),
 ]
 
 
@@ -263,6 +266,17 @@ def test_a_late_peer_ends_the_use_of_the_buffer():
         error = caught.value
         assert (error.operation, error.epoch, error.phase) == ("combine", 42, "partial sums")
         assert (error.rank, error.late_ranks, error.waited_s) == (0, (1,), 2.5)
+
+
+@needs_module
+def test_a_rank_that_finds_itself_masked_says_so():
+    operation, phase, epoch, _, waited_s = late_report()
+    reports, aborts = reports_of((operation, phase, epoch, [0], waited_s), masks=True)
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError, match="rank 0 came too late.*unmask.. on all ranks lets it in") as caught:
+            reports.raise_found(ends=True)
+        assert caught.value.late_ranks == (0,) and caught.value.epoch == 42
+    assert aborts == [1]
 
 
 @needs_module

@@ -226,7 +226,7 @@ def run_masks_and_errors(rank: int, case: Case):
                 call(*args, **options)
 
         dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
-        refused(NotImplementedError, "needs all ranks", buffer.low_latency_update_mask_buffer, 1, True)
+        refused(NotImplementedError, "need all ranks", buffer.low_latency_update_mask_buffer, 1, True)
         waits = torch.zeros(RANKS + 1, dtype=torch.int64, device=x.device)
         refused(ValueError, "dispatch_wait_recv_cost_stats", dispatch, x, idx, MOST, EXPERTS, None, waits)
         many = x.new_zeros(MOST + 1, HIDDEN)

@@ -45,6 +45,11 @@ def random_sizes(seed: int) -> dict:
     )
 
 
+def with_masks(sizes: dict, seed: int) -> dict:
+    """Every second time on one node."""
+    return sizes | dict(mask_late_ranks=sizes["num_ranks"] == sizes["ranks_per_node"] and seed % 2 == 0)
+
+
 def config_of(module, sizes: dict):
     """The engine's own configuration of these sizes."""
     config = module.Config()
@@ -52,6 +57,8 @@ def config_of(module, sizes: dict):
     config.ranks_per_node, config.num_experts = sizes["ranks_per_node"], sizes["num_experts"]
     config.num_topk, config.max_tokens = sizes["num_topk"], sizes["max_tokens_per_rank"]
     config.hidden = sizes["hidden"]
+    if hasattr(config, "masks"):
+        config.masks = sizes.get("mask_late_ranks", False)
     config.dtype = getattr(module.DType, str(sizes["dtype"]).removeprefix("torch."))
     if hasattr(config, "plans_directly"):
         names = ("num_experts", "num_topk", "max_tokens_per_rank", "hidden")
@@ -67,15 +74,19 @@ def config_of(module, sizes: dict):
 def test_the_cuda_engine_allocates_as_much():
     from ep_dispatcher import _C_cuda
 
-    shapes = set()
+    shapes, num_masking = set(), 0
     for seed in range(2000):
         sizes, num_sms = random_sizes(seed), 2 + seed % 131
         config = config_of(_C_cuda, sizes)
+        if config.plans_directly and seed % 2:
+            sizes["mask_late_ranks"] = config.masks = True
+            num_masking += 1
         found = ep.buffer_bytes(**sizes, num_sms=num_sms)
         assert found.region_bytes == _C_cuda.region_bytes(config), sizes
         assert found.state_bytes == _C_cuda.state_bytes(config, num_sms), (sizes, num_sms)
         assert found.total == found.region_bytes + found.state_bytes
         shapes.add((config.num_nodes, config.ranks_per_node))
+    assert num_masking > 10
     assert len(shapes) == 64  # 1 to 8 nodes of 1 to 8 ranks each
 
 
@@ -95,7 +106,7 @@ def test_the_cpu_engine_allocates_as_much(seed):
     """Memory is reserved and not touched, so that large buffers cost no more than small ones."""
     from ep_dispatcher import _C_cpu
 
-    sizes = random_sizes(seed)
+    sizes = with_masks(random_sizes(seed), seed)
     config = config_of(_C_cpu, sizes)
     config.rank_at = list(range(sizes["num_ranks"]))
     made = _C_cpu.Engine(config, 1)
@@ -131,6 +142,7 @@ def test_the_documented_formulas(seed):
         B=24,
         topk=sizes["num_topk"],
         hidden=sizes["hidden"],
+        M=0,
         row=sizes["hidden"] * sizes["dtype"].itemsize,
         round_up=memory.round_up,
         ceil=math.ceil,

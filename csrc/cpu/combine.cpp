@@ -22,6 +22,7 @@ void Engine::push(int node, const CombineArgs& args) {
   }
   for (int i = 0; i < config_.ranks_per_node; ++i) {  // every rank begins with a different rail
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
+    if (is_masked(local)) continue;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Slots& slots = inbox_of(source).slots;
     const Payload payload = weighted_ ? payload_of(source) : Payload{};
@@ -118,6 +119,7 @@ void Engine::sum(const CombineArgs& args) {
   }
   agree();
 
+  const std::vector<int> masked = this->masked();
   // Sum the slots and the other nodes' sums of each token, in the order of nodes.
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
   {
@@ -132,7 +134,14 @@ void Engine::sum(const CombineArgs& args) {
         for (int k = 0; weights && k < num_topk; ++k) weights[k] += row_weights[k];
       };
       for (int m = 0; m < config_.num_nodes; ++m) {
-        if (m == node()) {
+        if (config_.masks) {
+          const auto ranks = static_cast<uint32_t>(slot_begin[t]);
+          for (int local = 0; local < config_.ranks_per_node; ++local) {
+            const size_t slot = size_t(local) * config_.max_tokens + t;
+            if (ranks >> local & 1 && !masked[config_.rank_at[local]])
+              add(slots.rows + slot * row_bytes, slots.weights + slot * num_topk);
+          }
+        } else if (m == node()) {
           for (size_t slot = slot_begin[t]; slot < static_cast<size_t>(slot_begin[t + 1]); ++slot)
             add(slots.rows + slot * row_bytes, slots.weights + slot * num_topk);
         } else if (const int row = plan_.sent_row[static_cast<size_t>(m) * num_tokens + t]; row >= 0) {

@@ -21,7 +21,8 @@ struct Config {
   int max_tokens = 1;  // tokens a rank may bring to one dispatch
   int hidden = 1;      // elements of a row
   DType dtype = DType::kBFloat16;
-  int spin_us = 50;  // a waiting rank spins this long before it sleeps
+  int spin_us = 50;    // a waiting rank spins this long before it sleeps
+  bool masks = false;  // late ranks are masked, and the others go on. With one node, of at most 32 ranks
 
   int num_ranks() const { return num_nodes * ranks_per_node; }
   int num_local_experts() const { return num_experts / num_ranks(); }
@@ -30,8 +31,9 @@ struct Config {
   int64_t decode_rows() const { return int64_t{num_local_experts()} * rows_per_group(); }
   size_t row_bytes() const { return hidden * size_of(dtype); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
-  // Return how many partial sums of one token can meet on one rank of a node.
-  int max_partials() const { return ranks_per_node < num_topk ? ranks_per_node : num_topk; }
+  // Return how many slots one token has on one rank of a node. With masks each rank of the node has its own: a masked
+  // rank may still write there.
+  int max_partials() const { return masks || ranks_per_node < num_topk ? ranks_per_node : num_topk; }
 };
 
 }  // namespace ep::cpu

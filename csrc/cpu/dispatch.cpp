@@ -96,6 +96,7 @@ void Engine::pull(int node, const PullArgs& args) {
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Payload payload = payload_of(source);
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
+    const bool masked = is_masked(local);  // since the plan was made: its rows are zeros
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
     for (int item = begin; item < end; ++item) {
       const size_t from = plan_.payload_row[item];
@@ -103,8 +104,13 @@ void Engine::pull(int node, const PullArgs& args) {
       const int end_row = expert_rows ? end_copy : first_copy + 1;  // rank layout: one row for all copies
       for (size_t r = 0; r < args.out.size(); ++r) {
         const size_t bytes = bytes_per_row_[r];
-        for (int copy = first_copy; copy < end_row; ++copy)
-          std::memcpy(args.out[r] + plan_.output_row[copy] * bytes, payload.rows[r] + from * bytes, bytes);
+        for (int copy = first_copy; copy < end_row; ++copy) {
+          char* const to = args.out[r] + plan_.output_row[copy] * bytes;
+          if (masked)
+            std::memset(to, 0, bytes);
+          else
+            std::memcpy(to, payload.rows[r] + from * bytes, bytes);
+        }
       }
       for (int copy = first_copy; copy < end_copy; ++copy) {
         const size_t row = plan_.output_row[copy], entry = row * num_topk + plan_.copy_k[copy];
@@ -117,6 +123,9 @@ void Engine::pull(int node, const PullArgs& args) {
   }
 }
 
-void Engine::finish() { raise_flag(own().consumed[0], epoch_); }
+void Engine::finish() {
+  check_not_masked("finish");  // after all reads of memory that peers may have overwritten
+  raise_flag(own().consumed[0], epoch_);
+}
 
 }  // namespace ep::cpu

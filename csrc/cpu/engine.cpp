@@ -32,6 +32,15 @@ Engine::Engine(Config config, int64_t buffer_uid, void (*on_look)())
   traffic_.bytes_read.resize(config_.num_ranks());
   traffic_.bytes_written.resize(config_.num_ranks());
   waited_ns_.resize(config_.num_ranks());
+  if (config_.masks) {
+    lists_memory_.resize(config_.num_ranks());
+    for (int source = 0; source < config_.num_ranks(); ++source) {
+      Cursor size;
+      carve_counts(size, config_);
+      Cursor c(counts_memory_.emplace_back(size.size()).data());
+      counts_.push_back(carve_counts(c, config_));
+    }
+  }
 }
 
 void Engine::attach(const std::vector<int>& pids, const std::vector<int>& fds) {
@@ -64,7 +73,8 @@ void Engine::give_back() {
 }
 
 uint32_t Engine::begin(double timeout_s, int num_threads) {
-  deadline_ns_ = now_ns() + static_cast<int64_t>(timeout_s * 1e9);
+  timeout_ns_ = static_cast<int64_t>(timeout_s * 1e9);
+  deadline_ns_ = now_ns() + timeout_ns_;
   num_threads_ = num_threads;
   std::fill(waited_ns_.begin(), waited_ns_.end(), 0);
   return ++epoch_;
@@ -78,15 +88,69 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
   // Data of other nodes are relayed: the peer raises these flags for its rail peer.
   const bool is_relayed = flags == &Region::counted || flags == &Region::listed || flags == &Region::staged;
   const int node_about = is_relayed ? index : node();
-  std::vector<Awaited> awaited;
-  for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank begins with a different peer
-    const int local = (config_.local_rank + i) % config_.ranks_per_node;
-    const Region& peer = regions_[local];
-    const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
-    const int about = config_.rank_at[node_about * config_.ranks_per_node + local];
-    awaited.push_back({peer.*flags + index, peer.aborted, &processes_[local], rank, &waited_ns_[about]});
+  // Each late rank that is masked ends one turn.
+  for (bool waits = true; waits;) {
+    std::vector<Awaited> awaited;
+    for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank begins with a different peer
+      const int local = (config_.local_rank + i) % config_.ranks_per_node;
+      if (is_masked(local)) continue;
+      const Region& peer = regions_[local];
+      const int rank = config_.rank_at[node() * config_.ranks_per_node + local];
+      const int about = config_.rank_at[node_about * config_.ranks_per_node + local];
+      const Flag* masks_me = config_.masks ? peer.masked + config_.local_rank : nullptr;
+      awaited.push_back({peer.*flags + index, peer.aborted, masks_me, &processes_[local], rank, &waited_ns_[about]});
+    }
+    const int64_t begin = now_ns();
+    waits = false;
+    try {
+      wait_until(awaited, epoch, {deadline_ns_, config_.spin_us, &stopped_, on_look_}, phase);
+    } catch (const PeerLate& late) {
+      if (!config_.masks) throw;
+      check_not_masked(phase);  // a rank that comes too late itself masks nobody
+      waits = true;
+      for (int rank : late.ranks) {
+        waited_ns_[rank] += now_ns() - begin;
+        mask(rank);
+      }
+      // The others wait for the same ranks, and began up to one limit later: give them time.
+      deadline_ns_ = std::max(deadline_ns_, now_ns() + 2 * timeout_ns_);
+    }
   }
-  wait_until(awaited, epoch, {deadline_ns_, config_.spin_us, &stopped_, on_look_}, phase);
+  check_not_masked(phase);
+}
+
+// A masked rank may be slow, not dead. It reads memory of this rank that is overwritten from now on, without a wait. So
+// the flag comes before every later write, and that rank looks for it after its reads. It writes to memory of this rank
+// that is its own: slots. Nobody reads these while it is masked.
+void Engine::mask(int rank) {
+  raise_flag(own().masked[local_of_[rank]], 1);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+std::vector<int> Engine::masked() const {
+  std::vector<int> masked(config_.num_ranks(), 0);
+  for (int local = 0; local < config_.ranks_per_node; ++local)
+    masked[config_.rank_at[node() * config_.ranks_per_node + local]] = is_masked(local);
+  return masked;
+}
+
+void Engine::check_not_masked(const char* phase) const {
+  if (!config_.masks) return;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int local = 0; local < config_.ranks_per_node; ++local)
+    if (local != config_.local_rank && !is_masked(local) &&
+        regions_[local].masked[config_.local_rank].epoch.load() != 0)
+      throw MaskedByPeer(phase);
+}
+
+void Engine::unmask(uint32_t epoch) {
+  for (int local = 0; local < config_.ranks_per_node; ++local) own().masked[local].epoch.store(0);
+  own().aborted->epoch.store(0);
+  epoch_ = staged_epoch_ = pushed_epoch_ = compared_epoch_ = epoch;
+  // No operation is under way: nothing of an earlier epoch is waited for, and nothing is read any more.
+  for (Flag* Region::* flags :
+       {&Region::called, &Region::counted, &Region::listed, &Region::staged, &Region::pushed, &Region::consumed})
+    raise_flag((own().*flags)[0], epoch);
 }
 
 void Engine::check_plan(const int32_t* block) const {
@@ -122,8 +186,9 @@ void Engine::compare_on_node(const char* phase) {
   wait_for(&Region::called, 0, phase);
   compared_epoch_ = epoch_;
   bool in_step = true;
-  for (const Region& peer : regions_) {
-    const Call& call = peer.calls[epoch_ % 2];
+  for (int local = 0; local < config_.ranks_per_node; ++local) {
+    if (is_masked(local)) continue;
+    const Call call = regions_[local].calls[epoch_ % 2];
     in_step = in_step && call.in_step_with(own_call());
     compare(call);
   }
@@ -157,6 +222,7 @@ void Engine::compare_payloads(int node) {
 // Compare with the lowest rank, not with this one: ranks with the same Calls then throw the same.
 void Engine::agree() const {
   if (!disagrees_) return;
+  check_not_masked("counts");  // the Calls may be later ones
   const Call* first = nullptr;
   for (const Call& call : calls_) {
     if (call.rank < 0) continue;

@@ -83,6 +83,15 @@ class Engine {
   void abort(AbortReason why);
   // [any thread] Make this rank throw Interrupted where it waits, now or later.
   void stop() { stopped_ = true; }
+  // Mask a rank of the node: from now on it counts as absent, and nobody waits for it. A wait masks late ranks itself.
+  void mask(int rank);
+  // Return [num_ranks]: 1 for each masked rank.
+  std::vector<int> masked() const;
+  // Throw MaskedByPeer if a rank that is not masked has masked this one.
+  void check_not_masked(const char* phase) const;
+  // Let all ranks in again, and count epochs on from `epoch`, no smaller than that of any rank. All ranks of the node
+  // do this between two operations, and begin none before all have.
+  void unmask(uint32_t epoch);
   // Throw std::invalid_argument when another buffer made the plan.
   void check_plan(const int32_t* plan) const;
 
@@ -159,6 +168,15 @@ class Engine {
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
   // Return the memory of a message, allocated when first used.
+  bool is_masked(int local) const { return config_.masks && own().masked[local].epoch.load() != 0; }
+  // Return the counts of `source`: with masks this rank's copy, without tokens if the source is masked.
+  const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_of(source).counts; }
+  // Copy the counts of all sources, or later their lists. A rank that has come too late finds out before it uses them:
+  // they may be overwritten at any time.
+  void copy_counts();
+  void copy_lists();
+  // Take all tokens from the counts of a masked source.
+  void clear_counts(int source);
   char* message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes);
   // Return a view of the rows of `source` on this node.
   Payload payload_of(int source) const;
@@ -176,13 +194,17 @@ class Engine {
   void (*on_look_)();
   std::atomic<bool> stopped_{false};
 
+  // With masks, [num_ranks]: copies of counts and lists, and their memory.
+  std::vector<Counts> counts_;
+  std::vector<std::vector<char>> counts_memory_, lists_memory_;
+
   // The operation under way.
   uint32_t epoch_ = 0;
   std::vector<int64_t> waited_ns_;  // [num_ranks]
   uint32_t staged_epoch_ = 0;       // last operation that wrote staging
   uint32_t pushed_epoch_ = 0;       // last operation that wrote slots
   uint32_t compared_epoch_ = 0;     // last operation whose Calls on this node were compared
-  int64_t deadline_ns_ = 0;
+  int64_t deadline_ns_ = 0, timeout_ns_ = 0;
   int num_threads_ = 1;
   Plan plan_{};
   PlanHead new_head_{};  // of the plan to come; written by count, read by start_plan

@@ -64,7 +64,8 @@ void check_peers(const std::vector<Awaited>& awaited, uint32_t epoch, bool over,
     const uint32_t aborted = peer.aborted->epoch.load();
     const bool is_gone = aborted == kLeft || (aborted == 0 && peer.process->is_gone());
     // The peer may have raised its flag before it aborted or died: read the flag last.
-    if ((!over && !aborted && !is_gone) || reached(peer.flag->epoch.load(), epoch)) continue;
+    const bool masks_me = peer.masks_me && peer.masks_me->epoch.load() != 0;
+    if ((!over && !aborted && !is_gone && !masks_me) || reached(peer.flag->epoch.load(), epoch)) continue;
     late.push_back(peer.rank);
     if (is_gone) gone.push_back(peer.rank);
   }

@@ -37,6 +37,7 @@ enum AbortReason : uint32_t {
 struct Awaited {
   Flag* flag;
   const Flag* aborted;     // of the peer: 0, or an AbortReason
+  const Flag* masks_me;    // of the peer: not 0 once it has masked this rank; or null
   const Process* process;  // of the peer
   int rank;
   int64_t* waited_ns;  // added to: the time from the start of the wait until the flag was raised
@@ -48,6 +49,13 @@ struct PeerLate : std::runtime_error {
   std::string phase;
   std::vector<int> ranks;
   std::vector<int> gone;  // those of `ranks` with kLeft, or whose process has ended
+};
+
+// Thrown by a rank that another one has masked: its operation may have read what others have overwritten since.
+struct MaskedByPeer : std::runtime_error {
+  explicit MaskedByPeer(const std::string& phase)
+      : std::runtime_error("masked in phase '" + phase + "'"), phase(phase) {}
+  std::string phase;
 };
 
 // Thrown in a waiting thread after another thread has called Engine::stop.
@@ -63,7 +71,8 @@ struct WaitLimits {
   void (*on_look)();                 // called every 20 ms, or null; an exception of it ends the wait
 };
 
-// Return when every flag has reached `epoch`. Throw PeerLate at the deadline, or once an awaited peer cannot arrive.
+// Return when every flag has reached `epoch`. Throw PeerLate at the deadline, or once an awaited peer cannot arrive or
+// has masked this rank.
 void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitLimits& limits, const char* phase);
 
 // Return the time of CLOCK_MONOTONIC.

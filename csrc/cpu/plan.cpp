@@ -95,13 +95,15 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   for (int t = 0; t < args.num_tokens; ++t) {
     const int64_t* row = args.topk_idx + static_cast<size_t>(t) * config_.num_topk;
     const int n = sorted_choices(row, config_.num_topk, choices.data());
+    uint32_t ranks_here = 0;
     for (int i = 0; i < n;) {
       const int rank = choices[i].expert / num_experts_local(), local = local_of_[rank];
       Cursors& cursors = to[node_of_[rank]];
       Lists::OfRank& of = cursors.lists.of_rank[local];
       const int item = cursors.num_items[local]++;
       of.payload_row[item] = cursors.num_rows;
-      of.slot[item] = cursors.num_slots++;
+      of.slot[item] = config_.masks ? local * config_.max_tokens + t : cursors.num_slots++;
+      ranks_here |= 1u << local % 32;
       of.copy_begin[item] = cursors.num_copies[local];
       for (; i < n && choices[i].expert / num_experts_local() == rank; ++i) {
         const int copy = cursors.num_copies[local]++;
@@ -112,7 +114,10 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
     for (int m = 0; m < num_nodes; ++m) {
       Cursors& cursors = to[m];
       const bool goes_there = cursors.num_slots != cursors.lists.slot_begin[cursors.num_rows];
-      if (m == node() || goes_there) cursors.lists.slot_begin[++cursors.num_rows] = cursors.num_slots;
+      if (config_.masks)
+        cursors.lists.slot_begin[cursors.num_rows++] = static_cast<int32_t>(ranks_here);
+      else if (m == node() || goes_there)
+        cursors.lists.slot_begin[++cursors.num_rows] = cursors.num_slots;
     }
   }
   for (Cursors& cursors : to)
@@ -137,7 +142,8 @@ void Engine::counts_arrived(int node) { raise_flag(own().counted[node], epoch_);
 OutputSizes Engine::count() {
   compare_on_node("counts");
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::counted, m, "counts");
-  for (int source = 0; source < config_.num_ranks(); ++source) compare(inbox_of(source).counts.start->call);
+  if (config_.masks) copy_counts();
+  for (int source = 0; source < config_.num_ranks(); ++source) compare(counts_of(source).start->call);
   agree();
   const Counts::Start& mine = *own().inbox[node()].counts.start;
   const int64_t alignment = mine.call.given[Call::kAlignment], layout = mine.call.given[Call::kLayout];
@@ -149,17 +155,17 @@ OutputSizes Engine::count() {
   new_head_ = {};
   for (int rank = 0; rank < config_.num_ranks(); ++rank) {
     int64_t items = 0, copies = 0, padded = 0;
-    for (int source = 0; source < config_.num_ranks(); ++source) items += inbox_of(source).counts.rank_tokens[rank];
+    for (int source = 0; source < config_.num_ranks(); ++source) items += counts_of(source).rank_tokens[rank];
     for (int e = rank * experts; e < (rank + 1) * experts; ++e) {
       int64_t tokens = 0;
-      for (int source = 0; source < config_.num_ranks(); ++source) tokens += inbox_of(source).counts.expert_tokens[e];
+      for (int source = 0; source < config_.num_ranks(); ++source) tokens += counts_of(source).expert_tokens[e];
       copies += tokens;
       padded += round_up(tokens, alignment);
     }
     const int64_t needed = layout == static_cast<int64_t>(Layout::kExpert)   ? padded
                            : layout == static_cast<int64_t>(Layout::kDecode) ? config_.decode_rows()
                                                                              : items;
-    const int64_t given = inbox_of(rank).counts.start->max_recv_rows;
+    const int64_t given = counts_of(rank).start->max_recv_rows;
     if (needed > INT32_MAX) throw Refused("too_many_rows", {alignment, rank, needed});
     if (copies > INT32_MAX) throw Refused("too_many_choices", {rank, copies});
     too_few = too_few || (given >= 0 && needed > given);
@@ -184,6 +190,35 @@ OutputSizes Engine::count() {
   return {new_head_.num_rows, static_cast<int64_t>(c.size() / sizeof(int32_t))};
 }
 
+void Engine::copy_counts() {
+  for (int source = 0; source < config_.num_ranks(); ++source) {
+    if (is_masked(local_of_[source])) {
+      clear_counts(source);
+    } else {
+      const char* from = reinterpret_cast<const char*>(inbox_of(source).counts.start);
+      std::copy_n(from, counts_memory_[source].size(), counts_memory_[source].data());
+    }
+  }
+  check_not_masked("counts");
+}
+
+void Engine::copy_lists() {
+  for (int source = 0; source < config_.num_ranks(); ++source) {
+    if (is_masked(local_of_[source])) clear_counts(source);
+    Cursor size;
+    carve_lists(size, config_, counts_[source], node());
+    lists_memory_[source].assign(inbox_of(source).lists, inbox_of(source).lists + size.size());
+  }
+  check_not_masked("lists");
+}
+
+void Engine::clear_counts(int source) {
+  std::fill(counts_memory_[source].begin(), counts_memory_[source].end(), 0);
+  counts_[source].start->call = own_call();
+  counts_[source].start->call.rank = source;
+  counts_[source].start->max_recv_rows = -1;
+}
+
 Span Engine::outgoing_lists(int node) {
   Cursor c;
   carve_lists(c, config_, own().inbox[this->node()].counts, node);
@@ -206,7 +241,7 @@ void Engine::start_plan(int32_t* block) {
   const int num_nodes = config_.num_nodes, experts = num_experts_local();
   // Copy the sizes of payloads.
   for (int source = 0; source < config_.num_ranks(); ++source)
-    plan_.num_payload_rows[source] = inbox_of(source).counts.node_tokens[node()];
+    plan_.num_payload_rows[source] = counts_of(source).node_tokens[node()];
   std::copy_n(own().inbox[node()].counts.node_tokens, num_nodes, plan_.num_sent_rows);
   plan_.num_sent_rows[node()] = 0;
   // Number the rows of each outgoing payload in the order of tokens.
@@ -224,13 +259,14 @@ void Engine::start_plan(int32_t* block) {
 
 void Engine::finish_plan() {
   for (int m = 0; m < config_.num_nodes; ++m) wait_for(&Region::listed, m, "lists");
+  if (config_.masks) copy_lists();
   // Find the first row of each local expert.
   const int num_ranks = config_.num_ranks(), experts = num_experts_local(), first = config_.rank * experts;
   std::vector<int32_t> next_row(experts);  // [experts] next row of each expert's group
   int64_t group_begin = 0;
   for (int e = 0; e < experts; ++e) {
     int32_t tokens = 0;
-    for (int source = 0; source < num_ranks; ++source) tokens += inbox_of(source).counts.expert_tokens[first + e];
+    for (int source = 0; source < num_ranks; ++source) tokens += counts_of(source).expert_tokens[first + e];
     plan_.tokens_per_expert[e] = tokens;
     plan_.rows_per_expert[e] = static_cast<int32_t>(round_up(tokens, new_head_.expert_alignment));
     next_row[e] = static_cast<int32_t>(group_begin);
@@ -241,8 +277,8 @@ void Engine::finish_plan() {
   const bool expert_rows = has_expert_rows(new_head_);
   int32_t item = 0, copy = 0;
   for (int source = 0; source < num_ranks; ++source) {
-    Cursor c(inbox_of(source).lists);
-    const Lists lists = carve_lists(c, config_, inbox_of(source).counts, node());
+    Cursor c(config_.masks ? lists_memory_[source].data() : inbox_of(source).lists);
+    const Lists lists = carve_lists(c, config_, counts_of(source), node());
     const Lists::OfRank& of = lists.of_rank[config_.local_rank];
     plan_.item_begin[source] = item;
     std::copy_n(of.payload_row, of.num_items, plan_.payload_row + item);

@@ -41,7 +41,7 @@ struct Plan {
   int32_t* output_row;         // [num_copies] row of the output
   int32_t* copy_expert;        // [num_copies] local expert
   int32_t* copy_k;             // [num_copies] column of the source's topk_idx
-  int32_t* slot_begin;         // [num_reduced + num_nodes] per node its rows + 1: slots of each row
+  int32_t* slot_begin;         // [num_reduced + num_nodes] per node its rows + 1: slots of each row (Lists::slot_begin)
   int32_t* sent_row;           // [num_nodes, num_tokens] row in the payload for a node, or -1
 
   // Return the number of rows to reduce from a node.

@@ -44,7 +44,8 @@ struct Lists {
     int32_t* expert;       // [num_copies] local expert
     int32_t* k;            // [num_copies] column of topk_idx
   };
-  int32_t* slot_begin;  // [node_tokens + 1] first slot of each row of the payload
+  // [node_tokens + 1] first slot of each row of the payload; with masks instead a bit for each local rank with a slot
+  int32_t* slot_begin;
   std::vector<OfRank> of_rank;
 };
 
@@ -111,7 +112,7 @@ inline size_t max_payload_bytes(const Config& config) {
 
 // Partial sums of one source's tokens: written by the ranks of this node, read by the owner of the inbox.
 struct Slots {
-  char* rows;      // [max_tokens * max_partials, row_bytes]
+  char* rows;      // [max_tokens * max_partials, row_bytes]; with masks by local rank of the writer and token
   float* weights;  // [max_tokens * max_partials, num_topk]
 };
 
@@ -126,6 +127,7 @@ struct Inbox {
 // The shared memory of one rank. Flags and Calls are written by this rank and read by its peers on the node.
 struct Region {
   Flag* aborted;             // 0, or an AbortReason
+  Flag* masked;              // [ranks_per_node] not 0: this rank has masked that one. Only with masks
   Flag* called;              // this rank's Call is written
   Call* calls;               // [2] by the parity of the epoch: a peer can be one epoch ahead
   Flag* counted;             // [num_nodes] the counts from the node are in the inbox
@@ -139,6 +141,7 @@ struct Region {
 inline Region carve_region(Cursor& c, const Config& config) {
   Region region;
   region.aborted = c.take<Flag>(1);
+  region.masked = c.take<Flag>(config.masks ? config.ranks_per_node : 0);
   region.called = c.take<Flag>(1);
   region.calls = c.take<Call>(2);
   region.counted = c.take<Flag>(config.num_nodes);

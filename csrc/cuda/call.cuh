@@ -42,28 +42,62 @@ __device__ void announce(const Op& op, const Call& call) {
 // compare nothing.
 enum class Verdict { kAgree, kDiffer, kAborted };
 
+// [thread] Return the phase of a wait for Calls.
+__device__ inline Phase phase_of_calls(const Op& op) {
+  return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+}
+
+// [warp] With masks: decide once for all blocks which ranks take part in the operation. Called by every warp that
+// compares the Calls. In block 0 one warp waits for all ranks and decides; the others wait for it. Return false after
+// an abort of this rank.
+__device__ inline bool decide(const Op& op) {
+  const Context& context = op.context;
+  const auto has_decided = [&] { return ptx::load_acquire(&context.state->decided) >= op.epoch; };
+  const bool decides = op.block == 0 && (op.operation == Operation::kCombine || threadIdx.x < 32);
+  if (decides && !__any_sync(~0u, has_decided())) {
+    if (!wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch)) return false;
+    if (aborts_if_excluded(op, phase_of_calls(op))) return false;
+    const uint32_t absent = masked_ranks(op);
+    if (threadIdx.x % 32 == 0) {
+      *static_cast<volatile uint32_t*>(&context.state->absent) = absent;
+      ptx::fence_system();
+      ptx::store_relaxed(&context.state->decided, op.epoch);
+    }
+    __syncwarp();
+    return true;
+  }
+  for (int turn = 1; !__any_sync(~0u, has_decided()); ++turn)
+    if (turn % 32 == 0 && __any_sync(~0u, has_aborted(context))) return false;
+  ptx::fence_system();
+  __syncwarp();
+  return true;
+}
+
+// [thread] Return a bit for each rank that takes no part in this operation. Called after `agree`.
+__device__ inline uint32_t absent_ranks(const Op& op) {
+  return op.context.config.masks ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
+}
+
 // [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has
 // arrived. Each lane compares one field of one rank at a time: this code runs once, so short code is fast code.
 __device__ inline Difference find_difference(const Op& op) {
   constexpr int kTogether = 32 / kNumFields;  // ranks
   const int lane = threadIdx.x % 32, field = lane % kNumFields;
   const auto value_of = [&](int rank, int which) { return __ldcg(&call_at(op, rank)->fields[which]); };
-  const int32_t of_rank_0 = value_of(0, field);
+  const uint32_t absent = absent_ranks(op);
+  const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
+  const int32_t of_first = value_of(first_rank, field);
   int first = INT32_MAX;  // field * kMaxRanks + rank of the lane's first difference
 #pragma unroll 2
   for (int begin = 0; begin < op.num_ranks(); begin += kTogether) {
     const int rank = min(begin + lane / kNumFields, op.num_ranks() - 1);
-    if (value_of(rank, field) != of_rank_0) first = min(first, field * kMaxRanks + rank);
+    if (absent != 0 && (absent >> rank & 1)) continue;
+    if (value_of(rank, field) != of_first) first = min(first, field * kMaxRanks + rank);
   }
   first = __reduce_min_sync(~0u, first);
   if (first == INT32_MAX) return {};
   const int which = first / kMaxRanks, rank = first % kMaxRanks;
-  return {true, which, rank, value_of(rank, which), value_of(0, which)};
-}
-
-// [thread] Return the phase of a wait for Calls.
-__device__ inline Phase phase_of_calls(const Op& op) {
-  return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+  return {true, which, rank, value_of(rank, which), first_rank, value_of(first_rank, which)};
 }
 
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
@@ -74,7 +108,8 @@ __device__ inline Phase phase_of_calls(const Op& op) {
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   // Wait for the Calls and compare.
-  if (!wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch)) return Verdict::kAborted;
+  if (context.config.masks ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
+    return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
   if (!drains) return Verdict::kDiffer;
@@ -87,11 +122,25 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
     detail[1] = found.rank;
     detail[2] = found.theirs;
     detail[3] = found.first;
+    context.state->facts.value = found.first_rank;
   }
   // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still store data here.
   ChunkFlags pushed =
       chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank());
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
+}
+
+// [block] With masks: abort this rank if another one has masked it, and so may have overwritten what it has read.
+// Return whether it has. Called in the last block, before `complete`.
+template <class Block>
+__device__ bool comes_too_late(const Op& op) {
+  if (!op.context.config.masks) return false;
+  bool excluded = false;
+  if (Block::thread() < 32) {
+    const Phase phase = op.operation == Operation::kDispatch ? Phase::kRows : Phase::kSums;
+    excluded = aborts_if_excluded(op, phase);
+  }
+  return __syncthreads_or(excluded);
 }
 
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have

@@ -26,9 +26,10 @@ struct alignas(16) Call {
   int32_t num_chunks;  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
 };
 
-// First field with a value other than rank 0's, and the first rank with such a value. found: 0 if all agree.
+// First field with a value other than that of the first rank that takes part, and the first rank with such a value.
+// found: 0 if all agree.
 struct Difference {
-  int32_t found, field, rank, theirs, first;
+  int32_t found, field, rank, theirs, first_rank, first;
 };
 
 }  // namespace ep::cuda

@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   if (!params.reduces) return;
   if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
 }

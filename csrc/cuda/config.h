@@ -51,6 +51,7 @@ struct Config {
   int max_tokens = 1;  // tokens of one rank in one dispatch, at most
   int hidden = 1;
   DType dtype = DType::kBFloat16;
+  bool masks = false;           // late ranks are masked, and the others go on. Only with plans_directly
   bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
   // The window of a source on another node: the tokens with slots here at a time, in chunks (Shape of memory.py).
   int window_chunk = 1;   // [tokens] of a chunk

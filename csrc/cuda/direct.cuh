@@ -154,10 +154,11 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   const Config& config = op.context.config;
   const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
   const bool counts_all = params.args.layout != Layout::kDecode;
+  const uint32_t absent = absent_ranks(op);
 #pragma unroll 1
   for (int i = threadIdx.x; i < op.num_ranks() * config.max_tokens; i += Movers::kThreads) {
     const int source = i / config.max_tokens, token = i - source * config.max_tokens;
-    const int num_tokens = __ldcg(&call_at(op, source)->num_tokens);
+    const int num_tokens = absent >> source % 32 & 1 ? 0 : __ldcg(&call_at(op, source)->num_tokens);
     const auto* from = reinterpret_cast<const uint4*>(choices_at(op, op.context.local, source) +
                                                       static_cast<size_t>(token) * plan.choices_per_token);
     auto* const to = reinterpret_cast<uint4*>(plan.choices_of(op, source, token));

@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
   if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
+  if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::consumed, &State::staged_epoch, differs);
 }

@@ -168,13 +168,18 @@ struct Reducer {
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
     if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
+    // Leave out masked ranks, the same for the whole batch: others may be masked meanwhile.
+    const uint32_t masked = context.config.masks ? masked_ranks(op) : 0;
+    const auto has_addend = [&](int local) {
+      return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
+    };
     // Fill the lane's work.
     Work work{};
     char* const to = is_own ? params.args.out : sums_for(tokens.node);
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
     work.milestone = is_own ? 0 : milestones().summed(tokens.order);
     work.num_rows = static_cast<int8_t>(__popc(nodes));
-    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_token && item_numbers[local] >= 0;
+    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_addend(local);
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
     const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
     preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends, float*) {
@@ -185,7 +190,7 @@ struct Reducer {
       };
       add_nodes(nodes & ((1u << context.node) - 1));
       for (int local = 0; local < op.ranks_per_node(); ++local) {
-        if (!has_token || item_numbers[local] < 0) continue;
+        if (!has_addend(local)) continue;
         const size_t slot = is_own ? static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local]
                                    : window_slot(context, local, static_cast<int>(token));
         *addends++ = slots + slot * context.slot_stride;

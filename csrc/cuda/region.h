@@ -58,8 +58,10 @@ struct RailArrays {
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
   uint64_t* aborted;  // [num_ranks] the rank, or its host, has aborted: flags missing from this raiser may never rise
-  uint64_t* called;   // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
-  uint64_t* listed;   // [num_ranks] the rank's items are in its inbox on this node
+  // [num_ranks] not 0: the rank has masked this one. Only with Config::masks; raised by the rank or its host.
+  uint64_t* excluded;
+  uint64_t* called;  // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
+  uint64_t* listed;  // [num_ranks] the rank's items are in its inbox on this node
   uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
   uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and tails it needs
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
@@ -116,6 +118,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   const size_t ranks = config.num_ranks(), locals = config.ranks_per_node, others = config.num_others();
   Region region{};
   region.aborted = c.take<uint64_t>(ranks);
+  region.excluded = c.take<uint64_t>(config.masks ? ranks : 0);
   region.called = c.take<uint64_t>(ranks);
   region.listed = c.take<uint64_t>(ranks);
   region.staged = c.take<uint64_t>(ranks * config.max_token_chunks());
@@ -160,6 +163,12 @@ inline size_t region_bytes(const Config& config) {
   Cursor c;
   carve_region(c, config);
   return c.size();
+}
+
+// [host] Return the bytes from the start of a region to `excluded`.
+inline size_t excluded_offset(const Config& config) {
+  Cursor c;
+  return reinterpret_cast<size_t>(carve_region(c, config).excluded);
 }
 
 // [host] Return the bytes from the start of a region to `aborted`.

@@ -23,7 +23,7 @@ enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooMa
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
 //   kTooFewRows   rows[r]: needed rows and Call::max_rows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
-//   kDiffer       detail: field, rank, theirs, rank 0's (call.h)
+//   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
 struct MistakeFacts {
   int32_t detail[4];
   int64_t value;
@@ -44,8 +44,12 @@ struct State {
   uint32_t aborted;                   // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
-  uint32_t mistake;     // Mistake of the operation under way, set by its first finder; 0 between operations
-  MistakeFacts facts;   // of `mistake`
+  // With Config::masks, by rank; set by kernels and by the host: 1: masked. Nobody waits for the rank.
+  int32_t masked[kMaxRanks];
+  uint64_t decided;    // last operation whose `absent` is final
+  uint32_t absent;     // a bit for each rank that takes no part in the operation `decided`
+  uint32_t mistake;    // Mistake of the operation under way, set by its first finder; 0 between operations
+  MistakeFacts facts;  // of `mistake`
 };
 
 // Counters and counts in device memory, all 0 at first. Written and read by this rank's blocks.

@@ -63,6 +63,47 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
     if (node != context.node) Wire{context}.signal(node, aborted, 1);
 }
 
+// [thread] Return whether this rank has masked `rank`.
+__device__ inline bool is_masked(const Context& context, int rank) {
+  return context.config.masks && static_cast<volatile int32_t*>(context.state->masked)[rank] != 0;
+}
+
+// [warp] Return a bit for each masked rank.
+__device__ inline uint32_t masked_ranks(const Op& op) {
+  const int lane = threadIdx.x % 32;
+  return __ballot_sync(~0u, lane < op.num_ranks() && is_masked(op.context, lane));
+}
+
+// [thread] Mask a rank of the node: nobody of this rank waits for it any more. Signal it first. It may be slow, not
+// dead, and may read memory of this rank that is overwritten after this call: it looks for the flag after its reads.
+__device__ inline void mask_rank(const Context& context, int rank) {
+  ptx::store_relaxed(context.peers.at(context.own.excluded + context.config.rank, context.local_of(rank)), 1);
+  ptx::fence_system();
+  atomicExch(&context.state->masked[rank], 1);
+}
+
+// [warp] Return whether a rank that is not masked has masked this one. Called with masks, which have one node.
+__device__ inline bool is_excluded(const Op& op) {
+  const int lane = threadIdx.x % 32;
+  ptx::fence_system();
+  return __any_sync(~0u, lane < op.num_ranks() && !is_masked(op.context, lane) &&
+                             ptx::load_acquire(op.context.own.excluded + lane) != 0);
+}
+
+// [thread] Return a mask with this rank alone.
+__device__ inline RankMask own_mask(const Op& op) {
+  RankMask mask{};
+  mask.words[op.rank() / 32] = 1u << op.rank() % 32;
+  return mask;
+}
+
+// [warp] With masks: abort this rank if another one has masked it. Return whether it has.
+__device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
+  if (!op.context.config.masks || !is_excluded(op)) return false;
+  if (threadIdx.x % 32 == 0) abort_rank(op, phase, own_mask(op), 0);
+  return true;
+}
+
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does: in a dispatch the
 // first mover of the first block, which plans; in a combine the preparing warp of the last block, which reduces from
 // the start (and before it warp 0, for free slots).
@@ -78,6 +119,7 @@ __device__ inline bool measures_waits(const Op& op) {
 // without raising the flag. `rank`: the lane's flag is about it; `raiser`: it raises the flag.
 __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                                int raiser) {
+  if (flag != nullptr && is_masked(op.context, rank)) flag = nullptr;
   bool waits = flag != nullptr && ptx::load_acquire(flag) < expected;
   if (!__any_sync(~0u, waits)) {
     __syncwarp();  // order each lane's acquire before the other lanes' next accesses
@@ -107,6 +149,15 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
     const bool over = __any_sync(~0u, waited > context.timeout_ns || hopeless);
+    if (over && context.config.masks) {
+      // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
+      if (aborts_if_excluded(op, phase)) return false;
+      const bool late = waits && rank != op.rank() && (waited > context.timeout_ns || hopeless);
+      if (late) mask_rank(context, rank);
+      if (late && measures) atomicAdd(reinterpret_cast<unsigned long long*>(context.wait_ns + rank), waited);
+      if (late) waits = false;
+      if (__any_sync(~0u, late)) continue;
+    }
     if (over) {
       // Collect the late ranks and abort. Without one, all flags have arrived by now: poll once more.
       RankMask late;

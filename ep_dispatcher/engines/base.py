@@ -32,6 +32,7 @@ class EngineConfig:
     timeout_s: float
     num_sms: int | None
     suspendable: bool
+    mask_late_ranks: bool
     store: Store  # shared by the ranks of the group, under a prefix of this buffer's own
     gather: Gather  # collective, while the engine is made: every rank's result, or the same error on every rank
 
@@ -171,6 +172,15 @@ class Engine(Protocol):
     def check(self) -> None: ...  # raises what operations in the current stream have found; the host waits for them
 
     def counters(self) -> dict[str, list[int]]: ...
+
+    # Where the config says `mask_late_ranks`. `mask`: int32 [num_ranks] on the engine's device, 1 for masked ranks; a
+    # copy. `unmask` is collective.
+    @property
+    def mask(self) -> Tensor: ...
+
+    def mask_rank(self, rank: int) -> None: ...
+
+    def unmask(self, meet: Callable[[], Gather]) -> None: ...
 
     # Give memory back, and take it again at the same addresses, where the config says `suspendable`. Collective. An
     # error that leaves the buffer as it was, or ends it, is the same on all ranks. `meet` opens a round of the ranks

@@ -25,6 +25,7 @@ from ep_dispatcher.engines.base import (
 )
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.masks import Masks
 from ep_dispatcher.engines.rail import Rail, RailLate
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
@@ -97,11 +98,14 @@ class CpuEngine:
         c.num_nodes, c.ranks_per_node = topology.num_nodes, topology.ranks_per_node
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
-        c.spin_us = envs.spin_us()
+        c.spin_us, c.masks = envs.spin_us(), config.mask_late_ranks
+        if config.mask_late_ranks:
+            self.layouts = ("decode",)
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
         self._trace = trace_of(topology.rank)
         self._connections = _Connections()
         self._health = Health(self._connections.abort)
+        self._masks = Masks(self._health)
         self._c: _C_cpu.Engine
         self._rail: Rail
         store = OwnKeys(config.store)
@@ -331,6 +335,21 @@ class CpuEngine:
             "intra_node_bytes_written": list(self._c.bytes_written),
         }
 
+    @property
+    def mask(self) -> Tensor:
+        return torch.tensor(self._c.masked, dtype=torch.int32)
+
+    def mask_rank(self, rank: int) -> None:
+        self._health.raise_if_ended()
+        self._c.mask(rank)
+
+    def unmask(self, meet: Callable[[], Gather]) -> None:
+        def reset(epoch: int) -> None:
+            self._c.unmask(epoch)
+            self._connections.why, self.unreceived = _C_cpu.AbortReason.left, None
+
+        self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
+
     def suspend(self, meet: Callable[[], Gather]) -> None:
         suspension.suspend(meet, self._health, settle=lambda: None, give_back=self._c.give_back)
 
@@ -387,11 +406,18 @@ class CpuEngine:
                         self._add_waits(wait_ns, rail_before)
                     if self._trace is not None and refused is None:
                         self._trace.write(name, epoch, 1e3 * (time.monotonic() - begin), self.counters())
+                except _C_cpu.MaskedByPeer as masked:
+                    raise self._end_masked(name, epoch, masked.phase, time.monotonic() - begin) from masked
                 except (_C_cpu.PeerLate, RailLate) as late:
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
             if refused is not None:  # by every rank, so the buffer stays usable
                 raise ValueError(refused)
+
+    def _end_masked(self, name: str, epoch: int, phase: str, waited_s: float) -> Exception:
+        """End the buffer's use on this rank: what it has read may be overwritten."""
+        self._connections.why = _C_cpu.AbortReason.waited
+        return self._masks.end(name, epoch, phase, self._topology.rank, waited_s)()
 
     def _end_late(
         self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float

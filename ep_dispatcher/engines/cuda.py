@@ -29,12 +29,14 @@ from ep_dispatcher.engines.base import (
 )
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.kernel_reports import KernelReports
+from ep_dispatcher.engines.masks import Masks
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.regions import SuspendableRegions, mapped_rail, regions_of
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
+from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_sizes, check_cuda_sms
+from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_masks, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
 _SLICE_OVER = -2  # of wait_for_counts
@@ -99,6 +101,17 @@ class CudaEngine:
         self._sent_in_capture = False  # whether that operation was sent while a CUDA graph was captured
         with config.gather.same_on_all_ranks():
             check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
+            shape = Shape(
+                topology.num_nodes,
+                topology.ranks_per_node,
+                config.num_experts,
+                config.num_topk,
+                config.max_tokens_per_rank,
+                config.hidden,
+                config.dtype.itemsize,
+                config.mask_late_ranks,
+            )
+            check_cuda_masks(shape)
             self._regions = regions_of(config)
         compiled = self._compiled = self._regions.compiled
         c = self._c_config = compiled.Config()
@@ -106,17 +119,10 @@ class CudaEngine:
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
         c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
-        shape = Shape(
-            topology.num_nodes,
-            topology.ranks_per_node,
-            config.num_experts,
-            config.num_topk,
-            config.max_tokens_per_rank,
-            config.hidden,
-            config.dtype.itemsize,
-        )
-        c.plans_directly = shape.plans_directly
-        self.has_waves = topology.num_nodes == 1 and not shape.plans_directly
+        c.plans_directly, c.masks = shape.plans_directly, shape.masks
+        if shape.masks:
+            self.layouts = ("decode",)
+        self.has_waves = topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
         c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
 
         def allocate() -> int:
@@ -168,7 +174,8 @@ class CudaEngine:
             if self._regions.wire == "NVSHMEM":
                 self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
         self._health = Health(self._aborts.run)
-        self._reports = KernelReports(self._c, config, self._health)
+        self._masks = Masks(self._health)
+        self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
@@ -363,6 +370,53 @@ class CudaEngine:
             "intra_node_bytes_written": counter(compiled.bytes_written_offset),
         }
 
+    @property
+    def mask(self) -> Tensor:
+        self._follow()
+        return self._masked().clone()
+
+    def mask_rank(self, rank: int) -> None:
+        self._health.raise_if_ended()
+        self._follow()
+        compiled, stream = self._compiled, torch.cuda.current_stream(self._device)
+        flag = self._regions.addresses[rank] + compiled.excluded_offset(self._c_config) + 8 * self._topology.rank
+        one = torch.ones(1, dtype=torch.int64, device=self._device)
+        compiled.copy(flag, one.data_ptr(), 8, stream.cuda_stream)  # the rank is signalled first
+        self._masked()[rank : rank + 1].fill_(1)
+        self._stream = stream  # later operations follow it
+
+    def _masked(self) -> Tensor:
+        """Of kernels: int32 [num_ranks], 1 for masked ranks."""
+        offset = self._compiled.masked_offset
+        return self._state[offset : offset + 4 * self._topology.num_ranks].view(torch.int32)
+
+    def unmask(self, meet: Callable[[], Gather]) -> None:
+        compiled, state = self._compiled, self._state
+
+        def settle() -> int:
+            torch.cuda.synchronize(self._device)
+            try:
+                self._reports.raise_found(ends=False)
+            except PeerTimeoutError:
+                if not self._masks.is_out:
+                    raise
+            torch.cuda.synchronize(self._device)  # for copies of an abort
+            return self._read_state(state.cpu())[0]
+
+        def reset(epoch: int) -> None:
+            """Begin as a new buffer does, but for epoch and counters. Nobody has a kernel under way."""
+            self._regions.memory[: compiled.flag_bytes(self._c_config)].zero_()
+            counters = slice(compiled.bytes_read_offset, compiled.lists_sent_offset + 8 * compiled.max_nodes)
+            kept = state[counters].clone()
+            state.zero_()
+            state[counters] = kept
+            state[compiled.epoch_offset : compiled.epoch_offset + 8].view(torch.int64).fill_(epoch)
+            self._report.zero_()
+            self._unreceived = None
+            torch.cuda.synchronize(self._device)
+
+        self._masks.unmask(meet, settle, reset)
+
     def suspend(self, meet: Callable[[], Gather]) -> None:
         regions = self._suspendable_regions()
 
@@ -452,6 +506,12 @@ class CudaEngine:
         if self._stream is not None and self._stream != current:
             current.wait_stream(self._stream)
 
+    def _follow(self) -> None:
+        """Let the current stream wait for the last operation."""
+        # A graph cannot wait for earlier work, only for streams that are captured with it.
+        if not torch.cuda.is_current_stream_capturing() or self._is_captured():
+            self.join()
+
     def _is_captured(self) -> bool:
         """Return whether the stream of the last operation is being captured."""
         if self._stream is None or self._stream.cuda_stream == 0:  # the default stream cannot be, nor always be asked
@@ -529,9 +589,7 @@ class CudaEngine:
                 # Ask for the number alone: torch.cuda.current_stream() makes an object in Python, for 2 us more.
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 if self._stream is None or self._stream.cuda_stream != stream:
-                    # A graph cannot wait for earlier work, only for streams that are captured with it.
-                    if not torch.cuda.is_current_stream_capturing() or self._is_captured():
-                        self.join()
+                    self._follow()
                     self._stream = torch.cuda.current_stream()
                 ranges.step("launch")
                 with _NO_TRACE if self._trace is None or not traced else self._trace.operation(name):

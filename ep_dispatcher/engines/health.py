@@ -14,15 +14,16 @@ from ep_dispatcher import checks
 class Operation:
     """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch.
 
-    ``suspended``: it is for a suspended buffer, and for no other.
+    ``suspended``: it is for a suspended buffer, and for no other. ``ended``: also for one that has ended.
 
     A class, because a generator with ``contextmanager`` takes the host twice as long.
     """
 
-    __slots__ = ("name", "suspended", "thread", "_health")
+    __slots__ = ("name", "suspended", "ended", "thread", "_health")
 
-    def __init__(self, health: Health, name: str, suspended: bool):
-        self.name, self.suspended, self.thread, self._health = name, suspended, threading.get_ident(), health
+    def __init__(self, health: Health, name: str, suspended: bool, ended: bool):
+        self.name, self.suspended, self.ended, self._health = name, suspended, ended, health
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> Operation:
         try:
@@ -94,14 +95,14 @@ class Health:
         """Return whether this process is a forked child of the one that made the buffer."""
         return os.getpid() != self._pid
 
-    def raise_if_ended(self, *, suspended: bool = False) -> None:
-        """Raise where the buffer has ended, or is not as asked for: suspended, or not."""
+    def raise_if_ended(self, *, suspended: bool = False, ended: bool = False) -> None:
+        """Raise where the buffer has ended (unless ``ended``), or is not as asked for: suspended, or not."""
         if self.is_forked:
             checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
         if self._stopped:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
         failure = self._failure
-        if failure is not None:
+        if failure is not None and not ended:
             raise failure()
         if self.suspended and not suspended:
             checks.fail("buffer", "one that is suspended", "a buffer after resume()")
@@ -115,9 +116,14 @@ class Health:
                 self._failure = failure
         self._abort_once()
 
-    def operation(self, name: str, *, suspended: bool = False) -> Operation:
+    def recover(self) -> None:
+        """Forget what ended the buffer's use: the peers that were signalled not to wait wait for this rank again."""
+        with self._lock:
+            self._failure, self._aborted = None, False
+
+    def operation(self, name: str, *, suspended: bool = False, ended: bool = False) -> Operation:
         """Run one operation, and no other meanwhile. An exception ends the buffer's use."""
-        return Operation(self, name, suspended)
+        return Operation(self, name, suspended, ended)
 
     def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
         """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
@@ -141,13 +147,13 @@ class Health:
             return self._free is None
 
     def _enter(self, operation: Operation) -> None:
-        self.raise_if_ended(suspended=operation.suspended)
+        self.raise_if_ended(suspended=operation.suspended, ended=operation.ended)
         with self._lock:
             if self._inside is not None:
                 checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
             self._inside = operation
         # Again: from here on nothing is freed before this operation leaves.
-        self.raise_if_ended(suspended=operation.suspended)
+        self.raise_if_ended(suspended=operation.suspended, ended=operation.ended)
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
         """End the buffer's use after an interrupt, no memory: this rank is now the one that is late for the others."""

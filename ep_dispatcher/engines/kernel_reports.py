@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from ep_dispatcher import _C_cuda, checks
 from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.masks import Masks
 from ep_dispatcher.errors import PeerTimeoutError
 
 # Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
@@ -23,11 +23,11 @@ class KernelReports:
 
     Kernels publish a mistake when its operation is complete on this rank, and so after every rank has begun it. At the
     start of the next operation other ranks may be inside that one already; this rank refuses it, so all have to end.
-    Never waits for the device.
+    Never waits for the device. ``masks``: of a buffer that masks late ranks; a rank that reports itself is masked.
     """
 
-    def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health):
-        self._engine, self._config, self._health = engine, config, health
+    def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health, masks: Masks | None = None):
+        self._engine, self._config, self._health, self._masks = engine, config, health, masks
 
     def raise_found(self, *, ends: bool) -> None:
         if not self._health.ended:
@@ -41,21 +41,24 @@ class KernelReports:
                 text = f"{mistake}. Found when other operations had begun, which leaves ranks out of step; "
                 self._health.end(partial(ValueError, text + "destroy() this buffer"))
             elif late is not None:
-                self._health.end(self._timeout(*late))
+                self._end_late(*late)
         self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
 
-    def _timeout(
+    def _end_late(
         self,
         operation: _C_cuda.Operation,
         phase: _C_cuda.Phase,
         epoch: int,
         waited_for: list[int],
         waited_s: float,
-    ) -> Callable[[], Exception]:
-        rank = self._config.topology.rank
+    ) -> None:
+        rank, name = self._config.topology.rank, phase.name.replace("_", " ")
+        if self._masks is not None and waited_for == [rank]:
+            self._masks.end(operation.name, epoch, name, rank, waited_s)
+            return
         late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-        name = phase.name.replace("_", " ")
-        return partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks=late_ranks, waited_s=waited_s)
+        error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks=late_ranks, waited_s=waited_s)
+        self._health.end(error)
 
     def _take_mistake(self) -> str | None:
         """The caller's mistake, in words; each is found once."""
@@ -71,6 +74,6 @@ class KernelReports:
         if kind.name == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
             return checks.too_many_rows(detail[0], rank, rows[rank][0])
-        field, rank, theirs, first = detail
+        field, rank, theirs, others = detail
         name = _C_cuda.Field(field).name
-        return checks.disagreement(_SHOWN.get(name, name), rank, theirs, 0, first)
+        return checks.disagreement(_SHOWN.get(name, name), rank, theirs, value, others)

@@ -244,13 +244,14 @@ class LowLatency:
         return handle.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Unmask a rank, which changes nothing. To mask one is not supported: every operation needs all ranks."""
+        """Unmask a rank, which changes nothing. To mask one is not supported: these operations need all ranks."""
         self._check_low_latency()
         checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if mask:
             raise NotImplementedError(
-                "low_latency_update_mask_buffer: every operation of the engine needs all ranks of the group; make a "
-                "new group without the rank, and a buffer on it"
+                "low_latency_update_mask_buffer: these operations are built of layouts that need all ranks of the group; "
+                "make a new group without the rank, and a buffer on it, or use layout='decode' of an "
+                "ep_dispatcher.Buffer with mask_late_ranks=True"
             )
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:

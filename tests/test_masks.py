@@ -1,0 +1,456 @@
+"""Masked ranks: the others go on without a rank that is late, dead or masked by hand, and can let it in again."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from threading import Timer
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import exhaustive, on
+from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
+from test_errors import error_of
+from test_faults import Death, DiesIn, meet
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import reference
+from ep_dispatcher.testing import RankPool, same_bits
+
+NUM_RANKS, LIMIT_S, LONG_S = 4, 1.0, 60.0
+CUDA_LIMIT_S = 4.0  # ranks may share a GPU, and take turns
+LOCAL, ROWS = NUM_EXPERTS // NUM_RANKS, NUM_RANKS * MAX_TOKENS
+UNMASKED = [0] * NUM_RANKS
+
+
+def make_masking_buffer(engine: str, timeout_s: float = LONG_S) -> ep.Buffer:
+    if engine == "cuda":  # loads the kernels, so that no rank is late for that
+        with make_buffer(engine=engine) as buffer:
+            for _ in range(2):
+                out = buffer.dispatch(*inputs(buffer.topology.rank, device=device(buffer))[:2], layout="decode")
+                weights = torch.ones(out.handle.num_tokens, NUM_TOPK, device=device(buffer))
+                buffer.combine(out.x, out.handle, weights=weights)
+            buffer.check()
+    return make_buffer(engine=engine, ranks_per_node=NUM_RANKS, timeout_s=timeout_s, mask_late_ranks=True)
+
+
+def mask_of(*ranks: int) -> list[int]:
+    return [int(rank in ranks) for rank in range(NUM_RANKS)]
+
+
+@dataclass
+class Step:
+    """What a rank gets of one dispatch and combine."""
+
+    counts: Tensor
+    rows: Tensor
+    sums: Tensor
+
+
+def results_of_experts(rank: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7000 + 100 * seed + rank)
+    return torch.randn(LOCAL, ROWS, HIDDEN, generator=generator).bfloat16()
+
+
+def expected(rank: int, seed: int, absent: set[int], sums_without: set[int] | None = None) -> Step:
+    """By the definition: absent ranks bring no tokens, and rows of their experts add nothing to the sums."""
+    x, topk_idx, weights = (list(each) for each in zip(*(inputs(r, seed=seed) for r in range(NUM_RANKS))))
+    sent = []
+    for source, idx in enumerate(topk_idx):
+        idx = idx.masked_fill(torch.isin(idx // LOCAL, torch.tensor(sorted(sums_without or absent))), -1)
+        sent.append(torch.full_like(idx, -1) if source in absent else idx)
+    options = dict(num_experts=NUM_EXPERTS, layout="decode")
+    received = reference.dispatch(x, sent, None, max_tokens_per_rank=MAX_TOKENS, **options)
+    y = [results_of_experts(r, seed).flatten(0, 1) for r in range(NUM_RANKS)]
+    combined = reference.combine(y, received, sent, node_of=[0] * NUM_RANKS, factors=weights, **options)
+    counts = received[rank].tokens_per_expert
+    return Step(counts, received[rank].x.view(LOCAL, ROWS, HIDDEN), combined[rank][0])
+
+
+def run_step(buffer: ep.Buffer, seed: int, hooked: bool = False) -> Step:
+    rank = buffer.topology.rank
+    x, topk_idx, weights = inputs(rank, seed=seed, device=device(buffer))
+    out = buffer.dispatch(x, topk_idx, layout="decode", return_hook=hooked)
+    if hooked:
+        out.hook()
+    y = results_of_experts(rank, seed).to(device(buffer))
+    combined = buffer.combine(y, out.handle, weights=weights, return_hook=hooked)
+    if hooked:
+        combined.hook()
+    return Step(out.tokens_per_expert, out.x, combined.x)
+
+
+def assert_step(seen: Step, right: Step) -> None:
+    assert seen.counts.tolist() == right.counts.tolist(), (seen.counts, right.counts)
+    for e, count in enumerate(seen.counts.tolist()):
+        assert same_bits(seen.rows[e, :count].cpu(), right.rows[e, :count])
+    assert same_bits(seen.sums.cpu(), right.sums)
+
+
+def check_step(buffer: ep.Buffer, seed: int, absent: set[int] = frozenset(), hooked: bool = False) -> None:
+    assert_step(run_step(buffer, seed, hooked), expected(buffer.topology.rank, seed, set(absent)))
+
+
+def hurry(buffer: ep.Buffer, timeout_s: float = LIMIT_S) -> None:
+    if buffer.engine == "cpu":
+        buffer._engine._config = replace(buffer._engine._config, timeout_s=timeout_s)
+    meet(f"hurry/{buffer.id}")
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+def mask_by_hand(rank: int, engine: str, victims: list[int], hooked: bool) -> list[str]:
+    """The victims stay away. Then all are let in again, with a handle of before."""
+    with make_masking_buffer(engine) as buffer:
+        check_step(buffer, 0)
+        x, topk_idx, _ = inputs(rank, seed=0, device=device(buffer))
+        handle = buffer.dispatch(x, topk_idx, layout="decode").handle
+        assert buffer.mask.tolist() == UNMASKED and buffer.mask.dtype == torch.int32
+        buffer.check()
+        meet(f"checked/{buffer.id}")  # a rank that is masked in an operation may not complete it
+        errors = []
+        if rank in victims:
+            time.sleep(0.3)
+        else:
+            for victim in victims:
+                buffer.mask_rank(victim)
+            for seed in range(1, 6):
+                check_step(buffer, seed, set(victims), hooked)
+            assert buffer.mask.tolist() == mask_of(*victims)
+        meet(f"masked/{buffer.id}")
+        if rank in victims:
+            error = error_of_timeout(buffer)
+            assert error.late_ranks == (rank,) and error.rank == rank
+            errors = [str(error), str(error_of_timeout(buffer))]
+        buffer.unmask()
+        assert buffer.mask.tolist() == UNMASKED
+        again, right = buffer.dispatch(x, handle=handle), expected(rank, 0, set())
+        assert_step(Step(again.tokens_per_expert, again.x, right.sums), right)
+        for seed in range(6, 9):
+            check_step(buffer, seed)
+        return errors
+
+
+def error_of_timeout(buffer: ep.Buffer) -> ep.PeerTimeoutError:
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        for seed in range(2):
+            run_step(buffer, seed)
+            buffer.check()
+    return caught.value
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("victims", [[2], [0], [0, 1, 3]], ids=str)
+def test_ranks_that_are_masked_by_hand(pools, engine, victims, hooked):
+    ranks = pools(NUM_RANKS).run(mask_by_hand, engine, victims, hooked)
+    for rank, errors in enumerate(ranks):
+        for text in errors:
+            assert f"rank {rank} came too late: the other ranks have given up waiting for it." in text
+            assert "The others have masked it, and go on: unmask() on all ranks lets it in again." in text
+        assert len(errors) == 2 * (rank in victims) and len(set(errors)) <= 1
+
+
+# ---- late ranks -----------------------------------------------------------------------------------------------------
+
+
+def come_too_late(rank: int, engine: str, victim: int, operation: str) -> None:
+    """One rank oversleeps in an operation. The others go on, and let it in again; twice."""
+    limit_s = CUDA_LIMIT_S if engine == "cuda" else LIMIT_S
+    with make_masking_buffer(engine, limit_s if engine == "cuda" else LONG_S) as buffer:
+        for turn in range(2):
+            check_step(buffer, 0)
+            hurry(buffer)
+            x, topk_idx, weights = inputs(rank, seed=1, device=device(buffer))
+            begin = time.monotonic()
+            if operation == "combine":
+                out = buffer.dispatch(x, topk_idx, layout="decode")
+                buffer.check()
+            if rank == victim:
+                dist.distributed_c10d._get_default_store().wait([f"go on/{buffer.id}/{turn}"])
+                error_of_timeout(buffer)
+            elif operation == "dispatch":
+                check_step(buffer, 1, {victim})
+                assert buffer.mask.tolist() == mask_of(victim)
+                assert time.monotonic() - begin > 0.8 * limit_s
+            else:
+                y = results_of_experts(rank, 1).to(device(buffer))
+                combined = buffer.combine(y, out.handle, weights=weights)
+                assert same_bits(combined.x.cpu(), expected(rank, 1, set(), {victim}).sums)
+                assert buffer.mask.tolist() == mask_of(victim)
+            if rank != victim:
+                for seed in range(2, 5):
+                    begin = time.monotonic()
+                    check_step(buffer, seed, {victim})
+                    assert time.monotonic() - begin < limit_s, "it waits for a masked rank"
+                dist.distributed_c10d._get_default_store().set(f"go on/{buffer.id}/{turn}", "")
+                check_step(buffer, 5, {victim})  # while the late one comes
+            hurry(buffer, LONG_S)
+            buffer.unmask()
+        check_step(buffer, 6)
+
+
+@pytest.mark.parametrize("victim,operation", [(1, "dispatch"), (0, "combine")])
+def test_a_late_rank_is_masked_and_let_in_again(pools, engine, victim, operation):
+    pools(NUM_RANKS).run(come_too_late, engine, victim, operation)
+
+
+# ---- ranks that die or stop in the middle ---------------------------------------------------------------------------
+
+
+def outlive(rank: int, victim: int, death: Death) -> None:
+    """Steps go on without the dead rank. Only the one in which it died may have some of it."""
+    buffer = make_masking_buffer("cpu")
+    check_step(buffer, 0)
+    hurry(buffer, 5.0)  # a process that is gone is masked at once
+    if rank == victim:
+        buffer._engine._c = DiesIn(buffer._engine._c, death)
+    begin = time.monotonic()
+    seen, whole, without = run_step(buffer, 1), expected(rank, 1, set()), expected(rank, 1, {victim})
+    assert seen.counts.tolist() in (whole.counts.tolist(), without.counts.tolist())
+    right = whole if seen.counts.tolist() == whole.counts.tolist() else without
+    for e, count in enumerate(seen.counts.tolist()):
+        for row, full in zip(seen.rows[e, :count], right.rows[e, :count]):
+            assert same_bits(row, full) or (right is whole and not row.any()), "neither the token nor zeros"
+    fewer = expected(rank, 1, set(), {victim}) if right is whole else without
+    for t, sums in enumerate(seen.sums):
+        assert same_bits(sums, right.sums[t]) or same_bits(sums, fewer.sums[t])
+    for seed in range(2, 6):
+        check_step(buffer, seed, {victim})
+    assert time.monotonic() - begin < 5.0, "it waits for a dead rank"
+    assert buffer.mask.tolist() == mask_of(victim)
+    buffer._config = replace(buffer._config, timeout_s=LIMIT_S)
+    with pytest.raises(ep.PeerTimeoutError) as caught:  # nobody lets a dead rank in
+        buffer.unmask()
+    assert caught.value.late_ranks == (victim,) and "No mask has changed" in str(caught.value)
+    check_step(buffer, 6, {victim})
+    buffer.destroy()
+
+
+DEATHS = [
+    Death("dispatch"),
+    Death("dispatch", "route"),
+    Death("dispatch", "stage"),
+    Death("dispatch", "count"),
+    Death("dispatch", "finish_plan"),
+    Death("dispatch", "pull"),
+    Death("dispatch", "finish"),
+    Death("combine", "reuse"),
+    Death("combine", "stage"),
+    Death("combine", "push"),
+    Death("combine", "sum"),
+    Death("combine", "finish", 2),
+]
+
+
+@pytest.mark.parametrize("death", [exhaustive(death) if n % 3 else death for n, death in enumerate(DEATHS)], ids=str)
+def test_a_rank_that_dies_anywhere_is_masked(death):
+    with RankPool(NUM_RANKS, timeout_s=LONG_S) as pool:
+        assert pool.run(outlive, 2, death, allow_dead={2}) == [None] * NUM_RANKS
+
+
+class StopsIn(DiesIn):
+    """The compiled engine of one rank, which sleeps before the n-th call of a step, or inside of it."""
+
+    def __getattr__(self, name: str):
+        step = getattr(self._engine, name)
+        if name != self._death.step:
+            return step
+
+        def counted(*args):
+            self._calls += 1
+            if self._calls == self._death.call:
+                self._before()
+            return step(*args)
+
+        return counted
+
+
+def stop_and_go_on(rank: int, victim: int, death: Death) -> str:
+    """A rank stops inside an operation, until the others are many operations ahead. It harms nobody, and is told."""
+    text, store = "", dist.distributed_c10d._get_default_store()
+    with make_masking_buffer("cpu") as buffer:
+        check_step(buffer, 0)
+        hurry(buffer, LIMIT_S)
+        if rank == victim:
+            compiled, epochs = buffer._engine._c, []
+
+            def sleep() -> None:
+                epochs.append(compiled.epoch)
+                store.wait([f"wake/{buffer.id}"])
+
+            buffer._engine._c = StopsIn(compiled, death, sleep)
+            error = error_of_timeout(buffer)
+            assert [error.epoch] == epochs, "an operation returned what others had overwritten"
+            text, buffer._engine._c = str(error), compiled
+        else:
+            run_step(buffer, 1)
+            for seed in range(2, 40):
+                if seed == 6:
+                    store.set(f"wake/{buffer.id}", "")
+                check_step(buffer, seed, {victim})
+        hurry(buffer, LONG_S)
+        buffer.unmask()
+        for seed in range(40, 43):
+            check_step(buffer, seed)
+    return text
+
+
+@pytest.mark.parametrize(
+    "death",
+    [death for death in DEATHS if death.step not in ("begin", "route", "reuse")],
+    ids=str,
+)
+def test_a_rank_that_stops_and_goes_on_harms_nobody(pools, death):
+    texts = pools(NUM_RANKS).run(stop_and_go_on, 1, death)
+    assert "rank 1 came too late" in texts[1] and not any(texts[:1] + texts[2:])
+
+
+def put_to_sleep(rank: int, pids: list[int], victim: int, seed: int) -> None:
+    """Stop a process at any moment for longer than the limit, while all are at work."""
+    with make_masking_buffer("cpu") as buffer:
+        check_step(buffer, 0)
+        hurry(buffer, LIMIT_S)
+        timers = [Timer(0.05 + 0.0007 * seed, os.kill, (pids[victim], signal.SIGSTOP))]
+        timers += [Timer(2.5 * LIMIT_S, os.kill, (pids[victim], signal.SIGCONT))]
+        for timer in timers[: 2 * (rank == 0)]:
+            timer.start()
+        try:
+            for step in range(1000):
+                run_step(buffer, step % 3)
+        except ep.PeerTimeoutError as error:
+            assert rank == victim and error.late_ranks == (victim,), str(error)
+        else:
+            assert rank != victim and buffer.mask.tolist() == mask_of(victim), buffer.mask
+        hurry(buffer, LONG_S)
+        buffer.unmask()
+        for again in range(3):
+            check_step(buffer, again)
+
+
+@pytest.mark.parametrize("seed", [0, exhaustive(1), exhaustive(2)])
+def test_a_process_that_is_stopped_at_any_moment(pools, seed):
+    pool = pools(NUM_RANKS)
+    pool.run(put_to_sleep, pool.pids, 3, seed)
+
+
+# ---- unmask ---------------------------------------------------------------------------------------------------------
+
+
+def fail_in_unmask(rank: int, engine: str) -> list[str]:
+    """Rank 1 fails when all have come: no rank goes on with a mask that others no longer have."""
+    with make_masking_buffer(engine) as buffer:
+        check_step(buffer, 0)
+        if rank == 1:
+            unmask = buffer._engine._masks.unmask
+
+            def failing(meet, settle, reset):
+                unmask(meet, settle, lambda epoch: reset(epoch) or 1 / 0)
+
+            buffer._engine._masks.unmask = failing
+        return [error_of_runtime(buffer.unmask), error_of_runtime(run_step, buffer, 1)]
+
+
+def error_of_runtime(call, *args) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def test_a_failure_in_unmask_ends_the_buffer_on_all_ranks(pools, engine):
+    for texts in pools(NUM_RANKS).run(fail_in_unmask, engine):
+        assert all(text.startswith("this buffer gave up in unmask, by ") for text in texts)
+
+
+def count_on(rank: int) -> list[int]:
+    """One rank is far behind, and epochs of the CPU engine are about to wrap around."""
+    with make_masking_buffer("cpu") as buffer:
+        buffer._engine._c.unmask(2**32 - 5 if rank else 2**32 - 12)
+        meet(f"set/{buffer.id}")
+        buffer.unmask()
+        epochs = []
+        for seed in range(5):
+            check_step(buffer, seed)
+            epochs.append(buffer._engine._c.epoch)
+        return epochs
+
+
+def test_epochs_go_on_from_the_last_one(pools):
+    assert pools(NUM_RANKS).run(count_on) == [[2**32 - 3, 2**32 - 1, 1, 3, 5]] * NUM_RANKS
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def wrong_calls(rank: int, engine: str) -> None:
+    with make_buffer(engine=engine) as buffer:
+        for call in (lambda: buffer.mask, lambda: buffer.mask_rank(1), buffer.unmask):
+            assert "allowed: one made by ep.Buffer(..., mask_late_ranks=True)" in error_of(call)
+    with make_buffer(engine=engine, mask_late_ranks=True) as buffer:
+        x, topk_idx, weights = inputs(rank, device=device(buffer))
+        for call in (
+            lambda: buffer.dispatch(x, topk_idx, weights),
+            lambda: ep.dispatch(buffer, x, topk_idx, weights),
+            lambda: buffer.plan(topk_idx),
+        ):
+            assert "layout: given 'expert', allowed: 'decode'" in error_of(call)
+        assert error_of(buffer.mask_rank, rank).startswith(f"rank: given {rank}, which is this rank")
+        assert error_of(buffer.mask_rank, 2).startswith("rank: given 2, allowed: an integer from 0 to 1")
+        assert not any(buffer.mask.tolist())
+        out = buffer.dispatch(x, topk_idx, layout="decode")
+        buffer.combine(out.x, out.handle, weights=weights)
+    for options, words in [
+        (dict(ranks_per_node=1), "True with 2 nodes"),
+        (dict(suspendable=True), "True with suspendable=True"),
+        (dict(mask_late_ranks=1), "given 1"),
+        (dict(mask_late_ranks=rank == 0), "rank 0 gave True, rank 1 gave False"),
+    ]:
+        text = error_of(make_buffer, **(dict(engine=engine, mask_late_ranks=True) | options))
+        assert text.startswith("mask_late_ranks: ") and words in text, text
+
+
+def test_what_is_refused(pools, engine):
+    pools(2).run(wrong_calls, engine)
+
+
+def replay(rank: int) -> list[list[int]]:
+    """A captured step goes on without a rank that is masked between replays, and with it afterwards."""
+    with make_masking_buffer("cuda") as buffer:
+        x, topk_idx, weights = (t.clone() for t in inputs(rank, seed=0, device=device(buffer)))
+        y = results_of_experts(rank, 0).to(device(buffer))
+
+        def step() -> tuple[ep.DispatchOutput, Tensor]:
+            out = buffer.dispatch(x, topk_idx, layout="decode")
+            return out, buffer.combine(y, out.handle, weights=weights).x
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out, sums = step()
+            mask = buffer.mask
+
+        def check(absent: set[int]) -> None:
+            graph.replay()
+            buffer.check()
+            assert_step(Step(out.tokens_per_expert, out.x, sums), expected(rank, 0, absent))
+            assert mask.tolist() == mask_of(*absent)
+
+        check(set())
+        meet(f"replayed/{buffer.id}")
+        if rank != 1:
+            buffer.mask_rank(1)
+            for _ in range(3):
+                check({1})
+        meet(f"masked/{buffer.id}")
+        buffer.unmask()
+        for _ in range(3):
+            check(set())
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_graphs(pools, engine):
+    pools(NUM_RANKS).run(replay)
