@@ -195,11 +195,15 @@ def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
 def _saved_plan(ctx: Any) -> Tensor:
     """Return the plan that the forward saved. Hooks on saved tensors may move it, but must keep its integers."""
     (plan,) = ctx.saved_tensors
+    check_saved_plan(plan)
+    return plan
+
+
+def check_saved_plan(plan: Tensor) -> None:
     if plan.dtype != torch.int32:
         checks.fail(
             "saved plan", f"a tensor of {plan.dtype}", "torch.int32: hooks on saved tensors must not convert it"
         )
-    return plan
 
 
 def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer_id: str) -> None:

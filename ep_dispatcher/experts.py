@@ -44,8 +44,10 @@ def moe_mlp(
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same. It needs a GPU,
-                   bfloat16 or float16, and more tokens than direct plans take (docs/memory.md); else it changes nothing
+    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same; the same on all
+                   ranks. It needs a GPU, bfloat16 or float16, one node, more tokens than direct plans take
+                   (docs/memory.md), and at most half of the GPU's multiprocessors in the buffer's num_sms. Else it
+                   changes nothing. Set it to False where kernels run one at a time, as under compute-sanitizer
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
     then rounded. The second GEMM follows.
@@ -67,21 +69,31 @@ def moe_mlp(
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
     intermediate = w2.shape[2]
     checks.tensor("w1", w1, (config.dtype,), (experts, 2 * intermediate, config.hidden), device)
-    if device == "cuda" and intermediate * w2.itemsize % GEMM_LINE:
+    if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % GEMM_LINE):
         allowed = f"a multiple of {GEMM_LINE // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
     has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
+    if has_kernels:
+        w1, w2 = _aligned(w1), _aligned(w2)
     if overlap and has_kernels and waves.can_overlap(buffer):
-        return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
+        with torch.cuda.device_of(x):
+            return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
     ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
     if has_kernels:
-        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1.contiguous(), w2.contiguous())
+        with torch.cuda.device_of(x):
+            y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2)
         return combine(buffer, y, out.handle)
     hidden_rows = _grouped_linear(out.x, w1, ends)
     activated = _WeightedSwiglu.apply(hidden_rows, out.topk_weights)
     return combine(buffer, _grouped_linear(activated, w2, ends), out.handle)
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """Return the weight in one piece, at an address that kernels of grouped GEMMs take."""
+    weight = weight.contiguous()
+    return weight if weight.data_ptr() % GEMM_LINE == 0 else weight.clone()
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

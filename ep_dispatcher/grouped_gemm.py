@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
 
 
 def has_kernels(rows: Tensor) -> bool:
@@ -28,7 +29,7 @@ def has_kernels(rows: Tensor) -> bool:
     return rows.is_cuda and rows.dtype in KERNEL_DTYPES
 
 
-def linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+def linear(rows: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], as nn.Linear has it."""
     out = rows.new_empty(rows.shape[0], weights[0].shape[0])
     if has_kernels(rows):
@@ -39,7 +40,7 @@ def linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     return out
 
 
-def linear_grad_rows(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     """Return [num_rows, k], the gradient of `linear`'s rows: grad [num_rows, n] times weights[e] [n, k]."""
     out = grad.new_empty(grad.shape[0], weights[0].shape[1])
     if has_kernels(grad):
@@ -50,7 +51,7 @@ def linear_grad_rows(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> T
     return out
 
 
-def linear_grad_weights(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tensor], *, accumulate: bool) -> None:
+def linear_grad_weights(grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool) -> None:
     """Write the gradient of `linear`'s weights, or add it to what is there, into out[e] [n, k] of each expert.
 
     grad [num_rows, n], rows [num_rows, k]; out in float32 or the rows' dtype. An expert without rows gets zeros.

@@ -10,14 +10,16 @@ Operands come through the tensor memory accelerator, tile by tile. It reads matr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ep_dispatcher.grouped_gemm import Matrices
 
 
 class Tile(NamedTuple):
@@ -39,7 +41,7 @@ SWIGLU_COLUMNS = 1024
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
 
 
-class Matrices(NamedTuple):
+class Stack(NamedTuple):
     """Matrices [n, k] of one size, as the rows of one matrix: expert e's begin at row `first + e * step`."""
 
     base: Tensor  # the matrix at the lowest address
@@ -48,14 +50,14 @@ class Matrices(NamedTuple):
     step: int
 
 
-def stacked(weights: Sequence[Tensor]) -> Matrices:
+def stacked(weights: Matrices) -> Stack:
     """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
     n, k = weights[0].shape
     if isinstance(weights, Tensor) and weights.is_contiguous():
-        return Matrices(weights, len(weights) * n, 0, n)
+        return Stack(weights, len(weights) * n, 0, n)
     row_bytes = k * weights[0].element_size()
     if len(weights) == 1 and weights[0].is_contiguous():
-        return Matrices(weights[0], n, 0, n)
+        return Stack(weights[0], n, 0, n)
     addresses = [weight.data_ptr() for weight in weights]
     distance = addresses[1] - addresses[0]
     # Between them the accelerator may read too, so it all has to be one piece of memory.
@@ -68,13 +70,13 @@ def stacked(weights: Sequence[Tensor]) -> Matrices:
     ):
         step, last = distance // row_bytes, len(weights) - 1
         lowest = weights[0] if step > 0 else weights[-1]
-        return Matrices(lowest, abs(step) * last + n, 0 if step > 0 else -step * last, step)
-    return Matrices(torch.stack(tuple(weights)), n * len(weights), 0, n)
+        return Stack(lowest, abs(step) * last + n, 0 if step > 0 else -step * last, step)
+    return Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
 
 
 def multiply(
     rows: Tensor,
-    weights: Sequence[Tensor],
+    weights: Matrices,
     ends: Tensor,
     out: Tensor,
     *,
@@ -92,13 +94,13 @@ def multiply(
     columns, experts = out.shape[1], len(weights)
     if not num_rows:
         return
-    matrices = stacked(weights)
+    stack = stacked(weights)
     tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
-    wide = matrices.base.shape[-1]
+    wide = stack.base.shape[-1]
     _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
-        TensorDescriptor(matrices.base, [matrices.num_rows, wide], [wide, 1], block),
+        TensorDescriptor(stack.base, [stack.num_rows, wide], [wide, 1], block),
         out,
         ends,
         ends if arrived is None else arrived,
@@ -106,8 +108,8 @@ def multiply(
         num_rows,
         columns,
         length,
-        matrices.first,
-        matrices.step,
+        stack.first,
+        stack.step,
         experts,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=tile.m,
@@ -138,30 +140,31 @@ def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool
 _loaded: set[tuple] = set()
 
 
-def load(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, out: Tensor, written: Tensor) -> None:
+def load(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, written: Tensor) -> None:
     """Load the kernel that ``multiply`` will launch with these arguments and ``transposed=True``.
 
     CUDA may load a kernel only once all others have ended. One that waits for the new one would never end.
     """
     tile = _tile(rows.shape[0], len(weights), True)
     key = rows.device, rows.dtype, tile, len(weights), out.shape[1], rows.shape[1]
-    if key not in _loaded:
+    if rows.shape[0] and key not in _loaded:
         multiply(rows, weights, torch.zeros_like(ends), out, transposed=True, written=written)  # of no rows
         _loaded.add(key)
 
 
-def wait_until_begun(begun: Tensor, num_blocks: int) -> None:
-    """Let the current stream wait until so many blocks of an operation in another stream have begun.
+def wait_until_begun(begun: Tensor, num_blocks: int, limit_s: float) -> None:
+    """Let the current stream wait until so many blocks of an operation in another stream have begun, within the limit.
 
     Kernels that wait for that operation come after this: else they could take the multiprocessors that it needs.
     """
-    _wait_until_begun[1,](begun, num_blocks, num_warps=1)
+    _wait_until_begun[1,](begun, num_blocks, int(limit_s * 1e9), num_warps=1)
 
 
-@triton.jit
-def _wait_until_begun(begun, num_blocks):
+@triton.jit(do_not_specialize=["limit_ns"])
+def _wait_until_begun(begun, num_blocks, limit_ns: tl.int64):
+    begin = globaltimer()
     seen = tl.atomic_add(begun, 0, sem="acquire")
-    while seen < num_blocks:
+    while (seen < num_blocks) & (globaltimer() - begin < limit_ns):
         seen = tl.atomic_add(begun, 0, sem="acquire")
 
 
@@ -279,7 +282,7 @@ def _multiply(
         _count_rows(written, row, tl.minimum(row + BLOCK_M, end), GROUP_ROWS)
 
 
-def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tensor], *, accumulate: bool) -> None:
+def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool) -> None:
     """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added."""
     num_rows, n = grad.shape
     k, experts, tile = rows.shape[1], len(out), OUTER_TILE
@@ -308,7 +311,7 @@ def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Sequence[Tenso
 _tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
-def _addresses(matrices: Sequence[Tensor], device: torch.device) -> Tensor:
+def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
     """The addresses of the matrices, int64 on the device."""
     if isinstance(matrices, Tensor):
         begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()

@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks, grouped_gemm
+from ep_dispatcher.grouped_gemm import Matrices
 
 # write(of_w1, of_w2, accumulate): write the gradients into these tensors, one per expert, or add them to what is there.
-WriteGrads = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+WriteGrads = Callable[[Matrices, Matrices, bool], None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     """What a forward pass needs beside the tensors that autograd keeps."""
 
-    w1: Sequence[Tensor] | Tensor
-    w2: Sequence[Tensor] | Tensor
+    w1: Matrices
+    w2: Matrices
     keep_activated: bool
     take_grads: Callable[[WriteGrads], None] | None
 
@@ -30,8 +31,8 @@ def grouped_swiglu_mlp(
     rows: Tensor,
     row_weights: Tensor,
     ends: Tensor,
-    w1: Sequence[Tensor] | Tensor,
-    w2: Sequence[Tensor] | Tensor,
+    w1: Matrices,
+    w2: Matrices,
     *,
     keep_activated: bool = True,
     take_grads: Callable[[WriteGrads], None] | None = None,
@@ -90,16 +91,17 @@ class _GroupedSwigluMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, ends, hidden, activated, *weights = ctx.saved_tensors
         call: _Call = ctx.call
-        experts, in_one = len(call.w1), isinstance(call.w1, Tensor)
         w1, w2 = call.w1, call.w2
-        if weights:
-            w1, w2 = weights if in_one else (weights[:experts], weights[experts:])
+        if len(weights) == 2 and isinstance(w1, Tensor):
+            w1, w2 = weights
+        elif weights:
+            w1, w2 = weights[: len(w1)], weights[len(w1) :]
         grad = grad.contiguous()
         of_activated = grouped_gemm.linear_grad_rows(grad, w2, ends)
         of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(of_activated, hidden, row_weights, ends)
         of_rows = grouped_gemm.linear_grad_rows(of_hidden, w1, ends) if ctx.needs_input_grad[0] else None
 
-        def write(of_w1: Sequence[Tensor], of_w2: Sequence[Tensor], accumulate: bool) -> None:
+        def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
             kept = activated if call.keep_activated else grouped_gemm.weighted_swiglu(hidden, row_weights, ends)
             grouped_gemm.linear_grad_weights(grad, kept, ends, of_w2, accumulate=accumulate)
             grouped_gemm.linear_grad_weights(of_hidden, rows, ends, of_w1, accumulate=accumulate)
@@ -108,12 +110,14 @@ class _GroupedSwigluMlp(torch.autograd.Function):
         if call.take_grads is not None:
             call.take_grads(write)
         elif any(ctx.needs_input_grad[5:]):
-            grads = (torch.empty_like(w1), torch.empty_like(w2)) if in_one else (empty_grads(w1), empty_grads(w2))
-            write(*grads, False)
-            of_weights = grads if in_one else [*grads[0], *grads[1]]
+            of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
+            write(of_w1, of_w2, False)
+            of_weights = [of_w1, of_w2] if isinstance(of_w1, Tensor) else [*of_w1, *of_w2]  # type: ignore[list-item]
         return of_rows, of_row_weights, None, None, None, *of_weights
 
 
-def empty_grads(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return one tensor like each of the weights, all of them in one piece of memory."""
+def empty_grads(weights: Matrices) -> Matrices:
+    """Return tensors like the weights, all of them in one piece of memory."""
+    if isinstance(weights, Tensor):
+        return torch.empty_like(weights)
     return weights[0].new_empty(len(weights), *weights[0].shape).unbind(0)

@@ -22,23 +22,30 @@ Tiles and sums are those of the steps one after the other, so every bit is the s
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import grouped_gemm
+from ep_dispatcher.autograd import check_saved_plan
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+if TYPE_CHECKING:
+    from ep_dispatcher.engines.cuda import CudaEngine
 
 
 def can_overlap(buffer: Buffer) -> bool:
-    """Whether this buffer can: not on a CPU, not with the direct plans of few tokens, and not between nodes."""
-    return buffer._live_engine().has_waves
+    """Whether this buffer can: not on a CPU, nor with direct plans, several nodes or most multiprocessors of a GPU.
+
+    Nor where kernels run one after the other: a combine waits for the GEMM that is launched behind it.
+    """
+    return buffer._live_engine().has_waves and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 
 
 def overlapped_mlp(
@@ -52,7 +59,7 @@ def overlapped_mlp(
 ) -> Tensor:
     """``ep.moe_mlp`` with overlap. Its arguments are checked."""
     grouped_gemm.kernels()  # an error here comes before anything is sent
-    return _Mlp.apply(x, topk_weights, w1.contiguous(), w2.contiguous(), buffer, topk_idx, max_recv_rows)
+    return _Mlp.apply(x, topk_weights, w1, w2, buffer, topk_idx, max_recv_rows)
 
 
 class _Mlp(torch.autograd.Function):
@@ -80,20 +87,20 @@ class _Mlp(torch.autograd.Function):
         )
         rows, row_weights, handle = out.x, out.topk_weights, out.handle
         assert isinstance(rows, Tensor) and row_weights is not None  # as x and topk_weights were given
-        layer = _Layer(buffer, rows, out.tokens_per_expert.cumsum(0, dtype=torch.int32))
-        hidden_rows = rows.new_empty(rows.shape[0], w1.shape[1])
-        arrived = layer.receive()
-        layer.kernels.multiply(rows, w1, layer.ends, hidden_rows, transposed=True, arrived=arrived)
-        layer.join()  # the weights of rows come with the last of them
-        activated = layer.kernels.weighted_swiglu(hidden_rows, row_weights, layer.ends)
-        y = torch.empty_like(rows)
-        pieces = layer.kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
-        written = layer.counters()._replace(pieces_of_row=pieces)
-        layer.kernels.load(activated, w2, layer.ends, y, written.done)
-        combined = layer.combine(CombineRequest(y, handle.plan, None, handle.num_tokens, "expert"), written)
-        layer.kernels.multiply(activated, w2, layer.ends, y, transposed=True, written=written.done)
-        layer.join()
-        ctx.save_for_backward(rows, row_weights, hidden_rows, activated, layer.ends, handle.plan, w1, w2)
+        kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+        with _Layer(buffer, rows) as layer:
+            hidden_rows = rows.new_empty(rows.shape[0], w1.shape[1])
+            arrived = layer.receive()
+            kernels.multiply(rows, w1, ends, hidden_rows, transposed=True, arrived=arrived)
+            layer.join()  # the weights of rows come with the last of them
+            activated = kernels.weighted_swiglu(hidden_rows, row_weights, ends)
+            y = torch.empty_like(rows)
+            pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
+            written = layer.counters()._replace(pieces_of_row=pieces)
+            kernels.load(activated, w2, ends, y, written.done)
+            combined = layer.combine(CombineRequest(y, handle.plan, None, handle.num_tokens, "expert"), written)
+            kernels.multiply(activated, w2, ends, y, transposed=True, written=written.done)
+        ctx.save_for_backward(rows, row_weights, hidden_rows, activated, ends, handle.plan, w1, w2)
         ctx.num_tokens, ctx.buffer_id = handle.num_tokens, buffer.id
         return combined.x
 
@@ -101,38 +108,51 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, hidden_rows, activated, ends, plan, w1, w2 = ctx.saved_tensors
-        buffer = find_buffer(ctx.buffer_id)
+        buffer, kernels = find_buffer(ctx.buffer_id), grouped_gemm.kernels()
+        check_saved_plan(plan)
         request = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
         of_y = buffer._launch_dispatch(request, only_sends=True).rows
-        layer = _Layer(buffer, of_y, ends)
-        of_activated, of_rows = torch.empty_like(activated), torch.empty_like(rows)
-        arrived = layer.receive()
-        layer.kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
-        of_hidden, of_weights = layer.kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
-        layer.kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)
-        combined = layer.combine(CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert"))
-        of_w1, of_w2 = (
-            torch.empty_like(w) if needed else None for w, needed in zip((w1, w2), ctx.needs_input_grad[2:])
-        )
-        if of_w2 is not None:
-            layer.kernels.outer_products(of_y, activated, ends, of_w2, accumulate=False)
-        if of_w1 is not None:
-            layer.kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=False)
-        layer.join()
+        with _Layer(buffer, of_y) as layer:
+            of_activated, of_rows = torch.empty_like(activated), torch.empty_like(rows)
+            arrived = layer.receive()
+            kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
+            of_hidden, of_weights = kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
+            kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)
+            combined = layer.combine(CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert"))
+            needed = ctx.needs_input_grad[2:]
+            of_w1, of_w2 = (torch.empty_like(w) if wanted else None for w, wanted in zip((w1, w2), needed))
+            if of_w2 is not None:
+                kernels.outer_products(of_y, activated, ends, of_w2, accumulate=False)
+            if of_w1 is not None:
+                kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=False)
         return combined.x, combined.topk_weights, of_w1, of_w2, None, None, None
 
 
 class _Layer:
-    """What forward and backward share: two streams, counters, and the kernels of the experts."""
+    """What forward and backward share: operations in the side stream, and their counters.
 
-    def __init__(self, buffer: Buffer, rows: Tensor, ends: Tensor):
-        self.buffer, self.engine, self.kernels = buffer, buffer._live_engine(), grouped_gemm.kernels()
-        self.rows, self.ends = rows, ends
-        self.main, self.side = torch.cuda.current_stream(rows.device), _side_stream(rows.device)
+    At the end the main stream waits for the side stream, so memory of either may be used again. After an error a
+    combine may wait for a GEMM that nobody launches: then the buffer ends, and its kernels with it.
+    """
+
+    def __init__(self, buffer: Buffer, rows: Tensor):
+        self.buffer, self.engine, self.rows = buffer, cast("CudaEngine", buffer._live_engine()), rows
+        self.main, self.side = torch.cuda.current_stream(rows.device), self.engine.side_stream()
+        self.is_awaited = False  # whether a combine waits for a GEMM
+
+    def __enter__(self) -> _Layer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.is_awaited:
+            self.engine.give_up("launched the experts of a layer", error)
+        self.join()
 
     def counters(self) -> Waves:
         """Counters of an operation that delivers or takes these rows."""
-        groups = -(-self.rows.shape[0] // self.kernels.WAVE_ROWS)
+        groups = -(-self.rows.shape[0] // grouped_gemm.kernels().WAVE_ROWS)
         zeros = torch.zeros(1 + groups, dtype=torch.int32, device=self.rows.device)
         return Waves(zeros[:1], zeros[1:])
 
@@ -148,6 +168,7 @@ class _Layer:
     def combine(self, request: CombineRequest, waves: Waves | None = None) -> Combined:
         """Run a combine beside what follows. With waves it takes rows of y as they are counted."""
         self.side.wait_stream(self.main)
+        self.is_awaited = waves is not None
         with torch.cuda.stream(self.side):
             combined = self.buffer._launch_combine(request, waves=waves)
         for t in combined:
@@ -159,14 +180,9 @@ class _Layer:
 
     def _begin_after(self, waves: Waves) -> None:
         """Let the main stream go on once the operation of these counters has its multiprocessors."""
-        self.kernels.wait_until_begun(waves.begun, self.engine.num_blocks)
+        limit_s = self.buffer._config.timeout_s
+        grouped_gemm.kernels().wait_until_begun(waves.begun, self.engine.num_blocks, limit_s)
 
     def join(self) -> None:
         """Let the main stream wait for the operation beside it."""
         self.main.wait_stream(self.side)
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
-    return _side_streams[device]

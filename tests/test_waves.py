@@ -1,5 +1,6 @@
 """moe_mlp with its communication under the GEMMs: the bits of one step after the other, and an end to every wait."""
 
+import contextlib
 import time
 
 import pytest
@@ -116,20 +117,23 @@ def test_a_graph_of_forward_and_backward(pools, engine, num_ranks):
 
 
 def mistakes(rank: int) -> None:
-    """Errors are those of dispatch, nothing hangs, and the buffer goes on where dispatch's does."""
+    """Errors are those of dispatch, and nothing hangs. After a bad entry the buffer goes on."""
     device_of("cuda", rank)
+    x, idx, *others = layer_inputs(rank, "uniform", 2000, seed=0)
+    wrong = idx.clone()
+    wrong[17, 2] = 10_000
     with make_buffer() as buffer:
-        x, idx, *others = layer_inputs(rank, "uniform", 2000, seed=0)
-        wrong = idx.clone()
-        wrong[17, 2] = 10_000 if rank == 0 else wrong[17, 2]
-        for found, how in ((wrong, {}), (idx, dict(max_recv_rows=10))):
-            with pytest.raises(ValueError, match=r"topk_idx\[17, 2\]: given 10000|max_recv_rows"):
-                ep.moe_mlp(buffer, x, found, *others, **how)
-                buffer.check()
-            dist.barrier()
-        given = x, idx, *others
-        plain, found = run_layer(buffer, given, overlap=False), run_layer(buffer, given)
+        with pytest.raises(ValueError, match=r"topk_idx\[17, 2\]: given 10000"):
+            ep.moe_mlp(buffer, x, wrong, *others)
+        plain, found = run_layer(buffer, (x, idx, *others), overlap=False), run_layer(buffer, (x, idx, *others))
         assert all(torch.equal(a, b) for a, b in zip(plain, found))
+    buffer = make_buffer()
+    with pytest.raises((ValueError, RuntimeError), match="max_recv_rows|aborted|given up"):  # found by either operation
+        ep.moe_mlp(buffer, x, idx, *others, max_recv_rows=10)
+        buffer.check()
+    torch.cuda.synchronize()
+    with contextlib.suppress(ValueError, RuntimeError):
+        buffer.destroy()
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -160,6 +164,38 @@ def a_late_rank(rank: int) -> float:
 def test_a_late_rank_is_named_and_the_gemms_end(pools, engine):
     waited = pools(2).run(a_late_rank)
     assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
+
+
+def few_after_none(rank: int) -> None:
+    """No rows at first, then few: a kernel of its own, which is loaded before a combine waits for it."""
+    device_of("cuda", rank)
+    with make_buffer() as buffer:
+        for num_tokens in (0, 3):
+            given = layer_inputs(rank, "uniform", num_tokens, seed=1)
+            plain, found = run_layer(buffer, given, overlap=False), run_layer(buffer, given)
+            assert all(torch.equal(a, b) for a, b in zip(plain, found))
+        x, idx, weights, w1, w2 = given
+        apart = torch.empty(w1.numel() + 1, dtype=w1.dtype, device="cuda")[1:].view(w1.shape).copy_(w1)
+        moved = ep.moe_mlp(buffer, x, idx, weights, apart, w2.mT.contiguous().mT)
+        assert apart.data_ptr() % 16 and torch.equal(moved, plain[0])
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_few_rows_after_none_and_weights_anywhere(pools, engine):
+    pools(2).run(few_after_none)
+
+
+def most_multiprocessors(rank: int) -> None:
+    device_of("cuda", rank)
+    most = torch.cuda.get_device_properties(0).multi_processor_count
+    for num_sms, can in ((most, False), (most // 2 + 1, False), (most // 2, True)):
+        with make_buffer(num_sms=num_sms) as buffer:
+            assert waves.can_overlap(buffer) is can
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_the_gemms_keep_half_of_the_multiprocessors(pools, engine):
+    pools(1).run(most_multiprocessors)
 
 
 def test_the_cpu_engine_has_no_waves(pools):

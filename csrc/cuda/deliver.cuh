@@ -180,7 +180,7 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
 }
 
 // [block] Where no rows come, count them all in: kernels of experts must not wait for them. Called in every block.
-__device__ inline void end_waves(const DispatchParams& params) {
+__device__ __noinline__ inline void end_waves(const DispatchParams& params) {
   const int num_groups = params.args.waves.done ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
   for (int i = threadIdx.x; i < num_groups; i += Block::kThreads) atomicAdd(params.args.waves.done + i, kWaveRows);
 }

@@ -42,7 +42,7 @@ __device__ void share_counts(const Op& op, const DispatchParams& params, const S
 // [team] Number this rank's items by their first experts, at each receiver those of its highest expert first: write the
 // first number of each expert. Combine pushes items in this order, dispatch pulls them in the opposite one (Waves).
 // Called by the movers of the last block to count. No barrier at the end.
-__device__ void number_by_expert(const Op& op, const DispatchParams& params) {
+__device__ __noinline__ void number_by_expert(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int num_local = context.num_local_experts, warp = Movers::warp(), lane = threadIdx.x % 32;
   int32_t* const first_number = context.arrays.first_number;

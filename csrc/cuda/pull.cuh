@@ -34,6 +34,13 @@ struct PullMemory {
   }
 };
 
+// [warp] Count in the rows of an item, by groups.
+__device__ __noinline__ inline void count_rows(Item item, int32_t* groups) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  if (lane < item.num_copies()) ptx::add_release(groups + item.value(lane) / kWaveRows, 1);
+}
+
 // One mover. Bulk loads bring pieces to its ring, bulk stores take them to the output.
 struct Puller {
   static constexpr int kBatch = Records::kBatch;
@@ -186,10 +193,7 @@ struct Puller {
 
   // [warp] With waves, count in the rows of the mover's n-th item. Lane 0 has waited for their stores.
   __device__ void count_in(int n) const {
-    __syncwarp();
-    const int lane = threadIdx.x % 32;
-    if (n >= 0 && n < num && lane < item_at(n).num_copies())
-      ptx::add_release(params.args.waves.done + item_at(n).value(lane) / kWaveRows, 1);
+    if (n >= 0 && n < num) count_rows(item_at(n), params.args.waves.done);
   }
 
   // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and

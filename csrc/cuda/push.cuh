@@ -39,8 +39,8 @@ __device__ inline bool wait_for_factors(const Op& op) {
   return true;
 }
 
-// [warp] Wait until the experts have written all rows of an item: lane i of the first num_here has one. Return false
-// after an abort of this rank. After true, bulk loads may read the rows.
+// [warp] Wait until the experts have written all rows of the lane's item, if it has one. Return false after an abort of
+// this rank. After true, bulk loads may read the rows.
 __device__ inline bool wait_for_experts(const Op& op, const CombineParams& params, const Item& item, bool has_item) {
   const Waves& waves = params.args.waves;
   const int num_rows = params.plan.head->num_rows;

@@ -212,6 +212,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
         const int begin = rank * op.context.num_local_experts, end = begin + op.context.num_local_experts;
         if (scan.first_offset && ranks.has(rank)) atomicAdd(scan.first_offset + scan.first_between(begin, end), 1);
       }
+      __syncwarp();  // the next load overwrites the choices
     }
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word)

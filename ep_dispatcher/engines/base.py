@@ -131,8 +131,7 @@ class Engine(Protocol):
     summary: str  # for people: what it is, and what it sends through
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
-    has_waves: bool  # whether it takes `by_expert` and `waves`
-    num_blocks: int  # of an operation: the value of Waves.begun when all have begun
+    has_waves: bool  # whether it takes `by_expert` and `waves`: a CUDA engine, and not each one
 
     # The operation that only sent, until `receive` completes it. No other is allowed meanwhile.
     @property

@@ -84,7 +84,7 @@ class _Connections:
 class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
-    has_waves, num_blocks = False, 0
+    has_waves = False
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
     _wait_ns: dict[str, Tensor]  # by operation, where asked for

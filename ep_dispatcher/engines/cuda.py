@@ -94,6 +94,7 @@ class CudaEngine:
         self._wait_ns: dict[str, Tensor] = {}  # by operation, where asked for
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
+        self._side_stream: torch.cuda.Stream | None = None
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
         # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
         # addresses these hold.
@@ -129,6 +130,7 @@ class CudaEngine:
             self._device = torch.device("cuda", torch.cuda.current_device())
             num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
             self._num_sms = self.num_blocks = min(config.num_sms or DEFAULT_SMS, num_sms)
+            self.has_waves &= 2 * self._num_sms <= num_sms  # a combine holds them while it waits for GEMMs
             rail_blocks, self._wire_rate = _rail_sms(topology, self._num_sms), (envs.wire_gbps() or 0) * 1e9
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
@@ -331,7 +333,7 @@ class CudaEngine:
             checks.fail("hook", f"a call elsewhere than the {name}", f"one {where}, where the {name} was called")
         with self._operation(name) as (stream, _):
             for t in (plan, *outputs):
-                if t is not None:
+                if t is not None and waves is None:  # with waves the caller joins the streams
                     t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
             self._set_waves(args, waves)
             launch(args, plan.data_ptr(), stream)
@@ -501,6 +503,12 @@ class CudaEngine:
         finally:
             self._caller = None
 
+    def side_stream(self) -> torch.cuda.Stream:
+        """Return the stream for operations beside the kernels of experts."""
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(self._device, priority=-1)
+        return self._side_stream
+
     def join(self) -> None:
         current = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != current:
@@ -544,9 +552,13 @@ class CudaEngine:
         try:
             self._wait(stream)
         except BaseException as error:
-            text = f"this buffer gave up while it waited for its operations, by {type(error).__name__}: {error}; "
-            self._health.end(partial(RuntimeError, text + "destroy() it"))
+            self.give_up("waited for its operations", error)
             raise
+
+    def give_up(self, doing: str, error: BaseException) -> None:
+        """End the buffer's use, and its kernels."""
+        text = f"this buffer gave up while it {doing}, by {type(error).__name__}: {error}; destroy() it"
+        self._health.end(partial(RuntimeError, text))
 
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()

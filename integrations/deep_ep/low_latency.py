@@ -249,7 +249,7 @@ class LowLatency:
         checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if mask:
             raise NotImplementedError(
-                "low_latency_update_mask_buffer: these operations are built of layouts that need all ranks of the group; "
+                "low_latency_update_mask_buffer: these operations have layouts that need all ranks of the group; "
                 "make a new group without the rank, and a buffer on it, or use layout='decode' of an "
                 "ep_dispatcher.Buffer with mask_late_ranks=True"
             )
