@@ -161,7 +161,7 @@ struct Wire {
 #include "cuda/long_puts.cuh"
 
 int main(int, char** argv) {
-  using ep::cuda::LongPuts;
+  using ep::cuda::EP_KERNELS::LongPuts;
   random_bits.seed(std::atoi(argv[1]));
   const int shared_bytes = std::atoi(argv[2]), num_puts = std::atoi(argv[3]);
   constexpr size_t kMemory = 1 << 20;

@@ -4,11 +4,11 @@
 #include "cuda/mistake.cuh"
 #include "cuda/team.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [block] Count this block in, so that kernels of experts can wait until all blocks have begun. Called once per block.
 __device__ inline void begin_waves(const Waves& waves) {
-  if (waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
+  if (kExtras && waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
 }
 
 // [thread] Return the Call of `rank` in this rank's memory, for this operation.
@@ -75,7 +75,7 @@ __device__ inline bool decide(const Op& op) {
 
 // [thread] Return a bit for each rank that takes no part in this operation. Called after `agree`.
 __device__ inline uint32_t absent_ranks(const Op& op) {
-  return op.context.config.masks ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
+  return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
 }
 
 // [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has
@@ -108,7 +108,7 @@ __device__ inline Difference find_difference(const Op& op) {
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   // Wait for the Calls and compare.
-  if (context.config.masks ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
+  if (has_masks(context) ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
     return Verdict::kAborted;
   const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
@@ -134,7 +134,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
 // Return whether it has. Called in the last block, before `complete`.
 template <class Block>
 __device__ bool comes_too_late(const Op& op) {
-  if (!op.context.config.masks) return false;
+  if (!has_masks(op.context)) return false;
   bool excluded = false;
   if (Block::thread() < 32) {
     const Phase phase = op.operation == Operation::kDispatch ? Phase::kRows : Phase::kSums;
@@ -175,4 +175,4 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
   state->epoch = op.epoch;
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -9,6 +9,8 @@
 #include "cuda/reduce.cuh"
 
 namespace ep::cuda {
+using namespace EP_KERNELS;
+
 namespace {
 
 using Block = Team<0, 0, Pipeline::kThreads>;
@@ -190,7 +192,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
 
 }  // namespace
 
-void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
+template <>
+void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces,
+                                     cudaStream_t stream) const {
   const Config& config = context_.config;
   CombineParams params{};
   params.args = args;

@@ -7,7 +7,7 @@
 #include "cuda/pipeline.cuh"
 #include "cuda/records.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 struct CombineParams {
   CombineArgs args;
@@ -19,6 +19,8 @@ struct CombineParams {
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;
 
+  // [thread] Return whether experts run beside this launch, and write the rows of y meanwhile.
+  __device__ bool has_waves() const { return kExtras && args.waves.done; }
   // [thread] Return whether this launch brings factors to the ranks of the experts, before it pushes.
   __device__ bool shares_factors() const { return pushes && args.factors; }
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
@@ -73,4 +75,4 @@ struct Part {
   __device__ bool has_block() const { return block >= 0 && block < num_blocks; }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -6,7 +6,21 @@
 #include "common/cursor.h"
 #include "common/types.h"
 
+// The kernels are compiled twice: plain, and with extras (dispatch_extras.cu, combine_extras.cu). Extras are waves,
+// masks and the time of waits: few launches have them, and they take registers.
+#ifdef EP_WITH_EXTRAS
+#define EP_KERNELS extras
+#else
+#define EP_KERNELS plain
+#endif
+
 namespace ep::cuda {
+
+#ifdef EP_WITH_EXTRAS
+constexpr bool kExtras = true;
+#else
+constexpr bool kExtras = false;
+#endif
 
 constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
 constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/direct.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan;
 // `weights`: of its token, read only if the caller wants weights. Its tail is staged then.
@@ -181,7 +181,7 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
 
 // [block] Where no rows come, count them all in: kernels of experts must not wait for them. Called in every block.
 __device__ __noinline__ inline void end_waves(const DispatchParams& params) {
-  const int num_groups = params.args.waves.done ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
+  const int num_groups = params.has_waves() ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
   for (int i = threadIdx.x; i < num_groups; i += Block::kThreads) atomicAdd(params.args.waves.done + i, kWaveRows);
 }
 
@@ -218,4 +218,4 @@ __device__ inline void clear_padding(const Op& op, const DispatchParams& params,
   clear_from<Helpers>(op, params, plan.head->num_rows);
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

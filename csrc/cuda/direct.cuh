@@ -6,7 +6,7 @@
 #pragma once
 #include "cuda/plan.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Shared memory of one block. Written by its movers, read by its movers and helpers.
 struct DirectPlan {
@@ -376,4 +376,4 @@ __device__ inline void keep_direct_table(const Op& op, const DispatchParams& par
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -9,6 +9,8 @@
 #include "cuda/stage.cuh"
 
 namespace ep::cuda {
+using namespace EP_KERNELS;
+
 namespace {
 
 constexpr uint32_t kMaxPiece = 8192;    // [bytes] most of a row in one bulk copy
@@ -145,7 +147,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 }  // namespace
 
-void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
+template <>
+void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls,
+                                      cudaStream_t stream) const {
   // Describe the launch.
   const Config& config = context_.config;
   DispatchParams params{};

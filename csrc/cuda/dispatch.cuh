@@ -6,7 +6,7 @@
 #include "cuda/engine.h"
 #include "cuda/warp.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Half of a block's warps are movers: they plan, then pull rows to their final rows in the output. Meanwhile the other
 // half, the helpers, stage this rank's rows and tails, deliver the tails of received rows, and clear rows without a
@@ -110,6 +110,10 @@ struct DispatchParams {
 
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
   __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
+  // [thread] Return whether experts run beside this launch, and wait for their rows.
+  __device__ bool has_waves() const { return kExtras && args.waves.done; }
+  // [thread] Return whether items are numbered by their experts.
+  __device__ bool numbers_by_expert() const { return kExtras && args.by_expert; }
   // [host] [thread] Return whether the host waits for the counts, between two launches.
   __host__ __device__ bool counts() const { return args.ticket != 0; }
   // [host] [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are
@@ -141,4 +145,4 @@ struct DispatchParams {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

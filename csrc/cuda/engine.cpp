@@ -60,6 +60,18 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
   context_.own = carve_region(of_region, config);
 }
 
+void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
+  const bool extras = args.by_expert || args.waves.begun || args.wait_ns || context_.config.masks;
+  if (extras) return launch_dispatch<true>(args, plan, stages, pulls, stream);
+  launch_dispatch<false>(args, plan, stages, pulls, stream);
+}
+
+void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
+  const bool extras = args.waves.begun || args.wait_ns || context_.config.masks;
+  if (extras) return launch_combine<true>(args, plan, pushes, reduces, stream);
+  launch_combine<false>(args, plan, pushes, reduces, stream);
+}
+
 int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {
   const auto* report = static_cast<const volatile Report*>(context_.report);
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(slice_s);

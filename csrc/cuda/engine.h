@@ -103,12 +103,27 @@ class Engine {
   const Config& config() const { return context_.config; }
 
  private:
+  // [host] The same, by a kernel with extras or without.
+  template <bool kWithExtras>
+  void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
+  template <bool kWithExtras>
+  void launch_combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+
   // [host] Return whether rows and sums go straight to all other nodes, or there is none.
   bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }
 
   Context context_;
   int num_sms_, rail_blocks_;
 };
+
+template <>
+void Engine::launch_dispatch<false>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
+void Engine::launch_dispatch<true>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
+void Engine::launch_combine<false>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
+void Engine::launch_combine<true>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
 
 // [host] Return the bytes of pinned memory for the report of one rank, and the counted rows of its experts.
 inline size_t report_bytes(const Config& config) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/context.h"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // One item in memory: int32 [item_ints]. Written by list_items of the source, read by the receiver.
 struct Item {
@@ -115,4 +115,4 @@ struct ItemOrder {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

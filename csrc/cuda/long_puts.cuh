@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/wire.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Lane 0 makes the bulk copies. The block of a sender has no other use for its shared memory.
 struct LongPuts {
@@ -107,4 +107,4 @@ struct LongPuts {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/wait.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [thread] Claim the operation's mistake. Return true for the first caller only: it then writes State::facts. All other
 // mistakes of the operation are dropped.
@@ -42,4 +42,4 @@ __device__ inline void publish_mistake(const Context& context) {
   *static_cast<volatile int32_t*>(&report->mistake) = kept;
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

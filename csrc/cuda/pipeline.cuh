@@ -14,7 +14,7 @@
 #include "cuda/sum_rows.cuh"
 #include "cuda/warp.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // One sum of rows, or of a piece of each row.
 struct alignas(16) Work {
@@ -318,4 +318,4 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

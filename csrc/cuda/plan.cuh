@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/scan.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
 // Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end.
@@ -34,7 +34,7 @@ __device__ void share_counts(const Op& op, const DispatchParams& params, const S
   sum_before(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
              [&](int rank, int sum) { num_items[rank] = sum; });
   int32_t* num_first = op.context.arrays.block_num_first + static_cast<size_t>(op.block) * experts;
-  if (scratch.first_offset)
+  if (params.numbers_by_expert())
     sum_before(scratch.first_offset, experts, experts, params.plan_warps,
                [&](int expert, int sum) { num_first[expert] = sum; });
 }
@@ -94,7 +94,7 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
   sum_before(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
     for (int local = 0; local < op.ranks_per_node(); ++local) counts_for(local).num_items(to) = sum;
   });
-  if (params.args.by_expert) number_by_expert(op, params);
+  if (params.numbers_by_expert()) number_by_expert(op, params);
   Movers::sync();
   announce<Movers>(op, call_of(params));
 }
@@ -306,4 +306,4 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   return verdict;
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

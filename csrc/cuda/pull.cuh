@@ -4,7 +4,7 @@
 #include "cuda/direct.cuh"
 #include "cuda/records.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Addresses of one item's row and scales. Found for a batch of items at a time.
 struct alignas(16) Origin {
@@ -100,7 +100,7 @@ struct Puller {
     const auto find = [&](int n) {
       const int at = first + n * step;
       // With waves the last items come first: those of the lowest experts.
-      const ItemOrder::Position position = order.at(params.args.waves.done ? head.num_items - 1 - at : at, step);
+      const ItemOrder::Position position = order.at(params.has_waves() ? head.num_items - 1 - at : at, step);
       Origin& origin = origin_of(n);
       origin.index = head.item_begin[position.source] + position.number;
       origin.source = position.source;
@@ -212,14 +212,14 @@ struct Puller {
       if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
         store_piece();
-        if (params.args.waves.done)
+        if (params.has_waves())
           ptx::bulk_wait<1>();
         else
           ptx::bulk_wait_read<1>();
       }
       __syncwarp();
       // A new item has begun, so the one before is complete. One batch of items is stored: fetch another one.
-      if (params.args.waves.done && store.piece == 0) count_in(store.item - 1);
+      if (params.has_waves() && store.piece == 0) count_in(store.item - 1);
       if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       if (store.item > 0 || store.piece > 0) ++room;
       store.advance(pieces);
@@ -227,7 +227,7 @@ struct Puller {
     // Finish: wait for all loads under way, and for all stores.
     if (!ok) drain();
     if (lane == 0) ptx::bulk_wait<0>();
-    if (params.args.waves.done && ok) count_in(num - 1);
+    if (params.has_waves() && ok) count_in(num - 1);
     return ok;
   }
 
@@ -240,4 +240,4 @@ struct Puller {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/combine.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [thread] Return the end of this rank's chunks of a combine: first those of tokens of other nodes, then those of items
 // from this node. This rank raises the flags of all chunks before the end, also of empty ones: Call::num_chunks
@@ -285,7 +285,7 @@ struct Pusher {
       weights = context.inbox_of(position.source, &Inbox::weights) +
                 static_cast<size_t>(item.token()) * context.config.num_topk;
     }
-    if (params.args.waves.done && !wait_for_experts(op, params, item, lane < batch.num)) return false;
+    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
     preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
       for (int j = 0; j < work.num_rows; ++j) {
@@ -346,4 +346,4 @@ __device__ inline void push_weights(const Op& op, const CombineParams& params, c
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -5,7 +5,7 @@
 #include "cuda/config.h"
 #include "cuda/sum_rows.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [thread] Return a / b, rounded as in IEEE 754, given 1 / b. Quotients below 2^-45 may differ: float8 rounds them to
 // 0.
@@ -84,4 +84,4 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -13,7 +13,7 @@
 #include "cuda/call.cuh"
 #include "cuda/long_puts.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // This warp, among all warps of all rail blocks. Consecutive numbers are in different blocks: relays spread over them.
 struct RailWarp {
@@ -165,4 +165,4 @@ struct RailWarp {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

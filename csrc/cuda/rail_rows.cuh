@@ -3,7 +3,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/rail.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
@@ -131,4 +131,4 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& par
   return ok ? verdict : Verdict::kAborted;
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

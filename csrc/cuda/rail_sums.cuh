@@ -4,7 +4,7 @@
 #include "cuda/combine.cuh"
 #include "cuda/rail.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
@@ -120,4 +120,4 @@ __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& para
   return ok ? verdict : Verdict::kAborted;
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

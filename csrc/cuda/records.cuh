@@ -4,7 +4,7 @@
 #include "cuda/ptx.cuh"
 #include "cuda/warp.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Room for two batches: one in use, the next on its way. A `where` returns the address of the n-th record; the lane of
 // the record calls it.
@@ -95,4 +95,4 @@ struct Records {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/combine.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [warp] Write the weights of own tokens to the output: 0 where a column has no expert. The tokens' partial sums have
 // arrived, and the weights with them.
@@ -169,7 +169,7 @@ struct Reducer {
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
     if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
     // Leave out masked ranks, the same for the whole batch: others may be masked meanwhile.
-    const uint32_t masked = context.config.masks ? masked_ranks(op) : 0;
+    const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
       return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
     };
@@ -245,4 +245,4 @@ struct Reducer {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

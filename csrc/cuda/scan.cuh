@@ -15,7 +15,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/item.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
 
@@ -196,7 +196,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     // Clear this warp's scratch.
     for (int e = lane; e < op.context.config.num_experts; e += 32) {
       scan.expert_offset[e] = 0, scan.marks[e] = 0;
-      if (scan.first_offset) scan.first_offset[e] = 0;
+      if (params.numbers_by_expert()) scan.first_offset[e] = 0;
     }
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
@@ -210,9 +210,10 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
         const int num_here = __popc(__ballot_sync(~0u, ranks.has(rank)));
         if (lane == rank % 32) add_to(num_items, rank / 32, num_here);
         const int begin = rank * op.context.num_local_experts, end = begin + op.context.num_local_experts;
-        if (scan.first_offset && ranks.has(rank)) atomicAdd(scan.first_offset + scan.first_between(begin, end), 1);
+        if (params.numbers_by_expert() && ranks.has(rank))
+          atomicAdd(scan.first_offset + scan.first_between(begin, end), 1);
       }
-      __syncwarp();  // the next load overwrites the choices
+      if (params.numbers_by_expert()) __syncwarp();  // the next load overwrites the choices
     }
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word)
@@ -283,7 +284,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       next_number[word] =
           scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
   const int32_t* block_num_first = context.arrays.block_num_first + static_cast<size_t>(op.block) * config.num_experts;
-  for (int e = lane; scan.first_offset && e < config.num_experts; e += 32)
+  for (int e = lane; params.numbers_by_expert() && e < config.num_experts; e += 32)
     scan.first_offset[e] += __ldcg(context.arrays.first_number + e) + __ldcg(block_num_first + e);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
@@ -302,7 +303,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const bool goes = ranks.has(rank);
         const int begin = rank * num_local;
         int number;
-        if (scan.first_offset) {
+        if (params.numbers_by_expert()) {
           const int first_expert = goes ? scan.first_between(begin, begin + num_local) : -1;
           const uint32_t lanes = __match_any_sync(~0u, first_expert);
           number = goes ? scan.first_offset[first_expert] + __popc(lanes & ((1u << lane) - 1)) : 0;
@@ -342,4 +343,4 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -5,7 +5,7 @@
 #include "cuda/dispatch.cuh"
 #include "cuda/quantize.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Chunks staged by one warp. The last warp of all blocks to finish a chunk raises `staged` at the node. The last chunk
 // also raises the flags of all chunks without tokens: no wait for a chunk lasts for ever.
@@ -140,4 +140,4 @@ __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_
     stage_copies(op, params, share, chunks);
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

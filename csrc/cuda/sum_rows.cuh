@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [thread] Convert a dtype: elements of a 16-byte vector to float32 and back, rounding to nearest. plus_zero adds +0 to
 // each element of a word: it turns -0 into +0, as a sum from +0 does.
@@ -131,4 +131,4 @@ __device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors,
   }
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/wait.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // Consecutive warps of a block with a named barrier of their own. Barrier 0 is also that of __syncthreads: it belongs
 // to the team of the whole block.
@@ -91,4 +91,4 @@ __device__ void team_raises(const Op& op, uint64_t* flag_here) {
   ptx::store_relaxed(context.peers.at(flag_here, Team::thread()), op.epoch);
 }
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

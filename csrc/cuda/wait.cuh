@@ -4,7 +4,7 @@
 #include "cuda/ptx.cuh"
 #include "cuda/wire.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // One operation under way, passed to every step. A __noinline__ function takes it by value: a reference would keep it
 // in memory.
@@ -63,9 +63,12 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
     if (node != context.node) Wire{context}.signal(node, aborted, 1);
 }
 
+// [thread] Return whether late ranks are masked, and the others go on.
+__device__ inline bool has_masks(const Context& context) { return kExtras && context.config.masks; }
+
 // [thread] Return whether this rank has masked `rank`.
 __device__ inline bool is_masked(const Context& context, int rank) {
-  return context.config.masks && static_cast<volatile int32_t*>(context.state->masked)[rank] != 0;
+  return has_masks(context) && static_cast<volatile int32_t*>(context.state->masked)[rank] != 0;
 }
 
 // [warp] Return a bit for each masked rank.
@@ -99,7 +102,7 @@ __device__ inline RankMask own_mask(const Op& op) {
 
 // [warp] With masks: abort this rank if another one has masked it. Return whether it has.
 __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
-  if (!op.context.config.masks || !is_excluded(op)) return false;
+  if (!has_masks(op.context) || !is_excluded(op)) return false;
   if (threadIdx.x % 32 == 0) abort_rank(op, phase, own_mask(op), 0);
   return true;
 }
@@ -108,7 +111,7 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
 // first mover of the first block, which plans; in a combine the preparing warp of the last block, which reduces from
 // the start (and before it warp 0, for free slots).
 __device__ inline bool measures_waits(const Op& op) {
-  if (op.context.wait_ns == nullptr) return false;
+  if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
 }
 
@@ -128,9 +131,11 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
   const Context& context = op.context;
   // Poll.
   const uint64_t begin = ptx::nanoseconds();
-  const int rank_below = __shfl_up_sync(~0u, rank, 1);  // several lanes may wait for one rank, next to each other
-  const bool is_first = threadIdx.x % 32 == 0 || rank_below != rank;
-  const bool measures = measures_waits(op) && is_first && rank != op.rank();
+  bool measures = measures_waits(op);
+  if (measures) {  // several lanes may wait for one rank, next to each other: measure the first
+    const int rank_below = __shfl_up_sync(~0u, rank, 1);
+    measures = (threadIdx.x % 32 == 0 || rank_below != rank) && rank != op.rank();
+  }
   for (int turn = 1;; ++turn) {
     if (waits) {
       waits = ptx::load_acquire(flag) < expected;
@@ -149,7 +154,7 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
     const bool over = __any_sync(~0u, waited > context.timeout_ns || hopeless);
-    if (over && context.config.masks) {
+    if (over && has_masks(context)) {
       // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
       if (aborts_if_excluded(op, phase)) return false;
       const bool late = waits && rank != op.rank() && (waited > context.timeout_ns || hopeless);
@@ -266,4 +271,4 @@ struct StagedFlags {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 // [warp] Return the sum of `value` over the lanes up to this one, in steps of `stride` lanes. Only lanes with the same
 // number modulo `stride` share a sum. `stride` and `num_lanes` are powers of two. All lanes take part; the result is
@@ -34,4 +34,4 @@ struct Ring {
   static __device__ __forceinline__ uint32_t parity(int n) { return n / kPlaces % 2; }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

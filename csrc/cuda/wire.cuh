@@ -24,7 +24,7 @@
 #include "cuda/wire_peer.cuh"
 #endif
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 #ifdef EP_WIRE_NVSHMEM
 using Wire = NvshmemWire;
@@ -32,4 +32,4 @@ using Wire = NvshmemWire;
 using Wire = PeerWire;
 #endif
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

@@ -8,7 +8,7 @@
 #include "cuda/context.h"
 #include "cuda/wire_peer.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 struct NvshmemWire {
   const Context& context;
@@ -71,4 +71,4 @@ struct NvshmemWire {
   }
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS

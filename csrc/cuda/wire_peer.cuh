@@ -9,7 +9,7 @@
 #include "cuda/pace.h"
 #include "cuda/ptx.cuh"
 
-namespace ep::cuda {
+namespace ep::cuda::EP_KERNELS {
 
 struct PeerWire {
   const Context& context;
@@ -84,4 +84,4 @@ struct PeerWire {
   };
 };
 
-}  // namespace ep::cuda
+}  // namespace ep::cuda::EP_KERNELS
