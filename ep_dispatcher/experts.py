@@ -45,9 +45,10 @@ def moe_mlp(
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
     overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same; the same on all
-                   ranks. It needs a GPU, bfloat16 or float16, one node, more tokens than direct plans take
-                   (docs/memory.md), and at most half of the GPU's multiprocessors in the buffer's num_sms. Else it
-                   changes nothing. Set it to False where kernels run one at a time, as under compute-sanitizer
+                   ranks. It needs a GPU, bfloat16 or float16, one node, max_tokens_per_rank of 2048 or more, and at
+                   most half of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more
+                   than 8192 bytes, because shorter ones gain nothing. Else it changes nothing. Set it to False where
+                   kernels run one at a time, as under compute-sanitizer
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
     then rounded. The second GEMM follows.
@@ -75,7 +76,8 @@ def moe_mlp(
     has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
     if has_kernels:
         w1, w2 = _aligned(w1), _aligned(w2)
-    if overlap and has_kernels and waves.can_overlap(buffer):
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w1, w2))
+    if overlap and has_kernels and waves.can_overlap(buffer, wants_gradients):
         with torch.cuda.device_of(x):
             return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)

@@ -62,7 +62,7 @@ def both_ways(rank: int, kinds: list[str]) -> None:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, seed=step)
-            assert waves.can_overlap(buffer)
+            assert waves.can_overlap(buffer, wants_gradients=True)
             plain = run_layer(buffer, given, overlap=False)
             enough = TOPK * MAX_TOKENS * dist.get_world_size()
             for options in ({}, dict(max_recv_rows=enough)):
@@ -120,6 +120,7 @@ def mistakes(rank: int) -> None:
     """Errors are those of dispatch, and nothing hangs. After a bad entry the buffer goes on."""
     device_of("cuda", rank)
     x, idx, *others = layer_inputs(rank, "uniform", 2000, seed=0)
+    x.requires_grad_()
     wrong = idx.clone()
     wrong[17, 2] = 10_000
     with make_buffer() as buffer:
@@ -153,7 +154,7 @@ def a_late_rank(rank: int) -> float:
         return 0.0
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as error:
-        ep.moe_mlp(buffer, given[0], given[1], *given[2:], max_recv_rows=TOPK * MAX_TOKENS * 2)
+        run_layer(buffer, given, max_recv_rows=TOPK * MAX_TOKENS * 2)
         buffer.check()
     torch.cuda.synchronize()  # the GEMMs that wait have ended too
     assert error.value.late_ranks == (1,)
@@ -190,7 +191,7 @@ def most_multiprocessors(rank: int) -> None:
     most = torch.cuda.get_device_properties(0).multi_processor_count
     for num_sms, can in ((most, False), (most // 2 + 1, False), (most // 2, True)):
         with make_buffer(num_sms=num_sms) as buffer:
-            assert waves.can_overlap(buffer) is can
+            assert waves.can_overlap(buffer, wants_gradients=True) is can
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -207,6 +208,6 @@ def on_a_cpu(rank: int) -> None:
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
         x, w1, w2 = torch.randn(5, 16), torch.randn(2, 8, 16), torch.randn(2, 16, 4)
         idx, weights = torch.rand(5, 4).topk(2).indices, torch.rand(5, 2)
-        assert not waves.can_overlap(buffer)
+        assert not waves.can_overlap(buffer, wants_gradients=True)
         plain = ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=False)
         assert torch.equal(ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=True), plain)
