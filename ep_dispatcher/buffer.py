@@ -74,8 +74,8 @@ class Buffer:
     num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
                          that is unset. The CPU engine ignores it
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
-                         its memory through NVIDIA's package cuda-bindings, which has not run on a GPU yet, instead of
-                         PyTorch's symmetric memory; not together with the NVSHMEM wire between hosts
+                         its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory; not
+                         together with the NVSHMEM wire between hosts
     mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
                          on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
 
@@ -462,7 +462,7 @@ class Buffer:
         late errors; the buffer is not suspended then. When it returns, no rank has the memory any more.
 
         CUDA engine: all memory of ``ep.buffer_bytes(...).region`` goes, but for its flags, which take a page of 2 MiB
-        (more with very many tokens). The state stays. This has not run on a GPU yet.
+        (more with very many tokens). The state stays.
         CPU engine: all shared memory but the flags goes. Memory of PyTorch's allocator (outputs, plans) is not the
         buffer's: ``torch.cuda.empty_cache()`` gives that back.
 
