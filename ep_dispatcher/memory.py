@@ -33,7 +33,7 @@ SCALE_BLOCK = 128  # kScaleBlock
 WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
 
-STATE_BYTES = 2536  # sizeof(State), csrc/cuda/state.h
+STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
 CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
 CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h

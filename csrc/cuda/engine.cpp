@@ -61,13 +61,13 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
 }
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
-  const bool extras = args.by_expert || args.waves.begun || args.wait_ns || context_.config.masks;
+  const bool extras = args.by_expert || args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
   if (extras) return launch_dispatch<true>(args, plan, stages, pulls, stream);
   launch_dispatch<false>(args, plan, stages, pulls, stream);
 }
 
 void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
-  const bool extras = args.waves.begun || args.wait_ns || context_.config.masks;
+  const bool extras = args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
   if (extras) return launch_combine<true>(args, plan, pushes, reduces, stream);
   launch_combine<false>(args, plan, pushes, reduces, stream);
 }

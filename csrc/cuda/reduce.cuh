@@ -204,8 +204,8 @@ struct Reducer {
   // [warp] Take the first tokens, once all ranks agree. Wait for free staging if any sum travels. Return false after an
   // abort of this rank.
   __device__ bool begin() {
-    // Sums for a rail peer go to the staging of its inbox: wait until the node has read the rows there. `agree` implies
-    // it, so this wait is over at once.
+    // Sums for a rail peer go to the staging of its inbox, if not straight: wait until the node has read the rows
+    // there. `agree` implies it, so this wait is over at once.
     const bool sends = order < milestones().num_sums();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;

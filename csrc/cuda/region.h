@@ -31,7 +31,8 @@ struct Counts {
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
-  char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer: written by this rank
+  char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer, unless they go
+                   // straight there
   char* tails;     // [max_tokens, tail_bytes] scales and weights by token
   // Written by the receivers, read by this rank.
   float* weights;  // [max_tokens, num_topk] weights of a combine, by token
@@ -44,8 +45,9 @@ struct RailArrays {
   int32_t* table_out;  // [max_tokens, table_ints] their numbers by token and receiver, -1 for none
   // Written by the rail peer, read by this rank.
   int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
-  char* sums;         // [max_tokens, slot_stride] that node's sums of this rank's tokens
-  float* weights;     // [max_tokens, num_topk] that node's weights of this rank's tokens
+  char*
+      sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; straight ones come from all its blocks
+  float* weights;  // [max_tokens, num_topk] that node's weights of this rank's tokens
   // Written by the ranks of this node, read by this rank.
   char* slots;  // [ranks_per_node, window_slots, slot_stride] partial sums of the rail peer's tokens, by receiver and
                 // token: token t has the slot t % window_slots
@@ -68,7 +70,7 @@ struct Region {
   uint64_t* pushed;  // [ranks_per_node, max_pushed_chunks] the rank's partial sums of a chunk are in this rank's slots
   uint64_t* freed;   // [ranks_per_node, max_far_chunks] the rank has read its slots of a chunk of other nodes' tokens
   // About another node. Raised by this rank, read by this rank.
-  uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are in the staging of its inbox
+  uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
   // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here

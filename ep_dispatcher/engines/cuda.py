@@ -315,7 +315,7 @@ class CudaEngine:
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
     ) -> None:
         """Keep the second launch of an operation, and what it reads and writes."""
-        self._unreceived = name, launch, args, plan, outputs
+        self._unreceived = name, launch, args, plan, (*outputs, self._wait_ns.get(name))
         self._sent_in_capture = torch.cuda.is_current_stream_capturing()
 
     def _set_waves(self, args: _C_cuda.DispatchArgs | _C_cuda.CombineArgs, waves: Waves | None) -> None:
