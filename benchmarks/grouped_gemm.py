@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from compare_builds import on_device
 
 from ep_dispatcher import grouped_gemm, grouped_gemm_kernels
 
-IN_A_ROW, ROUNDS = 10, 12
+ROUNDS = 12
 
 
 class Case(NamedTuple):
@@ -135,32 +136,17 @@ def with_tiles(kind: str, tiles: list, call: Callable) -> dict[str, Callable]:
 
 
 def in_turn(sides: dict[str, Callable]) -> dict[str, float]:
-    graphs = {}
+    replays = {}
     for name, call in sides.items():
         try:
-            graphs[name] = capture(call)
+            replays[name] = on_device(call)
         except Exception as error:  # a tile that does not fit
             print("   ", name, type(error).__name__, str(error).splitlines()[0][:90])
-    times: dict[str, list[float]] = {name: [] for name in graphs}
+    times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / IN_A_ROW)
+        for name, replay in replays.items():
+            times[name].append(replay())
     return {name: statistics.median(of_side) for name, of_side in times.items()}
-
-
-def capture(call: Callable) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(IN_A_ROW):
-            call()
-    return graph
 
 
 def host_times() -> dict[str, float]:

@@ -4,7 +4,7 @@
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --sms 16
 
 A case is tokens per rank x hidden x experts x intermediate; top-8 of uniform routing, bfloat16. Times are microseconds
-of one layer in a CUDA graph of four, medians over rounds in which all sides take turns, on the slowest rank.
+of one layer in a CUDA graph of ten, medians over rounds in which all sides take turns, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from compare_builds import on_device
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
 from ep_dispatcher.testing import RankPool, make_routing
 
 CASES = ["4096x2048x128x768", "4096x7168x256x2048", "512x7168x256x2048"]
-TOPK, IN_A_ROW, ROUNDS = 8, 4, 10
+TOPK, ROUNDS = 8, 10
 
 
 def main() -> None:
@@ -70,39 +71,15 @@ def measure(rank: int, sms: int, tokens: int, hidden: int, experts: int, interme
         for name, overlap in (("serial", False), ("overlap", True)):
             sides[f"forward {name}"] = lambda overlap=overlap: layer(overlap, *given)
             sides[f"both {name}"] = lambda overlap=overlap: torch.autograd.grad(layer(overlap, *leaves), leaves, of_y)
-        graphs = {name: capture(side) for name, side in sides.items()}
-        times: dict[str, list[float]] = {name: [] for name in graphs}
+        replays = {name: on_device(side) for name, side in sides.items()}
+        times: dict[str, list[float]] = {name: [] for name in replays}
         for _ in range(ROUNDS):
-            for name, graph in graphs.items():
-                times[name].append(replay(graph))
+            for name, replay in replays.items():
+                dist.barrier()
+                times[name].append(replay())
         buffer.check()
-        graphs.clear()
+        replays.clear()
         return {name: statistics.median(of_side) for name, of_side in times.items()}
-
-
-def capture(side: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        side()
-        side()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    dist.barrier()
-    with torch.cuda.graph(graph):
-        for _ in range(IN_A_ROW):
-            side()
-    return graph
-
-
-def replay(graph: torch.cuda.CUDAGraph) -> float:
-    dist.barrier()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / IN_A_ROW
 
 
 if __name__ == "__main__":

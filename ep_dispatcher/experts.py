@@ -15,8 +15,6 @@ from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 
 ACTIVATIONS = ("swiglu",)
-# [bytes] Grouped GEMMs on a GPU load lines of this size: the rows of both operands have to begin at a multiple of it.
-GEMM_LINE = 16
 
 
 def moe_mlp(
@@ -70,8 +68,8 @@ def moe_mlp(
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
     intermediate = w2.shape[2]
     checks.tensor("w1", w1, (config.dtype,), (experts, 2 * intermediate, config.hidden), device)
-    if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % GEMM_LINE):
-        allowed = f"a multiple of {GEMM_LINE // w2.itemsize} with {config.dtype} on a GPU"
+    if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
+        allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
     has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
     if has_kernels:
@@ -95,7 +93,7 @@ def moe_mlp(
 def _aligned(weight: Tensor) -> Tensor:
     """Return the weight in one piece, at an address that kernels of grouped GEMMs take."""
     weight = weight.contiguous()
-    return weight if weight.data_ptr() % GEMM_LINE == 0 else weight.clone()
+    return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -116,18 +114,9 @@ class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        gate, up = rows.chunk(2, dim=1)
-        return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
+        return grouped_gemm.swiglu_of_all(rows, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        gate, up = rows.float().chunk(2, dim=1)
-        grad, sigmoid = grad.float(), gate.sigmoid()
-        silu = gate * sigmoid
-        of_weights = (grad * silu * up).sum(1)
-        grad = grad * weights[:, None]
-        # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
-        of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-        return torch.cat((of_gate, grad * silu), dim=1).to(rows.dtype), of_weights
+        return grouped_gemm.swiglu_grad_of_all(grad, *ctx.saved_tensors)

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+LINE_BYTES = 16  # the kernels read matrices whose rows begin at multiples of it
+WAVE_ROWS = 64  # rows per counter between the kernels and an operation beside them: kWaveRows in csrc/cuda/config.h
 Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
 
 
@@ -74,8 +76,7 @@ def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     if has_kernels(rows):
         return kernels().weighted_swiglu(rows, weights, ends)
-    gate, up = rows.chunk(2, dim=1)
-    return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
+    return swiglu_of_all(rows, weights)
 
 
 def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +86,19 @@ def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tens
     """
     if has_kernels(rows):
         return kernels().weighted_swiglu_grad(grad, rows, weights, ends)
+    of_rows, of_weights = swiglu_grad_of_all(grad, rows, weights)
+    of_weights[int(ends[-1]) :] = 0
+    return of_rows, of_weights
+
+
+def swiglu_of_all(rows: Tensor, weights: Tensor) -> Tensor:
+    """weighted_swiglu in PyTorch's operators, of all rows there are."""
+    gate, up = rows.chunk(2, dim=1)
+    return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
+
+
+def swiglu_grad_of_all(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """weighted_swiglu_grad likewise."""
     gate, up = rows.float().chunk(2, dim=1)
     grad, sigmoid = grad.float(), gate.sigmoid()
     silu = gate * sigmoid
@@ -92,7 +106,6 @@ def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tens
     grad = grad * weights[:, None]
     # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
     of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    of_weights[int(ends[-1]) :] = 0
     return torch.cat((of_gate, grad * silu), dim=1).to(rows.dtype), of_weights
 
 

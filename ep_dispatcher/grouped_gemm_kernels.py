@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.grouped_gemm import Matrices
+from ep_dispatcher.grouped_gemm import WAVE_ROWS, Matrices
 
 
 class Tile(NamedTuple):
@@ -36,7 +36,6 @@ class Tile(NamedTuple):
 TRANSPOSED_TILE, TILE, OUTER_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)
 SMALL_TILE = Tile(64, 128, 64, 4, 4)
 FEW_ROWS = 64  # per expert
-WAVE_ROWS = 64  # kWaveRows in csrc/cuda/config.h
 SWIGLU_COLUMNS = 1024
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
 
@@ -88,7 +87,7 @@ def multiply(
 
     arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
     written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
-             ``pieces_of_row(rows, weights, out)`` pieces.
+             ``pieces_of_row`` pieces.
     """
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(weights)

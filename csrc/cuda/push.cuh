@@ -56,11 +56,8 @@ __device__ inline bool wait_for_experts(const Op& op, const CombineParams& param
     if (turn % 32 != 0) continue;
     // The experts of this rank are late: nobody else is to blame.
     const uint64_t waited = ptx::nanoseconds() - begin;
-    if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0) {
-      RankMask late{};
-      late.words[op.rank() / 32] = 1u << op.rank() % 32;
-      abort_rank(op, Phase::kExperts, late, waited);
-    }
+    if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0)
+      abort_rank(op, Phase::kExperts, own_mask(op), waited);
     if (__any_sync(~0u, has_aborted(op.context))) return false;
   }
   __syncwarp();

@@ -47,7 +47,6 @@ PLAIN_SETTINGS = {
 GROUPED_LINEARS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
 LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # for others the host would wait for the counts
-LINE_BYTES = 16  # the GEMMs' rows have to begin at a multiple of it on a GPU
 HOOKS = ("_forward_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
 
 _layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
@@ -232,8 +231,8 @@ def _why_not_weights(parts: Experts) -> str | None:
     if device.type == "cuda":
         if dtype not in DTYPES_ON_GPU:
             return f"params_dtype is {dtype}"
-        if any(w.shape[1] * w.itemsize % LINE_BYTES for w in (w1[0], w2[0])):
-            return f"rows of its weights are no multiple of {LINE_BYTES} bytes"
+        if any(w.shape[1] * w.itemsize % grouped_gemm.LINE_BYTES for w in (w1[0], w2[0])):
+            return f"rows of its weights are no multiple of {grouped_gemm.LINE_BYTES} bytes"
     if parts.config.gradient_accumulation_fusion and hasattr(w1[0], "grad_added_to_main_grad") and parts.ddp() is None:
         return "its gradients are not those of Megatron's DistributedDataParallel"
     return None
