@@ -145,7 +145,7 @@ class Buffer:
                 | dict(
                     engine=name,
                     ranks_per_node=per_node,
-                    wire=envs.wire(),
+                    wire=envs.wire().removesuffix("-puts"),  # some ranks may only put
                     suspendable=checks.boolean("suspendable", suspendable),
                     mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
                     version=__version__,

@@ -13,7 +13,7 @@ import test_nodes
 from test_dispatch_combine import GRID, Case, check_case
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.testing import RankPool, device_of
 
 NUM_STEPS = 200
 
@@ -48,6 +48,7 @@ def check_paths(rank: int, case: Case, num_putting: int) -> None:
     per_node = case.ranks_per_node
     rail = [peer for peer in range(rank % per_node, case.num_ranks, per_node) if peer != rank]
     stored = 0 if is_remote else sum(peer >= num_putting for peer in rail)
+    device_of("cuda", rank)
     with test_nodes.make_buffer(case, "cuda", 8) as buffer:
         assert f", {stored} of {len(rail)} rail peers through NVLink" in repr(buffer), repr(buffer)
 

@@ -516,3 +516,20 @@ def test_other_things_are_not(value):
     with pytest.raises(ValueError, match="hidden: given .* an integer from 1 to"):
         checks.integer("hidden", value, 1)
     assert checks.integer("hidden", np.int64(3), 1) == 3 and type(checks.integer("hidden", np.int64(3), 1)) is int
+
+
+def choose_wire(rank: int, wires: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_WIRE", wires[rank])
+        try:
+            make_buffer(engine="cpu").destroy()
+        except ValueError as error:
+            return str(error)
+        return "made"
+
+
+def test_some_ranks_may_only_put(pools):
+    """The wire is agreed on; whether a rank also stores where NVLink reaches is its own choice."""
+    assert pools(2).run(choose_wire, ["nvshmem-puts", "nvshmem"]) == ["made", "made"]
+    said = "wire: rank 0 gave peer, rank 1 gave nvshmem; all ranks must give the same"
+    assert pools(2).run(choose_wire, ["peer", "nvshmem"]) == [said, said]

@@ -109,6 +109,20 @@ def test_memory_is_kept_for_the_next_buffer(pools):
         pool.run(keep)
 
 
+def move(rank: int) -> None:
+    play(rank)
+    make(64)
+    torch.cuda.current_device = lambda: 0 if rank == 0 else 3
+    with pytest.raises(ValueError, match="current device: given cuda:3, and cuda:0 when NVSHMEM was started"):
+        make(64)
+
+
+def test_another_device_is_refused(pools):
+    """NVSHMEM's memory is on the device that it was started on."""
+    with RankPool(2, timeout_s=60) as pool:
+        pool.run(move)
+
+
 def reach(rank: int) -> tuple[list[int], list[int]]:
     """The rail peers that a rank of 3 reaches, by address; the last rank only puts. Then those where both do."""
     from ep_dispatcher.engines.regions import mapped_rail

@@ -200,6 +200,9 @@ class NvshmemRegions:
         def offer() -> tuple[bool, bytes, int, list[int]]:
             if _process.out_of_step:
                 raise RuntimeError(_process.out_of_step)
+            if _process.has_joined and _process.device != self._device:
+                given = f"cuda:{self._device}, and cuda:{_process.device} when NVSHMEM was started"
+                checks.fail("the current device", given, "with the NVSHMEM wire one device per process")
             id_of_world = c.make_id() if rank == 0 and not c.is_running() else b""
             numbers = [r.number for r in _process.kept if r.num_bytes == num_bytes]
             return c.is_running(), id_of_world, _process.next_number, numbers
@@ -212,7 +215,7 @@ class NvshmemRegions:
         def start() -> tuple[int, int]:
             if not running[rank] or not _process.has_joined:
                 self._call(c.start, b"" if running[rank] else ids[0], rank, num_ranks)
-                _process.has_joined = True
+                _process.has_joined, _process.device = True, self._device
             return c.own_pe(), c.num_pes()
 
         found = config.gather("NVSHMEM's start", start, waits_for_peers=True)
@@ -292,6 +295,7 @@ class NvshmemRegions:
 # The state of NVSHMEM in this process.
 _process = SimpleNamespace(
     has_joined=False,  # the module here uses it
+    device=-1,  # current when it began to
     kept=[],  # memory of destroyed buffers
     next_number=0,  # of a region; the same on all ranks
     out_of_step="",  # why it cannot be used any more
