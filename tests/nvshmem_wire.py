@@ -51,6 +51,9 @@ def check_paths(rank: int, case: Case, num_putting: int) -> None:
     device_of("cuda", rank)
     with test_nodes.make_buffer(case, "cuda", 8) as buffer:
         assert f", {stored} of {len(rail)} rail peers through NVLink" in repr(buffer), repr(buffer)
+        needs_nvshmem = is_remote or num_putting > 0  # on any rank
+        kernels = "_C_nvshmem" if needs_nvshmem else "_C_cuda"
+        assert buffer._engine._compiled.__name__ == f"ep_dispatcher.{kernels}"
 
 
 def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_putting: int = 0) -> None:

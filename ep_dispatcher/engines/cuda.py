@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -115,16 +116,10 @@ class CudaEngine:
             check_cuda_masks(shape)
             self._regions = regions_of(config)
         compiled = self._compiled = self._regions.compiled
-        c = self._c_config = compiled.Config()
-        c.rank, c.num_nodes, c.ranks_per_node = topology.rank, topology.num_nodes, topology.ranks_per_node
-        c.num_experts, c.num_topk = config.num_experts, config.num_topk
-        c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
-        c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
-        c.plans_directly, c.masks = shape.plans_directly, shape.masks
+        c = self._c_config = self._native_config(compiled, shape)
         if shape.masks:
             self.layouts = ("decode",)
         self.has_waves = topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
-        c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
 
         def allocate() -> int:
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -153,6 +148,9 @@ class CudaEngine:
             rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
             rail = mapped_rail(topology, self._regions.rail, mapped)
+            if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels need no NVSHMEM, and are faster without
+                compiled = self._compiled = _C_cuda
+                c = self._c_config = self._native_config(compiled, shape)
             self._c = compiled.Engine(
                 config=c,
                 regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
@@ -180,6 +178,16 @@ class CudaEngine:
         self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
+
+    def _native_config(self, compiled: ModuleType, shape: Shape) -> Any:
+        topology, config, c = self._topology, self._config, compiled.Config()
+        c.rank, c.num_nodes, c.ranks_per_node = topology.rank, topology.num_nodes, topology.ranks_per_node
+        c.num_experts, c.num_topk = config.num_experts, config.num_topk
+        c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
+        c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
+        c.plans_directly, c.masks = shape.plans_directly, shape.masks
+        c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
+        return c
 
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
