@@ -1,10 +1,14 @@
-"""Times ep.moe_mlp with and without overlap, and its GEMMs alone, on GPUs.
+"""Times a layer of experts on GPUs: ep.moe_mlp with and without overlap, and NCCL's all-to-all with grouped_mm.
 
-    python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below
-    python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --sms 16
+    python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
+    python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
+    python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
 
-A case is tokens per rank x hidden x experts x intermediate; top-8 of uniform routing, bfloat16. Times are microseconds
-of one layer in a CUDA graph of ten, medians over rounds in which all sides take turns, on the slowest rank.
+A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
+CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
+beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
+
+NCCL's splits are fixed: its host knows all counts in advance (all_to_all_layer.py). It needs a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -12,74 +16,208 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from compare_builds import on_device
+from all_to_all_layer import AllToAllLayer
+from compare_builds import IN_A_ROW, on_device
+from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm
+from ep_dispatcher import waves
+from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import RankPool, make_routing
 
-CASES = ["4096x2048x128x768", "4096x7168x256x2048", "512x7168x256x2048"]
-TOPK, ROUNDS = 8, 10
+SHAPES = ["2048x128x768", "7168x256x2048"]
+CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
+PATHS = {"serial": "GEMMs", "overlap": "GEMMs", "nccl": "grouped_mm"}  # and the time of its GEMMs alone
+PASSES = ("forward", "forward+backward")
+TOPK = 8
 
 
-def main() -> None:
+class Case(NamedTuple):
+    tokens: int
+    hidden: int
+    experts: int
+    intermediate: int
+    routing: str
+    sms: int
+    max_tokens: int
+
+
+class Measured(NamedTuple):
+    times: dict[tuple[str, str], float]  # microseconds by pass and path
+    ran: dict[tuple[str, str], str]  # how each ran, in words
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # or a capture keeps every exchanged row
+    if "nccl" in args.paths and args.ranks > torch.cuda.device_count():
+        print(f"NCCL left out: {args.ranks} ranks on {torch.cuda.device_count()} GPUs", flush=True)
+        args.paths.remove("nccl")
+    with RankPool(args.ranks, timeout_s=300) as pool:
+        for case in cases_of(args):
+            ranks = pool.run(measure, case, args.paths, args.rounds, args.nccl_eager)
+            times = {key: max(rank.times[key] for rank in ranks) for key in ranks[0].times}
+            print("\n".join(lines(case, Measured(times, ranks[0].ran))), flush=True)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE")
+    parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
+    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
-    args = parser.parse_args()
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    with RankPool(args.ranks, timeout_s=120) as pool:
-        for case in args.cases:
-            for sms in args.sms:
-                ranks = pool.run(measure, sms, *map(int, case.split("x")))
-                times = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
-                print(f"{case}, {sms} SMs: " + "   ".join(f"{name} {us:.0f}" for name, us in times.items()), flush=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
+    parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
+    return parser.parse_args(argv)
 
 
-def measure(rank: int, sms: int, tokens: int, hidden: int, experts: int, intermediate: int) -> dict[str, float]:
-    """Return the median microseconds of each side on this rank."""
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    return [
+        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]))
+        for sizes in (tuple(map(int, case.split("x"))) for case in args.cases)
+        for routing in args.routings
+        for sms in args.sms
+    ]
+
+
+def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bool) -> Measured:
+    """Return the median microseconds of each pass of each path on this rank."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    local, device = experts // dist.get_world_size(), torch.device("cuda")
-    idx, weights = (t.to(device) for t in make_routing("uniform", tokens, experts, TOPK, seed=rank))
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
-
-    x, w1, w2 = normal(tokens, hidden), normal(local, 2 * intermediate, hidden), normal(local, hidden, intermediate)
-    sizes = dict(hidden=hidden, num_experts=experts, num_topk=TOPK, max_tokens_per_rank=4096, num_sms=sms)
-    with ep.Buffer(engine="cuda", timeout_s=20, **sizes) as buffer:
-        out = buffer.dispatch(x, idx, weights.float())
-        most = torch.tensor(out.x.shape[0])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        rows, ends = int(most), out.tokens_per_expert.cumsum(0).int()
-        leaves = [t.requires_grad_() for t in (x, weights.float(), w1, w2)]
-        given, of_y = [t.detach() for t in leaves], torch.randn_like(x)
-
-        def layer(overlap: bool, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-            return ep.moe_mlp(buffer, x, idx, *others, overlap=overlap, max_recv_rows=rows)
-
-        def gemms() -> None:
-            hidden_rows = grouped_gemm.linear(out.x, given[2], ends)
-            grouped_gemm.linear(grouped_gemm.weighted_swiglu(hidden_rows, out.topk_weights, ends), given[3], ends)
-
-        sides: dict[str, Callable[[], object]] = {"GEMMs of forward": gemms}
-        for name, overlap in (("serial", False), ("overlap", True)):
-            sides[f"forward {name}"] = lambda overlap=overlap: layer(overlap, *given)
-            sides[f"both {name}"] = lambda overlap=overlap: torch.autograd.grad(layer(overlap, *leaves), leaves, of_y)
-        replays = {name: on_device(side) for name, side in sides.items()}
-        times: dict[str, list[float]] = {name: [] for name in replays}
-        for _ in range(ROUNDS):
-            for name, replay in replays.items():
+    device = torch.device("cuda")
+    idx, weights = (t.to(device) for t in make_routing(case.routing, case.tokens, case.experts, TOPK, seed=rank))
+    x, w1, w2 = inputs(case, device)
+    sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.max_tokens)
+    with ep.Buffer(engine="cuda", timeout_s=20, num_sms=case.sms, **sizes) as buffer:
+        sides, ran = sides_of(buffer, paths, idx, [x, weights, w1, w2])
+        replays = {}
+        for key, side in sides.items():
+            eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
+            ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
+            replays[key] = eagerly(side) if eager else on_device(side)
+        times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
+        for _ in range(rounds):
+            for key, replay in replays.items():
                 dist.barrier()
-                times[name].append(replay())
+                times[key].append(replay())
         buffer.check()
         replays.clear()
-        return {name: statistics.median(of_side) for name, of_side in times.items()}
+        sides.clear()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of the graphs: the next case needs the memory
+        return Measured({key: statistics.median(of_side) for key, of_side in times.items()}, ran)
+
+
+def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w1 and w2 of one rank."""
+    local = case.experts // dist.get_world_size()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+    return (
+        normal(case.tokens, case.hidden),
+        normal(local, 2 * case.intermediate, case.hidden),
+        normal(local, case.hidden, case.intermediate),
+    )
+
+
+def sides_of(
+    buffer: ep.Buffer, paths: list[str], idx: Tensor, given: list[Tensor]
+) -> tuple[dict[tuple[str, str], Callable[[], None]], dict[tuple[str, str], str]]:
+    """Return the calls to time by pass and path, and what each overlapped call chooses by itself. Collective."""
+    x, weights, w1, w2 = given
+    out = buffer.dispatch(x, idx, weights)
+    assert out.topk_weights is not None
+    most = torch.tensor(out.x.shape[0])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    ends = out.tokens_per_expert.cumsum(0).int()
+
+    def layer(overlap: bool, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=overlap, max_recv_rows=int(most))
+
+    def experts(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return grouped_swiglu_mlp(rows, weights, ends, w1, w2)
+
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {}  # what to run, and its arguments
+    ran: dict[tuple[str, str], str] = {}
+    for path in paths:
+        if path == "nccl":
+            plain = AllToAllLayer(idx, buffer.num_local_experts * dist.get_world_size(), nccl_group())
+            rows = x.index_select(0, torch.arange(sum(plain.received), device=x.device) % len(x))
+            calls[path], calls["grouped_mm"] = (plain, given), (plain.experts, [rows, w1, w2])
+            continue
+        calls[path] = partial(layer, path == "overlap"), given
+        calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
+        if path == "overlap":
+            for name, wants_gradients in zip(PASSES, (False, True)):
+                chosen = "overlap" if waves.can_overlap(buffer, wants_gradients) else "serial"
+                ran[name, path] = f"chose {chosen}, "
+    sides: dict[tuple[str, str], Callable[[], None]] = {}
+    for path, (call, arguments) in calls.items():
+        sides[PASSES[0], path] = partial(forward, call, [t.detach() for t in arguments])
+        sides[PASSES[1], path] = partial(both, call, [t.detach().requires_grad_() for t in arguments])
+    return sides, ran
+
+
+def forward(call: Callable[..., Tensor], given: list[Tensor]) -> None:
+    call(*given)
+
+
+def both(call: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    """Forward, and a backward for every argument. The gradients are dropped at once: they are large."""
+    y = call(*leaves)
+    torch.autograd.grad(y, leaves, y.detach())
+
+
+_nccl: list[dist.ProcessGroup] = []
+
+
+def nccl_group() -> dist.ProcessGroup:
+    """Return the group of all ranks with NCCL. Collective the first time."""
+    if not _nccl:
+        _nccl.append(dist.new_group(backend="nccl"))
+    return _nccl[0]
+
+
+def eagerly(run: Callable[[], None]) -> Callable[[], float]:
+    """As on_device, without a graph: the host launches as fast as it can."""
+    run()
+
+    def timed() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e6 / IN_A_ROW
+
+    return timed
+
+
+def lines(case: Case, measured: Measured) -> list[str]:
+    """The case and its times, a line for each path and pass."""
+    sizes = f"{case.tokens} tokens, hidden {case.hidden}, {case.experts} experts, intermediate {case.intermediate}"
+    rest = f"{case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
+    shown = [f"{sizes}, {rest}: us"]
+    for name in PASSES:
+        for path, alone in PATHS.items():
+            if (name, path) in measured.times:
+                us, gemms = measured.times[name, path], measured.times[name, alone]
+                how = measured.ran[name, path]
+                shown.append(
+                    f"  {name:16} {path:8}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
+                )
+    return shown
 
 
 if __name__ == "__main__":

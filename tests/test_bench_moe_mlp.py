@@ -1,0 +1,110 @@
+"""benchmarks/moe_mlp.py: the layer that it compares with, its calls on the CPU engine, its lines; with a GPU a run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import ROOT
+
+import ep_dispatcher as ep
+from ep_dispatcher.engines import cuda_problem
+from ep_dispatcher.testing import make_routing
+
+BENCHMARKS = str(ROOT / "benchmarks")
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 8, 8, 3, 20
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import moe_mlp
+
+    return moe_mlp
+
+
+def given_to(rank: int, routing: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """topk_idx; x, topk_weights, w1 and w2, which want gradients."""
+    idx, weights = make_routing(routing, TOKENS + rank, EXPERTS, TOPK, seed=rank)
+    generator, local = torch.Generator().manual_seed(rank), EXPERTS // dist.get_world_size()
+    shapes = (TOKENS + rank, HIDDEN), (local, 2 * INTERMEDIATE, HIDDEN), (local, HIDDEN, INTERMEDIATE)
+    x, w1, w2 = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return idx, [t.requires_grad_() for t in (x, weights.to(dtype).float(), w1, w2)]
+
+
+def make_buffer(dtype: torch.dtype) -> ep.Buffer:
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS + 4)
+    return ep.Buffer(engine="cpu", dtype=dtype, **sizes)
+
+
+def plain_layer(rank: int, routing: str) -> None:
+    sys.path.insert(0, BENCHMARKS)
+    from all_to_all_layer import AllToAllLayer
+
+    idx, leaves = given_to(rank, routing, torch.float32)
+    of_y = torch.randn_like(leaves[0])
+    layer = AllToAllLayer(idx, EXPERTS, dist.group.WORLD)
+    found = layer(*leaves)
+    found = [found.detach(), *torch.autograd.grad(found, leaves, of_y)]
+    with make_buffer(torch.float32) as buffer:
+        y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:])
+        wanted = [y.detach(), *torch.autograd.grad(y, leaves, of_y)]
+    for name, a, b in zip(("y", "x", "topk_weights", "w1", "w2"), found, wanted):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3, msg=f"{name} differs")
+
+
+@pytest.mark.parametrize("routing", ["uniform", "skewed"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_plain_layer_computes_the_same(pools, num_ranks, routing):
+    pools(num_ranks).run(plain_layer, routing)
+
+
+def all_sides(rank: int) -> tuple[list, dict]:
+    sys.path.insert(0, BENCHMARKS)
+    import moe_mlp
+
+    moe_mlp._nccl[:] = [dist.group.WORLD]
+    idx, leaves = given_to(rank, "uniform", torch.bfloat16)
+    with make_buffer(torch.bfloat16) as buffer:
+        sides, ran = moe_mlp.sides_of(buffer, list(moe_mlp.PATHS), idx, [t.detach() for t in leaves])
+        for side in sides.values():
+            side()
+    return list(sides), ran
+
+
+def test_every_side_runs(pools, script):
+    """Each path and each path's GEMMs alone, in both passes; the choice is that of moe_mlp."""
+    for sides, ran in pools(2).run(all_sides):
+        assert set(sides) == {
+            (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values()}
+        }
+        assert ran == {(name, "overlap"): "chose serial, " for name in script.PASSES}
+
+
+def test_lines(script):
+    args = script.parse_args(["--cases", "128x2048x128x768", "--sms", "16", "24", "--max-tokens", "64"])
+    cases = script.cases_of(args)
+    assert [(case.routing, case.sms) for case in cases] == [(r, s) for r in ("uniform", "skewed") for s in (16, 24)]
+    assert all(case.max_tokens == case.tokens == 128 for case in cases), "never less than the case brings"
+    assert len(script.cases_of(script.parse_args(["--ranks", "2"]))) == 12
+    us = {"serial": 30.0, "overlap": 25.0, "nccl": 50.0, "GEMMs": 20.0, "grouped_mm": 22.0}
+    times = {(name, path): value + 100 * i for i, name in enumerate(script.PASSES) for path, value in us.items()}
+    ran = dict.fromkeys(times, "CUDA graph") | {("forward", "overlap"): "chose serial, CUDA graph"}
+    head, *rows = script.lines(cases[0], script.Measured(times, ran))
+    assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, uniform, 16 SMs, buffer of 128")
+    assert [row.split()[:3] for row in rows[:3]] == [["forward", p, v] for p, v in zip(us, ("30", "25", "50"))]
+    assert rows[1].split("exposed")[1].split(maxsplit=1) == ["5", "chose serial, CUDA graph"]
+    assert rows[2].split("grouped_mm alone")[1].split()[:3] == ["22", "exposed", "28"]
+    only = {key: value for key, value in times.items() if key[1] in ("serial", "GEMMs")}
+    assert len(script.lines(cases[0], script.Measured(only, ran))) == 3
+
+
+@pytest.mark.skipif(bool(cuda_problem()), reason=f"needs a usable GPU: {cuda_problem()}")
+def test_a_run(script):
+    ranks = min(2, torch.cuda.device_count())
+    options = ["--ranks", str(ranks), "--cases", "64x256x16x128", "--rounds", "2", "--routings", "skewed"]
+    run = subprocess.run(
+        [sys.executable, f"{BENCHMARKS}/moe_mlp.py", *options], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert sum(" exposed" in line for line in run.stdout.splitlines()) == 6, run.stdout
