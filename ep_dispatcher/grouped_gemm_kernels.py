@@ -73,6 +73,12 @@ def stacked(weights: Matrices) -> Stack:
     return Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
 
 
+def in_one_piece(weights: Matrices) -> Matrices:
+    """Return the weights if `stacked` takes them where they lie; else the copy that it makes."""
+    base = stacked(weights).base
+    return base if base.dim() == 3 else weights
+
+
 def multiply(
     rows: Tensor,
     weights: Matrices,

@@ -18,13 +18,41 @@ WriteGrads = Callable[[Matrices, Matrices, bool], None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """What a forward pass needs beside the tensors that autograd keeps."""
+class Call:
+    """What a forward pass needs beside the tensors that autograd keeps: the weights, and who takes their gradients."""
 
     w1: Matrices
     w2: Matrices
     keep_activated: bool
     take_grads: Callable[[WriteGrads], None] | None
+
+    def inputs(self, *others: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the last inputs of an autograd node after `others`: an anchor or None, then weights.
+
+        Weights are inputs where autograd looks after their gradients. The anchor lets the backward run where nothing
+        but the other weights wants a gradient.
+        """
+        if self.take_grads is None:
+            return None, *((self.w1, self.w2) if isinstance(self.w1, Tensor) else (*self.w1, *self.w2))
+        return (None if any(t.requires_grad for t in others) else torch.empty(0, requires_grad=True),)
+
+    def saved(self, weights: Sequence[Tensor]) -> tuple[Matrices, Matrices]:
+        """Return w1 and w2, of those that autograd has kept if it keeps them."""
+        if not weights:
+            return self.w1, self.w2
+        if isinstance(self.w1, Tensor):
+            return weights[0], weights[1]
+        return weights[: len(self.w1)], weights[len(self.w1) :]
+
+    def gradients(self, write: WriteGrads, weights: Sequence[Tensor], wanted: bool) -> Sequence[Tensor | None]:
+        """Let the gradients of the weights be written. Return those that autograd gets, in the order of `inputs`."""
+        if self.take_grads is not None:
+            self.take_grads(write)
+        elif wanted:
+            of_w1, of_w2 = map(empty_grads, self.saved(weights))
+            write(of_w1, of_w2, False)
+            return [of_w1, of_w2] if isinstance(of_w1, Tensor) else [*of_w1, *of_w2]  # type: ignore[list-item]
+        return [None] * len(weights)
 
 
 def grouped_swiglu_mlp(
@@ -59,17 +87,22 @@ def grouped_swiglu_mlp(
 
     Raises ValueError where the dtypes of rows and weights differ.
     """
+    call = checked_call(rows.dtype, w1, w2, keep_activated, take_grads)
+    return _GroupedSwigluMlp.apply(rows, row_weights, ends, call, *call.inputs(rows, row_weights))
+
+
+def checked_call(
+    dtype: torch.dtype,
+    w1: Matrices,
+    w2: Matrices,
+    keep_activated: bool,
+    take_grads: Callable[[WriteGrads], None] | None,
+) -> Call:
+    """Return the Call of rows of this dtype. ValueError where the weights have another one."""
     for name, weight in (("w1", w1[0]), ("w2", w2[0])):
-        if weight.dtype != rows.dtype:
-            checks.fail(name, weight.dtype, f"{rows.dtype}, as the rows have it")
-    call = _Call(w1, w2, keep_activated, take_grads)
-    if take_grads is None:
-        weights = (w1, w2) if isinstance(w1, Tensor) else (*w1, *w2)
-        return _GroupedSwigluMlp.apply(rows, row_weights, ends, None, call, *weights)
-    anchor = None  # the backward has to run even where nothing but the weights wants a gradient
-    if not (rows.requires_grad or row_weights.requires_grad):
-        anchor = torch.empty(0, requires_grad=True)
-    return _GroupedSwigluMlp.apply(rows, row_weights, ends, anchor, call)
+        if weight.dtype != dtype:
+            checks.fail(name, weight.dtype, f"{dtype}, as the rows have it")
+    return Call(w1, w2, keep_activated, take_grads)
 
 
 class _GroupedSwigluMlp(torch.autograd.Function):
@@ -77,7 +110,7 @@ class _GroupedSwigluMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, row_weights: Tensor, ends: Tensor, anchor: Tensor | None, call: _Call, *weights: Tensor
+        ctx: Any, rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call, anchor: Tensor | None, *weights: Tensor
     ) -> Tensor:
         hidden = grouped_gemm.linear(rows, call.w1, ends)
         activated = grouped_gemm.weighted_swiglu(hidden, row_weights, ends)
@@ -90,12 +123,8 @@ class _GroupedSwigluMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, ends, hidden, activated, *weights = ctx.saved_tensors
-        call: _Call = ctx.call
-        w1, w2 = call.w1, call.w2
-        if len(weights) == 2 and isinstance(w1, Tensor):
-            w1, w2 = weights
-        elif weights:
-            w1, w2 = weights[: len(w1)], weights[len(w1) :]
+        call: Call = ctx.call
+        w1, w2 = call.saved(weights)
         grad = grad.contiguous()
         of_activated = grouped_gemm.linear_grad_rows(grad, w2, ends)
         of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(of_activated, hidden, row_weights, ends)
@@ -106,13 +135,7 @@ class _GroupedSwigluMlp(torch.autograd.Function):
             grouped_gemm.linear_grad_weights(grad, kept, ends, of_w2, accumulate=accumulate)
             grouped_gemm.linear_grad_weights(of_hidden, rows, ends, of_w1, accumulate=accumulate)
 
-        of_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if call.take_grads is not None:
-            call.take_grads(write)
-        elif any(ctx.needs_input_grad[5:]):
-            of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
-            write(of_w1, of_w2, False)
-            of_weights = [of_w1, of_w2] if isinstance(of_w1, Tensor) else [*of_w1, *of_w2]  # type: ignore[list-item]
+        of_weights = call.gradients(write, weights, any(ctx.needs_input_grad[5:]))
         return of_rows, of_row_weights, None, None, None, *of_weights
 
 

@@ -23,6 +23,7 @@ Tiles and sums are those of the steps one after the other, so every bit is the s
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +36,8 @@ from ep_dispatcher import grouped_gemm
 from ep_dispatcher.autograd import check_saved_plan
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
+from ep_dispatcher.grouped_gemm import Matrices
+from ep_dispatcher.grouped_mlp import Call, WriteGrads, checked_call
 
 if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda import CudaEngine
@@ -48,18 +51,25 @@ LONG_ROW = 8192
 
 
 def can_overlap(buffer: Buffer, wants_gradients: bool) -> bool:
-    """Whether it pays and this buffer can: not on a CPU, nor with few tokens, several nodes or most of the GPU taken.
+    """Whether it pays and this buffer can."""
+    return why_not(buffer, wants_gradients) is None
 
-    Nor where kernels run one after the other: a combine waits for the GEMM that is launched behind it.
-    """
-    config = buffer._config
-    pays = wants_gradients or config.hidden * config.dtype.itemsize > LONG_ROW
-    return (
-        pays
-        and config.max_tokens_per_rank >= MIN_TOKENS
-        and buffer._live_engine().has_waves
-        and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
-    )
+
+def why_not(buffer: Buffer, wants_gradients: bool) -> str | None:
+    """Say why a layer with this buffer runs its steps one after the other. None: it overlaps them."""
+    config, engine = buffer._config, buffer._live_engine()
+    if engine.device != "cuda":
+        return f"its engine is {engine.device}"
+    if config.topology.num_nodes > 1:
+        return f"its ranks are {config.topology.num_nodes} nodes"
+    if config.max_tokens_per_rank < MIN_TOKENS:
+        return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
+    if not engine.has_waves:
+        return "num_sms is more than half of the GPU's multiprocessors, or ranks can be masked"
+    if not wants_gradients and config.hidden * config.dtype.itemsize <= LONG_ROW:
+        return f"rows of at most {LONG_ROW} bytes without gradients"
+    # A combine waits for the GEMM that is launched behind it.
+    return None if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0") else "CUDA_LAUNCH_BLOCKING is set"
 
 
 def overlapped_mlp(
@@ -67,13 +77,17 @@ def overlapped_mlp(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    w1: Tensor,
-    w2: Tensor,
+    w1: Matrices,
+    w2: Matrices,
     max_recv_rows: int | None,
+    *,
+    keep_activated: bool = True,
+    take_grads: Callable[[WriteGrads], None] | None = None,
 ) -> Tensor:
-    """``ep.moe_mlp`` with overlap. Its arguments are checked."""
+    """``ep.moe_mlp`` with overlap; the last four arguments are those of grouped_swiglu_mlp. The others are checked."""
     grouped_gemm.kernels()  # an error here comes before anything is sent
-    return _Mlp.apply(x, topk_weights, w1, w2, buffer, topk_idx, max_recv_rows)
+    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads)
+    return _Mlp.apply(x, topk_weights, buffer, topk_idx, max_recv_rows, call, *call.inputs(x, topk_weights))
 
 
 class _Mlp(torch.autograd.Function):
@@ -82,11 +96,12 @@ class _Mlp(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         topk_weights: Tensor,
-        w1: Tensor,
-        w2: Tensor,
         buffer: Buffer,
         topk_idx: Tensor,
         max_recv_rows: int | None,
+        call: Call,
+        anchor: Tensor | None,
+        *weights: Tensor,
     ) -> Tensor:
         out = buffer._checked_dispatch(
             partial(buffer._launch_dispatch, only_sends=True, by_expert=True),
@@ -103,43 +118,48 @@ class _Mlp(torch.autograd.Function):
         assert isinstance(rows, Tensor) and row_weights is not None  # as x and topk_weights were given
         kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
         with _Layer(buffer, rows) as layer:
-            hidden_rows = rows.new_empty(rows.shape[0], w1.shape[1])
+            hidden_rows = rows.new_empty(rows.shape[0], call.w1[0].shape[0])
             arrived = layer.receive()
-            kernels.multiply(rows, w1, ends, hidden_rows, transposed=True, arrived=arrived)
+            kernels.multiply(rows, call.w1, ends, hidden_rows, transposed=True, arrived=arrived)
             layer.join()  # the weights of rows come with the last of them
             activated = kernels.weighted_swiglu(hidden_rows, row_weights, ends)
+            w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the combine and the GEMM that it waits for
             y = torch.empty_like(rows)
             pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
             written = layer.counters()._replace(pieces_of_row=pieces)
             kernels.load(activated, w2, ends, y, written.done)
             combined = layer.combine(CombineRequest(y, handle.plan, None, handle.num_tokens, "expert"), written)
             kernels.multiply(activated, w2, ends, y, transposed=True, written=written.done)
-        ctx.save_for_backward(rows, row_weights, hidden_rows, activated, ends, handle.plan, w1, w2)
-        ctx.num_tokens, ctx.buffer_id = handle.num_tokens, buffer.id
+        kept = activated if call.keep_activated else None
+        ctx.save_for_backward(rows, row_weights, hidden_rows, kept, ends, handle.plan, *weights)
+        ctx.num_tokens, ctx.buffer_id, ctx.call = handle.num_tokens, buffer.id, call
         return combined.x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, row_weights, hidden_rows, activated, ends, plan, w1, w2 = ctx.saved_tensors
-        buffer, kernels = find_buffer(ctx.buffer_id), grouped_gemm.kernels()
+        rows, row_weights, hidden_rows, activated, ends, plan, *weights = ctx.saved_tensors
+        call: Call = ctx.call
+        (w1, w2), buffer, kernels = call.saved(weights), find_buffer(ctx.buffer_id), grouped_gemm.kernels()
         check_saved_plan(plan)
         request = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
         of_y = buffer._launch_dispatch(request, only_sends=True).rows
         with _Layer(buffer, of_y) as layer:
-            of_activated, of_rows = torch.empty_like(activated), torch.empty_like(rows)
+            of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
+            of_rows = torch.empty_like(rows)
             arrived = layer.receive()
             kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
             of_hidden, of_weights = kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
             kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)
             combined = layer.combine(CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert"))
-            needed = ctx.needs_input_grad[2:]
-            of_w1, of_w2 = (torch.empty_like(w) if wanted else None for w, wanted in zip((w1, w2), needed))
-            if of_w2 is not None:
-                kernels.outer_products(of_y, activated, ends, of_w2, accumulate=False)
-            if of_w1 is not None:
-                kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=False)
-        return combined.x, combined.topk_weights, of_w1, of_w2, None, None, None
+
+            def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
+                kept = activated if call.keep_activated else kernels.weighted_swiglu(hidden_rows, row_weights, ends)
+                kernels.outer_products(of_y, kept, ends, of_w2, accumulate=accumulate)
+                kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=accumulate)
+
+            of_experts = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+        return combined.x, combined.topk_weights, None, None, None, None, None, *of_experts
 
 
 class _Layer:

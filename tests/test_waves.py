@@ -1,6 +1,7 @@
 """moe_mlp with its communication under the GEMMs: the bits of one step after the other, and an end to every wait."""
 
 import contextlib
+import functools
 import time
 
 import pytest
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from conftest import on
 
 import ep_dispatcher as ep
-from ep_dispatcher import waves
+from ep_dispatcher import grouped_gemm, waves
+from ep_dispatcher.engines import Waves
+from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import device_of
 
 HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
@@ -186,6 +189,44 @@ def test_few_rows_after_none_and_weights_anywhere(pools, engine):
     pools(2).run(few_after_none)
 
 
+def weights_of_layers(rank: int) -> None:
+    """As Megatron's experts: a tensor for each expert, neighbours in memory or not, and gradients added elsewhere."""
+    device_of("cuda", rank)
+    results = []
+    with make_buffer() as buffer:
+        x, idx, weights, *stacks = layer_inputs(rank, "uniform", 2500 - 300 * rank, seed=3)
+        apart = [[w.clone() for w in stack] for stack in stacks]
+        reverse = [list(stack.flip(0).contiguous().unbind(0))[::-1] for stack in stacks]
+        for w1, w2 in (apart, reverse):
+            for keep_activated in (True, False):
+                for overlaps in (False, True):
+                    sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]
+                    take: list = []
+                    options = dict(keep_activated=keep_activated, take_grads=take.append)
+                    leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+                    if overlaps:
+                        enough = TOPK * MAX_TOKENS * dist.get_world_size()
+                        y = waves.overlapped_mlp(buffer, leaves[0], idx, leaves[1], w1, w2, enough, **options)
+                    else:
+                        out = ep.dispatch(buffer, leaves[0], idx, leaves[1])
+                        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                        rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
+                        y = ep.combine(buffer, rows, out.handle)
+                    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                    (write,) = take
+                    write(*sums, True)
+                    results.append([y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]])
+        buffer.check()
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_and_gradients_that_lie_anywhere(pools, engine, num_ranks):
+    pools(num_ranks).run(weights_of_layers)
+
+
 def most_multiprocessors(rank: int) -> None:
     device_of("cuda", rank)
     most = torch.cuda.get_device_properties(0).multi_processor_count
@@ -208,6 +249,109 @@ def on_a_cpu(rank: int) -> None:
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
         x, w1, w2 = torch.randn(5, 16), torch.randn(2, 8, 16), torch.randn(2, 16, 4)
         idx, weights = torch.rand(5, 4).topk(2).indices, torch.rand(5, 2)
+        assert waves.why_not(buffer, wants_gradients=True) == "its engine is cpu"
         assert not waves.can_overlap(buffer, wants_gradients=True)
         plain = ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=False)
         assert torch.equal(ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=True), plain)
+
+
+class KernelsOnACpu:
+    """Stand for the Triton kernels: loops over experts."""
+
+    @staticmethod
+    def multiply(rows, weights, ends, out, *, transposed, arrived=None, written=None):
+        call = grouped_gemm.linear if transposed else grouped_gemm.linear_grad_rows
+        out.copy_(call(rows, weights, ends))
+
+    weighted_swiglu = staticmethod(grouped_gemm.weighted_swiglu)
+    weighted_swiglu_grad = staticmethod(grouped_gemm.weighted_swiglu_grad)
+    outer_products = staticmethod(grouped_gemm.linear_grad_weights)
+    in_one_piece = staticmethod(lambda weights: weights)
+    pieces_of_row = staticmethod(lambda *given, **options: 1)
+    load = staticmethod(lambda *given: None)
+
+
+class LayerOnACpu:
+    """Stand for waves._Layer: a combine that waits for rows runs when its result is asked for."""
+
+    def __init__(self, buffer, rows):
+        self.buffer = buffer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def receive(self):
+        self.buffer._live_engine().receive()
+
+    def join(self):
+        pass
+
+    def counters(self):
+        return Waves(None, None)
+
+    def combine(self, request, waves=None):
+        layer = self
+
+        class Late:
+            @functools.cached_property
+            def done(self):
+                return layer.buffer._launch_combine(request)
+
+            x = property(lambda late: late.done.x)
+            topk_weights = property(lambda late: late.done.topk_weights)
+
+        return Late() if waves is not None else self.buffer._launch_combine(request)
+
+
+def with_stand_ins(rank: int, kind: str) -> None:
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
+    generator = torch.Generator().manual_seed(rank)
+    x, w1, w2 = (torch.randn(shape, generator=generator) for shape in ((5 + rank, 16), (2, 8, 16), (2, 16, 4)))
+    idx = torch.rand(5 + rank, 4, generator=generator).topk(2).indices
+    probs, of_y = torch.rand(5 + rank, 2, generator=generator), torch.randn(5 + rank, 16, generator=generator)
+    results = []
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+        launch = buffer._launch_dispatch
+        patch.setattr(buffer, "_launch_dispatch", lambda request, by_expert=False, **rest: launch(request, **rest))
+        patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu)
+        patch.setattr(waves, "_Layer", LayerOnACpu)
+        for overlaps in (False, True):
+            tensors = [t.clone() for t in (x, probs, w1, w2)]
+            weights, taken = tensors[2:], []
+            if kind != "one tensor":
+                weights = [list(w.unbind()) for w in weights]
+            options = {} if kind in ("one tensor", "a tensor each") else dict(take_grads=taken.append)
+            options |= dict(keep_activated=kind != "added elsewhere, keeps less")
+            wanted = tensors[:2] if kind != "weights alone" else []
+            if not options.get("take_grads"):
+                wanted = wanted + (weights if kind == "one tensor" else [*weights[0], *weights[1]])
+            for t in wanted:
+                t.requires_grad_()
+            if overlaps:
+                y = waves.overlapped_mlp(buffer, tensors[0], idx, tensors[1], *weights, 40, **options)
+            else:
+                out = ep.dispatch(buffer, tensors[0], idx, tensors[1])
+                ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, *weights, **options)
+                y = ep.combine(buffer, rows, out.handle)
+            y.backward(of_y)
+            found = [y.detach(), *(t.grad for t in wanted)]
+            if taken:
+                sums = [[torch.ones_like(w) for w in of] for of in weights]
+                taken[0](*sums, True)
+                found += [*sums[0], *sums[1]]
+            assert len(taken) == ("take_grads" in options)
+            results.append(found)
+    assert len(results[0]) >= 5 and all(t is not None for t in results[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", ["one tensor", "a tensor each", "added elsewhere", "added elsewhere, keeps less", "weights alone"]
+)
+def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
+    """Every kind of weights and of receivers of their gradients."""
+    pools(2).run(with_stand_ins, kind)
