@@ -154,6 +154,14 @@ SWITCHES = (
         _one_of("0", "1"),
     ),
     Switch(
+        "EP_DISPATCHER_EXPERT_WAVES",
+        "0",
+        "0, 1",
+        "with 1 these experts run in grouped GEMMs as above, and dispatch and combine run under the GEMMs, where they "
+        "can; one line more says how many do, and why the others do not",
+        _one_of("0", "1"),
+    ),
+    Switch(
         "EP_DISPATCHER_RANK_CAPACITY_FACTOR",
         None,
         "a number above 0",
@@ -222,6 +230,10 @@ def deep_ep_exact() -> bool:
 
 def grouped_experts() -> bool:
     return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1"
+
+
+def expert_waves() -> bool:
+    return read("EP_DISPATCHER_EXPERT_WAVES") == "1"
 
 
 def rank_capacity_factor() -> float | None:

@@ -15,6 +15,7 @@ READERS = {
     "EP_DISPATCHER_MAX_TOKENS_PER_RANK": envs.max_tokens_per_rank,
     "EP_DISPATCHER_DEEP_EP_EXACT": envs.deep_ep_exact,
     "EP_DISPATCHER_GROUPED_EXPERTS": envs.grouped_experts,
+    "EP_DISPATCHER_EXPERT_WAVES": envs.expert_waves,
     "EP_DISPATCHER_RANK_CAPACITY_FACTOR": envs.rank_capacity_factor,
 }
 
@@ -26,7 +27,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False, None]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False, False, None]
     assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
@@ -55,7 +56,7 @@ def test_values_are_read_when_asked(monkeypatch, name, text, value):
 
 @pytest.mark.parametrize("text, value", [("1", True), ("0", False), ("", False)])
 def test_switches_of_integrations(monkeypatch, text, value):
-    for name in ("EP_DISPATCHER_DEEP_EP_EXACT", "EP_DISPATCHER_GROUPED_EXPERTS"):
+    for name in ("EP_DISPATCHER_DEEP_EP_EXACT", "EP_DISPATCHER_GROUPED_EXPERTS", "EP_DISPATCHER_EXPERT_WAVES"):
         monkeypatch.setenv(name, text)
         assert READERS[name]() is value
 

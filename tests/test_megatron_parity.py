@@ -24,9 +24,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_main(rank: int, argv: list[str], bug: str | None, grouped_experts: bool) -> tuple[int, str]:
+def run_main(rank: int, argv: list[str], bug: str | None, switch: str) -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["EP_DISPATCHER_GROUPED_EXPERTS"] = "1" if grouped_experts else "0"
+    for name in ("GROUPED_EXPERTS", "EXPERT_WAVES"):
+        os.environ[f"EP_DISPATCHER_{name}"] = "1" if name == switch else "0"
     from megatron_layer import end_groups
 
     from ep_dispatcher.integrations.megatron import parity
@@ -51,8 +52,8 @@ def pool():
 def parity(pool):
     """parity("--bf16", ...) -> (exit code of every rank, what rank 0 printed); the other ranks print nothing."""
 
-    def run(*flags: str, bug: str | None = None, grouped_experts: bool = False) -> tuple[int, str]:
-        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug, grouped_experts)
+    def run(*flags: str, bug: str | None = None, switch: str = "") -> tuple[int, str]:
+        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug, switch)
         assert others == [(code, "")] * 3
         return code, output
 
@@ -119,10 +120,18 @@ def test_low_precision_is_compared_with_float32_too(parity, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_in_grouped_gemms(parity, dtype):
     """Ours alone takes the switch: Megatron's layer is what it is compared with."""
-    code, output = parity(*(["--bf16"] if dtype == "bf16" else []), grouped_experts=True)
+    code, output = parity(*(["--bf16"] if dtype == "bf16" else []), switch="GROUPED_EXPERTS")
     assert (code, verdict(output)) == (0, SAME)
     assert "alltoall      ran MoEAlltoAllTokenDispatcher with SequentialMLP\n" in output
     assert "ep_dispatcher ran MoEEPTokenDispatcher (engine cpu) with SequentialMLP in grouped GEMMs\n" in output
+
+
+def test_experts_that_run_dispatch_and_combine(parity):
+    """Also where the experts are left out, and where each step is profiled."""
+    code, output = parity("--timed-steps", "1", "--profiled-steps", "1", switch="EXPERT_WAVES")
+    assert (code, verdict(output)) == (0, SAME)
+    assert "under the experts' GEMMs in 0 of 1 MoE layers" in output
+    assert "without its experts" in output and "token_combine" in output
 
 
 def test_uneven_tokens(parity):

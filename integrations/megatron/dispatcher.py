@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
+from ep_dispatcher.integrations.megatron.deferred import Deferred
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -24,7 +26,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         hidden_states = combine_postprocess(token_combine(tokens))           # the one communication on the way back
 
     Gradients flow through the arguments of the steps alone: a schedule may detach any of them and run a step's
-    backward whenever it likes. A plan belongs to one forward pass; its backward finds it in the graph.
+    backward whenever it likes. A plan belongs to one forward pass; its backward finds it in the graph. Experts that
+    overlap communication run it themselves: deferred.py.
 
     num_local_experts     experts of this rank
     local_expert_indices  their global numbers
@@ -47,11 +50,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.buffer: ep.Buffer = None  # type: ignore[assignment]  # until token_dispatch
         self.handle: ep.Handle | None = None  # from the dispatch to the combine, as is the next
         self.rows_per_expert: Tensor | None = None
+        self.deferred: Deferred | None = None  # likewise, where the experts run dispatch and combine
         # All experts but those of the op fuser make a list of their counts first. 0.16's GroupedMLP takes counts on
         # the host alone.
         self._takes_host_counts = not getattr(config, "use_transformer_engine_op_fuser", False)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
-        self.experts_are_grouped: Callable[[], bool] = _no  # another function where experts.py notes the layer
+        self.experts_are_grouped: Callable[[], bool] = _no  # other functions where experts.py notes the layer
+        self.experts_communicate: Callable[[ep.Buffer], bool] = _no
         self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
@@ -120,26 +125,41 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self._shared_experts_wait()
         self.buffer.note = self._where
         _used_here(self.topk_idx)
-        if handle is None:
-            out = ep.dispatch(
-                self.buffer,
-                hidden_states,
-                self.topk_idx,
-                probs,
-                expert_alignment=self.expert_alignment,
-                max_recv_rows=self._max_rows(hidden_states.shape[0]),
-            )
-            self._plans.keep(self.topk_idx, microbatch, self.buffer, out.handle)
+        limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
+        send = partial(self._send, self.buffer, self.topk_idx, handle, microbatch)
+        if self.experts_communicate(self.buffer):
+            self.handle = self.rows_per_expert = None
+            self.deferred = Deferred(self.buffer, self.topk_idx, limit, handle is not None, send)
+            rows, row_probs, arriving = hidden_states, probs, None
         else:
-            out = ep.dispatch(self.buffer, hidden_states, topk_weights=probs, handle=handle)
-        self.handle, self.rows_per_expert = out.handle, out.rows_per_expert
-        rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
-        self._note_backward(rows)
+            out = send(hidden_states, probs, limit)
+            self.handle, self.rows_per_expert, self.deferred = out.handle, out.rows_per_expert, None
+            rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
+            arriving = rows
+            self._note_backward(rows)
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
-            self.shared_experts.linear_fc1_forward_and_act(rows)
+            self.shared_experts.linear_fc1_forward_and_act(arriving)
         return rows, row_probs
+
+    def _send(
+        self,
+        buffer: ep.Buffer,
+        topk_idx: Tensor,
+        handle: ep.Handle | None,
+        microbatch: int,
+        hidden_states: Tensor,
+        probs: Tensor,
+        max_rows: int | None,
+    ) -> ep.DispatchOutput:
+        """Dispatch, with the plan of an earlier pass where there is one."""
+        if handle is not None:
+            return ep.dispatch(buffer, hidden_states, topk_weights=probs, handle=handle)
+        alignment = self.expert_alignment
+        out = ep.dispatch(buffer, hidden_states, topk_idx, probs, expert_alignment=alignment, max_recv_rows=max_rows)
+        self._plans.keep(topk_idx, microbatch, buffer, out.handle)
+        return out
 
     def _max_rows(self, num_tokens: int) -> int | None:
         """The rows of this rank where the user has limited them: then no host waits for their number. Else None."""
@@ -149,13 +169,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
         return limit
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
         """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
         tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
         on the host if the host knows it: then the experts are launched while rows still move. Experts in grouped GEMMs
-        get it on the device.
+        get it on the device. Those that run dispatch and combine themselves get tokens and probs as they were, and the
+        Deferred between them.
         """
+        if self.deferred is not None:
+            return hidden_states, self.deferred, probs
         tokens_per_expert, handle = self.rows_per_expert, self.handle
         assert tokens_per_expert is not None and handle is not None  # since token_dispatch
         if not self.experts_are_grouped():
@@ -173,10 +196,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
         self._shared_experts_wait()
-        handle, self.handle, self.rows_per_expert = self.handle, None, None
-        assert handle is not None  # since token_dispatch
-        self.buffer.note = self._where
-        combined = ep.combine(self.buffer, hidden_states, handle)
+        if self.deferred is not None:
+            self.deferred, combined = None, hidden_states  # the experts have combined
+        else:
+            handle, self.handle, self.rows_per_expert = self.handle, None, None
+            assert handle is not None  # since token_dispatch
+            self.buffer.note = self._where
+            combined = ep.combine(self.buffer, hidden_states, handle)
         self._note_backward(combined)
         return combined
 
@@ -205,7 +231,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             output.grad_fn.register_prehook(lambda grads: setattr(buffer, "note", note))
 
 
-def _no() -> bool:
+def _no(*_: object) -> bool:
     return False
 
 

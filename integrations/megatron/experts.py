@@ -2,6 +2,8 @@
 
 A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is another one, where
 it can be. Which layers these are is decided at the first forward pass: then they have their last shape.
+
+With EP_DISPATCHER_EXPERT_WAVES=1 dispatch and combine of these layers run under the GEMMs, where they can: deferred.py.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ep_dispatcher import grouped_gemm
+from ep_dispatcher import envs, grouped_gemm, waves
 from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
 from ep_dispatcher.integrations.megatron import limits
+from ep_dispatcher.integrations.megatron.deferred import Deferred
 
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
+WAVES_SWITCH = "EP_DISPATCHER_EXPERT_WAVES"
 # Fields of TransformerConfig with the value that they have to have. Not every version has all of them.
 PLAIN_SETTINGS = {
     "gated_linear_unit": True,
@@ -60,11 +64,12 @@ class Experts:
     fc2: list[Module]  # those with w2
     bypassed: list[Module]  # every module that is not called
 
-    def __init__(self, layer: Any):
-        self.layer = weakref.ref(layer)
+    def __init__(self, layer: Any, may_overlap: bool):
+        self.layer, self.may_overlap = weakref.ref(layer), may_overlap
         self.config = layer.config
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
+        self.why_no_waves: str | None = None  # why Megatron's steps run one after the other, whatever the buffer can
         self.is_decided = False
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
@@ -77,23 +82,30 @@ class Experts:
         self.is_decided = True
         self.fc1, self.fc2, self.bypassed = _parts(experts)
         self.why_not = why_not(experts, self)
+        self.why_no_waves = why_no_waves(experts, self)
 
-    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """What TEGroupedMLP.forward does. Counts may lie on the host or on the device: the host reads none of them."""
+    def forward(self, rows: Tensor, counts: Tensor | Deferred, probs: Tensor) -> tuple[Tensor, None]:
+        """What TEGroupedMLP.forward does. Counts may lie on the host or on the device: the host reads none of them.
+
+        With a Deferred in their place rows and probs are the tokens of this rank, and the result is what combine gives.
+        """
         for module in self.bypassed:  # with overlap_param_gather they wait for the weights
             for hook in module._forward_pre_hooks.values():
                 if hook(module, (rows, counts)) is not None:
                     kind = type(module).__name__
                     raise RuntimeError(f"a forward pre-hook of {kind} changes what it is given: {hook}")
         w1, w2 = self.weights()
+        keep_activated, take_grads = not _recomputes_activation(self.config), self._take_grads(w1, w2)
+        if isinstance(counts, Deferred):
+            return counts.run(rows, probs, w1, w2, keep_activated=keep_activated, take_grads=take_grads), None
         out = grouped_swiglu_mlp(
             rows.contiguous(),
             probs.float(),
             counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True),
             w1,
             w2,
-            keep_activated=not _recomputes_activation(self.config),
-            take_grads=self._take_grads(w1, w2),
+            keep_activated=keep_activated,
+            take_grads=take_grads,
         )
         return out, None
 
@@ -238,6 +250,37 @@ def _why_not_weights(parts: Experts) -> str | None:
     return None
 
 
+def why_no_waves(experts: Any, parts: Experts) -> str | None:
+    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, whatever its buffer can."""
+    layer = parts.layer()
+    if parts.why_not is not None or layer is None:
+        return "its experts run Megatron's way"
+    dispatcher = layer.token_dispatcher
+    if not hasattr(dispatcher, "experts_communicate"):
+        return f"its dispatcher is {type(dispatcher).__name__}"
+    if getattr(parts.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
+        return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
+    if dispatcher.tp_size > 1:
+        return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
+    if dispatcher.expert_alignment > 1:
+        return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
+    for hooks in HOOKS:  # they would get other rows
+        if getattr(experts, hooks):
+            return f"{type(experts).__name__} has hooks ({hooks.strip('_')})"
+    return None
+
+
+def communicates(experts: Module, buffer: Any) -> bool:
+    """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
+    # unregister() and those who replace a module's forward leave one that takes none.
+    if not getattr(experts.forward, "takes_deferred", False) or not is_grouped(experts):
+        return False
+    one = _layers[experts]
+    if not one.may_overlap or one.why_no_waves is not None:
+        return False
+    return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU goes the same way
+
+
 def is_grouped(experts: Module) -> bool:
     """Whether this experts module runs in grouped GEMMs. The first question decides for all layers, and says so."""
     found = _layers.get(experts)
@@ -253,19 +296,51 @@ def _decide_all() -> None:
     for module, one in new:
         one.decide(module)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(_said([one for _, one in new]), flush=True)
+        layers = [one for _, one in new]
+        print(_said(layers), flush=True)
+        if any(one.may_overlap for one in layers):
+            print(_said_of_waves(layers), flush=True)
 
 
 def _said(layers: Sequence[Experts]) -> str:
     """How many layers run so, and why the others do not, in one line."""
-    grouped = sum(one.why_not is None for one in layers)
-    reasons: dict[str, list[str]] = {}
-    for one in layers:
-        if one.why_not is not None:
-            reasons.setdefault(one.why_not, []).append(str(getattr(one.layer(), "layer_number", None)))
+    grouped, others = _reasons((one, one.why_not) for one in layers)
     line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs ({SWITCH}=1)"
-    others = "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
     return f"{line}. Megatron's own way: {others}" if others else line
+
+
+def _said_of_waves(layers: Sequence[Experts]) -> str:
+    """How many layers overlap communication with their experts, and why the others do not, in one line."""
+    buffer = _buffer_of(layers)
+    of_buffer = None if buffer is None else waves.why_not(buffer, wants_gradients=True)
+    overlapped, others = _reasons((one, one.why_no_waves or of_buffer) for one in layers)
+    line = (
+        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers "
+        f"({WAVES_SWITCH}=1)"
+    )
+    if overlapped and envs.rank_capacity_factor() is None:
+        line += ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
+    return f"{line}. One after the other: {others}" if others else line
+
+
+def _buffer_of(layers: Sequence[Experts]) -> Any:
+    """Return the buffer of the first layer that has one: the layers of a model share it."""
+    for one in layers:
+        buffer = getattr(getattr(one.layer(), "token_dispatcher", None), "buffer", None)
+        if buffer is not None:
+            return buffer
+    return None
+
+
+def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
+    """Return how many layers have no reason against it, and the others by reason."""
+    none, reasons = 0, dict[str, list[str]]()
+    for one, reason in layers:
+        if reason is None:
+            none += 1
+        else:
+            reasons.setdefault(reason, []).append(str(getattr(one.layer(), "layer_number", None)))
+    return none, "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
 
 
 @contextlib.contextmanager
@@ -282,16 +357,17 @@ def left_alone() -> Iterator[None]:
 # ---- what the plugin puts into Megatron -----------------------------------------------------------------------------
 
 
-def note_layer(old: Callable[..., None]) -> Callable[..., None]:
+def note_layer(old: Callable[..., None], *, may_overlap: bool) -> Callable[..., None]:
     """Of MoELayer.__init__."""
 
     @functools.wraps(old)
     def init(layer, *args, **kwargs):
         old(layer, *args, **kwargs)
         if not _leave_alone:
-            _layers[layer.experts] = Experts(layer)
+            _layers[layer.experts] = Experts(layer, may_overlap)
             if hasattr(layer.token_dispatcher, "experts_are_grouped"):  # ours
                 layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
+                layer.token_dispatcher.experts_communicate = functools.partial(communicates, layer.experts)
 
     return init
 
@@ -305,6 +381,7 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(experts, rows, tokens_per_expert, permuted_probs, *rest, **options)
         return _layers[experts].forward(rows, tokens_per_expert, permuted_probs)
 
+    forward.takes_deferred = True  # type: ignore[attr-defined]  # `communicates` looks for it
     return forward
 
 

@@ -90,7 +90,8 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
                          None: EP_DISPATCHER_MAX_TOKENS_PER_RANK, or Megatron's arguments, or the first forward pass
 
     With EP_DISPATCHER_GROUPED_EXPERTS=1, read here, the experts of layers that are built later run in grouped GEMMs
-    where they can, whichever dispatcher brings their rows.
+    where they can, whichever dispatcher brings their rows. With EP_DISPATCHER_EXPERT_WAVES=1 they also overlap with
+    dispatch and combine, where they can.
 
     Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
     warns when it is newer than the newest version that the tests ran with.
@@ -193,7 +194,11 @@ def _patches() -> list[_Patch]:
     skips = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
     if skips:
         expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
-    grouped = _patches_for_grouped_experts(experts, moe_layer, expect) if envs.grouped_experts() else []
+    grouped = (
+        _patches_for_grouped_experts(experts, moe_layer, expect)
+        if envs.grouped_experts() or envs.expert_waves()
+        else []
+    )
     if unexpected:
         raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
 
@@ -220,7 +225,7 @@ def _patches() -> list[_Patch]:
 
 
 def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
-    """What EP_DISPATCHER_GROUPED_EXPERTS=1 replaces beside."""
+    """What EP_DISPATCHER_GROUPED_EXPERTS=1 and EP_DISPATCHER_EXPERT_WAVES=1 replace beside."""
     from ep_dispatcher.integrations.megatron import experts as ours
 
     try:
@@ -237,8 +242,9 @@ def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str]
     given = list(inspect.signature(hook).parameters) if hook else []
     expect(given == ["self", "param"], f"DistributedDataParallel._make_backward_post_hook takes {given}")
     grouped, sequential = kinds
+    note_layer = functools.partial(ours.note_layer, may_overlap=envs.expert_waves())
     return [
-        _Patch(moe_layer.MoELayer, "__init__", ours.note_layer, "MoELayer.__init__: ours looks at its experts"),
+        _Patch(moe_layer.MoELayer, "__init__", note_layer, "MoELayer.__init__: ours looks at its experts"),
         _Patch(grouped, "forward", ours.forward_grouped, "TEGroupedMLP.forward: in grouped GEMMs, where that can be"),
         _Patch(grouped, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
         _Patch(sequential, "forward", ours.forward_grouped, "SequentialMLP.forward: likewise"),

@@ -1,0 +1,60 @@
+"""A dispatch that the experts run themselves, with communication under their GEMMs: EP_DISPATCHER_EXPERT_WAVES=1.
+
+Megatron calls dispatch, experts and combine one after the other. Overlapped they are one call, so the other steps pass
+on what they get:
+
+    token_dispatch        keeps its arguments in a Deferred, sends nothing           -> tokens, probs
+    dispatch_postprocess                                                             -> tokens, the Deferred, probs
+    experts               run it: dispatch, GEMMs, combine                           -> the sum over each token's rows
+    combine_preprocess, token_combine                                                -> the same
+    combine_postprocess   as always
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import grouped_gemm, waves
+from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.grouped_gemm import Matrices
+from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """The dispatch of one forward pass. It goes to the experts in the place of their counts."""
+
+    buffer: ep.Buffer
+    topk_idx: Tensor  # int64 [num_tokens, num_topk]
+    max_rows: int | None  # of this rank; None: the host waits for their number
+    has_plan: bool  # whether `send` has one of an earlier pass
+    send: Callable[[Tensor, Tensor, int | None], ep.DispatchOutput]  # dispatches tokens and probs to so many rows
+
+    def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
+        """Return the sum over each token's rows, [num_tokens, hidden].
+
+        With overlap where ``waves.why_not`` has nothing against it; else one step after the other, bit by bit the same.
+
+        tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
+        """
+        wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, probs, w1[0], w2[0]))
+        if (
+            not self.has_plan
+            and grouped_gemm.has_kernels(tokens)
+            and not is_observed((tokens, probs, self.topk_idx))
+            and waves.can_overlap(self.buffer, wants_gradients)
+        ):
+            given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
+            with torch.cuda.device_of(tokens):
+                return waves.overlapped_mlp(*given, **options)
+        out = self.send(tokens, probs, self.max_rows)
+        assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as tokens and probs were given
+        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
+        return ep.combine(self.buffer, y, out.handle)
