@@ -3,7 +3,8 @@
 CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the files compiled at once. The CUDA module is
 built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags.
 The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME or as the package nvidia-nvshmem-cu13
-(or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise.
+(or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise. EP_DISPATCHER_STAMPS=1 builds kernels that keep when their steps
+end, for benchmarks/time_line.py.
 """
 
 import importlib.util
@@ -53,11 +54,22 @@ def files(*patterns):
     return sorted(str(path) for pattern in patterns for path in Path().glob(pattern))
 
 
+def switch(name):
+    """The value of a switch of the build: "", "0" or "1"."""
+    value = os.environ.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"{name}: given {value!r}, allowed: 0, 1 or unset")
+    return value
+
+
+def stamp_flags():
+    """Flags of nvcc for kernels with stamps (csrc/cuda/stamps.h); none for those without."""
+    return ["-DEP_STAMPS"] if switch("EP_DISPATCHER_STAMPS") == "1" else []
+
+
 def find_nvcc():
     """The path of nvcc, or None to build without the CUDA module."""
-    wanted = os.environ.get("EP_DISPATCHER_CUDA", "").strip()
-    if wanted not in ("", "0", "1"):
-        raise SystemExit(f"EP_DISPATCHER_CUDA: given {wanted!r}, allowed: 0, 1 or unset")
+    wanted = switch("EP_DISPATCHER_CUDA")
     if wanted == "0":
         return None
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
@@ -70,9 +82,7 @@ def find_nvcc():
 
 def find_nvshmem():
     """The folder of NVSHMEM with include/ and lib/, or None to build without its module."""
-    wanted = os.environ.get("EP_DISPATCHER_NVSHMEM", "").strip()
-    if wanted not in ("", "0", "1"):
-        raise SystemExit(f"EP_DISPATCHER_NVSHMEM: given {wanted!r}, allowed: 0, 1 or unset")
+    wanted = switch("EP_DISPATCHER_NVSHMEM")
     if wanted == "0" or find_nvcc() is None:
         return None
     folders = [os.environ.get("NVSHMEM_HOME")]
@@ -111,12 +121,17 @@ class BuildExt(build_ext):
             super().build_extension(ext)
 
     def build_cuda(self, ext):
-        """Compiles every file and links the module, by nvcc; nothing when the module is newer than its sources."""
+        """Compiles every file and links the module, by nvcc; nothing when the module is newer than its sources.
+
+        A file beside the objects marks a module with stamps. Where it does not fit, all is compiled again.
+        """
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [*ext.sources, *ext.depends, "setup.py"]
-        if not self.force and target.exists() and all(os.path.getmtime(s) < target.stat().st_mtime for s in sources):
-            return
         folder = Path(self.build_temp, ext.name)
+        stamped, mark = bool(stamp_flags()), folder / "stamps.txt"
+        is_current = target.exists() and mark.exists() == stamped
+        if not self.force and is_current and all(os.path.getmtime(s) < target.stat().st_mtime for s in sources):
+            return
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         nvcc = [find_nvcc(), *NVCC_FLAGS, *ext.extra_compile_args, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
@@ -130,6 +145,10 @@ class BuildExt(build_ext):
             outputs = list(pool.map(self.run_nvcc, commands))
         (folder / "ptxas.txt").write_text("\n".join(outputs))  # registers and spills of every kernel
         self.run_nvcc([*nvcc, "-shared", *objects, *ext.extra_link_args, "-o", str(target)])
+        if stamped:
+            mark.touch()
+        else:
+            mark.unlink(missing_ok=True)
 
     @staticmethod
     def run_nvcc(command):
@@ -147,7 +166,7 @@ class BuildExt(build_ext):
         version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
         if find_nvcc() is None:
-            why = "EP_DISPATCHER_CUDA=0" if os.environ.get("EP_DISPATCHER_CUDA", "").strip() == "0" else NO_NVCC
+            why = "EP_DISPATCHER_CUDA=0" if switch("EP_DISPATCHER_CUDA") == "0" else NO_NVCC
             print(f"ep_dispatcher build: without the CUDA engine: {why}")
         for ext in self.extensions:
             print(f"ep_dispatcher build: {ext.name} from {len(ext.sources)} files: {' '.join(ext.sources)}")
@@ -191,7 +210,14 @@ def extensions():
     sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*.cu")
     headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
     include_dirs = ["csrc", pybind11.get_include()]
-    cuda = Extension(CUDA_MODULE, sources, depends=headers, include_dirs=include_dirs, language="c++")
+    cuda = Extension(
+        CUDA_MODULE,
+        sources,
+        depends=headers,
+        include_dirs=include_dirs,
+        extra_compile_args=stamp_flags(),
+        language="c++",
+    )
     folder = find_nvshmem()
     if folder is None:
         return [cpu, cuda]
@@ -200,7 +226,7 @@ def extensions():
         [*sources, *files("csrc/nvshmem/*.cu")],
         depends=[*headers, *files("csrc/nvshmem/*.h")],
         include_dirs=[*include_dirs, f"{folder}/include", *cccl_folders()],
-        extra_compile_args=NVSHMEM_FLAGS,
+        extra_compile_args=[*NVSHMEM_FLAGS, *stamp_flags()],
         extra_link_args=nvshmem_link_flags(folder),
         language="c++",
     )

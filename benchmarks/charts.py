@@ -1,15 +1,21 @@
-"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), and of a paced wire."""
+"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), of a paced wire, and of the
+steps of one operation."""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, Case, is_standard
 from ep_dispatcher.benchmark.parts import BASELINES, ENGINE
+
+if TYPE_CHECKING:
+    from time_line import Step
 
 
 def draw(runs: list[dict], title: str, colours: dict[str, str], unit: tuple[str, float], path: Path) -> Path:
@@ -132,6 +138,37 @@ def draw_paced(run: dict, limit: float, path: Path) -> Path:
         f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}",
         fontsize=10,
     )
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
     with rc_context({"svg.hashsalt": "ep_dispatcher"}):  # the same file from the same figures
         figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
     return path
+
+
+def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
+    """Of benchmarks/time_line.py: a bar for each step, from its median begin to its median end; a thin line goes on to
+    the end of the last warp. Lanes from above in the order of the steps."""
+    lanes = list(dict.fromkeys(step.lane for step in steps))
+    names = list(dict.fromkeys(step.name for step in sorted(steps, key=lambda step: step.end)))
+    colours = {name: f"C{n}" if n < 10 else colormaps["tab20b"](n % 20) for n, name in enumerate(names)}
+    most = max(step.last for step in steps)
+    figure = Figure(figsize=(14, 1.8 + 0.5 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for step in steps:
+        y = lanes.index(step.lane)
+        axes.plot([step.end, step.last], [y, y], color=colours[step.name], linewidth=1)
+        axes.barh(y, step.end - step.begin, left=step.begin, height=0.7, color=colours[step.name], edgecolor="white")
+        if step.end - step.begin > 0.03 * most:
+            text = f"{step.end - step.begin:.3g}"
+            axes.annotate(text, ((step.begin + step.end) / 2, y), ha="center", va="center", size=7)
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("microseconds from the first stamp; thin lines: until the last warp")
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, path)

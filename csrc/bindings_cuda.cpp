@@ -1,6 +1,7 @@
 // The modules of the CUDA engine: _C_cuda with the peer wire, _C_nvshmem with the NVSHMEM wire. One process may use
 // both, so all types are local to their module. A stream is passed as an integer, PyTorch's cuda_stream.
 #include <atomic>
+#include <iterator>
 
 #include "bindings.h"
 #include "cuda/check.h"
@@ -154,6 +155,13 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
   m.attr("lists_sent_offset") = offsetof(State, lists_sent);
 
+  // Stamps are int64 [stamped_operations, num_sms, stamped_warps, steps]: nanoseconds, 0 where there is none. The order
+  // of steps is that of their names. Only builds with stamps write them.
+  m.attr("has_stamps") = kStamps;
+  m.attr("stamped_operations") = kStampedOperations;
+  m.attr("stamped_warps") = kStampedWarps;
+  m.attr("steps") = std::vector<std::string>(std::begin(kStepNames), std::end(kStepNames));
+
   // Copy between any two addresses, in a stream: a copy needs no multiprocessor, so it can pass a running kernel.
   m.def("copy", [](Address to, Address from, size_t bytes, Address stream) {
     check(
@@ -192,6 +200,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
+      .def("stamp_into", [](Engine& e, Address stamps) { e.stamp_into(pointer<uint64_t>(stamps)); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).

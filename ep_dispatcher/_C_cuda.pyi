@@ -11,11 +11,15 @@ bytes_sent_offset: int
 bytes_written_offset: int
 counted_rows_offset: int
 epoch_offset: int
+has_stamps: bool
 lists_sent_offset: int
 masked_offset: int
 max_nodes: int
 max_ranks_per_node: int
+stamped_operations: int
+stamped_warps: int
 state_aborted_offset: int
+steps: list[str]
 
 class DType:
     bfloat16: ClassVar[DType]
@@ -160,6 +164,7 @@ class Engine:
     def push(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def reduce(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def combine(self, args: CombineArgs, plan: int, stream: int) -> None: ...
+    def stamp_into(self, stamps: int) -> None: ...
     def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
     def late(self) -> tuple[Operation, Phase, int, list[int], float] | None: ...
     def take_mistake(self) -> tuple[Mistake, list[int], int, list[tuple[int, int]]] | None: ...

@@ -171,7 +171,7 @@ SWITCHES = (
     ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
-_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM")  # setup.py reads them
+_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_STAMPS")  # setup.py reads them
 
 
 def read(name: str) -> Any:

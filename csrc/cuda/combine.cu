@@ -61,6 +61,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   // The second of two launches does not keep a difference: the first one did.
   const bool agrees_first = params.shares_factors() || !params.pushes;
   Verdict verdict = agrees_first ? agree(op, params.pushes) : Verdict::kAgree;
+  if (agrees_first) stamp(op, Step::kAgreed);
   if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
   memory.sources.fill(op.context, params.plan.head->item_begin);
@@ -70,9 +71,14 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
     until = Pusher::kAllSums;
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
     const bool has_pushed = until == Pusher::kAllSums;
+    stamp(op, Step::kQueued);
     if (verdict == Verdict::kAborted || (has_pushed && !params.reduces)) break;
-    if (has_pushed && !agrees_first) verdict = agree(op);
+    if (has_pushed && !agrees_first) {
+      verdict = agree(op);
+      stamp(op, Step::kAgreed);
+    }
     if (verdict == Verdict::kAgree && !reducer.run(preparer, until)) verdict = Verdict::kAborted;
+    stamp(op, Step::kReduced);
     pusher.skip_sums(reducer.next_chunk());
   }
   memory.items.drain();
@@ -96,8 +102,10 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
   const int chunk = milestones.at(milestone);
   if (chunk >= 0) {
     if (!pushers.has_block()) return;
-    if (arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk))
-      raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
+    stamp(op, Step::kPushed);
+    if (!arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk)) return;
+    raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
+    stamp(op, Step::kRaised);
   } else if (for_others.has_block() && (params.pushes || ~chunk >= milestones.num_early_sums())) {
     const int n = ~chunk, far = n / milestones.others;
     const int flag = context.other(node_of_sum(context, n)) * milestones.far + far;
@@ -130,6 +138,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
+  stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
   if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
   const Part pushers{op.block, num_push_blocks(op, params)};
@@ -148,6 +157,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
+    stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   }
   if (!__syncthreads_and(ok)) return;
@@ -155,6 +165,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     share_factors(op, params);
     __syncthreads();
     if (threadIdx.x < 32) announce_combine(op, params);
+    stamp(op, Step::kSent);
   }
 
   // Push the weights: the chunk flags cover them.
@@ -171,6 +182,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     switch (Pipeline::role()) {
       case Pipeline::Role::kIssue:
         Issuer(memory.pipeline, threadIdx.x / 32).run();
+        stamp(op, Step::kIssued);
         break;
       case Pipeline::Role::kPrepare:
         verdict = prepare(op, params, pushers, for_others, memory, kNumTeams);
@@ -178,16 +190,20 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
       case Pipeline::Role::kSum:
         consume<Summing>(memory.pipeline,
                          [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
+        stamp(op, Step::kSummed);
     }
 
   // Count this block in. The last one hands the slots back and completes the operation.
   if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
+  stamp(op, Step::kArrived);
   if (!params.reduces) return;
   if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
+  stamp(op, Step::kComplete);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/config.h"
 #include "cuda/region.h"
+#include "cuda/stamps.h"
 #include "cuda/state.h"
 
 namespace ep::cuda {
@@ -48,6 +49,9 @@ struct Context {
   Report* report;         // pinned host memory
   int64_t* wait_ns;       // of the launch, as in DispatchArgs
   int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
+#ifdef EP_STAMPS
+  uint64_t* stamps;  // of `stamp` (stamps.h), or null
+#endif
 
 #ifdef __CUDACC__
   // [thread] Return an array of this rank's own inbox for `node`: inbox_for(node, &Inbox::staging). Its source is the

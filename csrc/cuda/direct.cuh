@@ -293,15 +293,19 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
   Movers::sync();
   if (params.stages && op.block == 0) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    stamp(op, Step::kFree);
     send_choices(op, params, plan);
+    stamp(op, Step::kSent);
   }
   if (!params.pulls && (op.block != 0 || !params.counts())) return Verdict::kAgree;
   // The second launch of a counted dispatch does not keep a mistake: the first one did.
   const bool keeps = params.stages || !params.counts();
   const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op, keeps); });
+  stamp(op, Step::kAgreed);
   if (verdict == Verdict::kAgree) {
     count_choices(op, params, plan);
     sum_choices(op, params, plan);
+    stamp(op, Step::kCounted);
   }
   if (threadIdx.x < 32 && verdict != Verdict::kAborted) {
     bool fits = verdict == Verdict::kAgree;

@@ -52,17 +52,21 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   Verdict verdict = Verdict::kAgree;
   if (params.direct) {
     verdict = make_direct_plan(op, params, shared);
+    stamp(op, Step::kPlanned);
   } else if (plans) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     verdict = make_plan(op, params, shared);
+    stamp(op, Step::kPlanned);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     announce<Movers>(op, call_of(params));
+    stamp(op, Step::kSent);
   }
   // Pull.
   if (verdict != Verdict::kAgree || !params.pulls) return verdict;
   if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
+  stamp(op, Step::kListed);
   if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
   return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
 }
@@ -75,7 +79,9 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   bool ok = true;
   if (params.stages) {
     ok = wait_for_free_staging<Helpers>(op);
+    stamp(op, Step::kFree);
     if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
+    stamp(op, Step::kStaged);
   }
   // Wait for the items; for a direct plan even after an abort, because the movers arrive then too. Without a usable
   // plan, clear the output.
@@ -87,6 +93,7 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   } else if (ok) {
     verdict = wait_for_items<Helpers>(op, params, false);
   }
+  stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
   if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
@@ -97,8 +104,11 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
     keep_direct_table(op, params, DirectPlan::at(op, shared));
   else if (params.new_plan)
     keep_tables(op, params);
+  stamp(op, Step::kKept);
   if (!deliver_tails(op, params, shared)) return Verdict::kAborted;
+  stamp(op, Step::kDelivered);
   clear_padding(op, params, shared);
+  stamp(op, Step::kCleared);
   return verdict;
 }
 
@@ -122,6 +132,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
+  stamp(op, Step::kDispatch);
   begin_waves(params.args.waves);
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
@@ -136,13 +147,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // block is the last one, because this block does not count itself in.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
+  stamp(op, Step::kArrived);
   if (!params.pulls) return;
   if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
   if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
+  stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::consumed, &State::staged_epoch, differs);
+  stamp(op, Step::kComplete);
 }
 
 }  // namespace

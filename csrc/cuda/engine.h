@@ -101,6 +101,13 @@ class Engine {
   // [host] Allow kernels to publish the next mistake.
   void clear_mistake() const { context_.report->mistake = 0; }
   const Config& config() const { return context_.config; }
+  // [host] Let later launches write their stamps to device memory: [kStampedOperations, num_sms, kStampedWarps,
+  // kNumSteps], as in Context::stamps. Only builds with stamps do.
+  void stamp_into([[maybe_unused]] uint64_t* stamps) {
+#ifdef EP_STAMPS
+    context_.stamps = stamps;
+#endif
+  }
 
  private:
   // [host] The same, by a kernel with extras or without.

@@ -283,8 +283,10 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   count_tokens(op, params, scratch);
   share_counts(op, params, scratch);
   if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
+  stamp(op, Step::kSent);
   // Wait for all counts, and lay out the rows.
   const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op); });
+  stamp(op, Step::kAgreed);
   if (verdict == Verdict::kAborted) return verdict;
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
   if (threadIdx.x < 32) {

@@ -141,7 +141,9 @@ struct Puller {
   __device__ bool wait_for_row(const Origin& origin) {
     if (origin.chunk <= staged.seen(origin.source)) return true;
     staged.look(op);
-    return staged.wait(op, origin.source, origin.chunk);
+    const bool ok = staged.wait(op, origin.source, origin.chunk);
+    stamp(op, Step::kRows);
+    return ok;
   }
 
   // [warp] Start loads while the ring has free places and the batch of the next item is fetched. Wait for items to land
@@ -204,11 +206,13 @@ struct Puller {
     fetch_items();
     fetch_items();
     staged.look(op);
+    stamp(op, Step::kFetched);
     while (store.item < num) {
       ok = fill_ring();
       if (!ok) break;
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
+      if (kStamps && store.item == 0) stamp(op, Step::kLanded);
       if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
         store_piece();
@@ -226,7 +230,9 @@ struct Puller {
     }
     // Finish: wait for all loads under way, and for all stores.
     if (!ok) drain();
+    stamp(op, Step::kPulled);
     if (lane == 0) ptx::bulk_wait<0>();
+    stamp(op, Step::kStored);
     if (params.has_waves() && ok) count_in(num - 1);
     return ok;
   }

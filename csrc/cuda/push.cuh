@@ -262,6 +262,7 @@ struct Pusher {
   // an abort of this rank.
   __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
+    stamp(op, Step::kFetched);
     const Milestones milestones = milestones_of(context);
     // Lane i fills a work with the i-th item of the batch.
     Work work{};

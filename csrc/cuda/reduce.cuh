@@ -143,6 +143,7 @@ struct Reducer {
       if (lane == local) chunk_of_lane = needed;
     }
     if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
+    stamp(op, Step::kSums);
     if (context.config.num_nodes == 1) return true;
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);

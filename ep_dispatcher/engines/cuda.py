@@ -93,6 +93,7 @@ class CudaEngine:
         self._is_sound = False  # at the end: all operations have completed
         self._thread = threading.get_ident()  # that made the buffer
         self._wait_ns: dict[str, Tensor] = {}  # by operation, where asked for
+        self._stamps: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -379,6 +380,27 @@ class CudaEngine:
             "intra_node_bytes_read": counter(compiled.bytes_read_offset),
             "intra_node_bytes_written": counter(compiled.bytes_written_offset),
         }
+
+    def stamps(self) -> Tensor:
+        """Return when each warp ended each step of the last operations, and clear that.
+
+        int64 [operations, num_sms, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is nothing.
+        Operations are those of the last epochs, by epoch modulo their number; the module's ``steps`` names steps. The
+        host waits for the device. The first call begins: operations launched or captured before it leave nothing.
+        benchmarks/time_line.py draws them.
+        """
+        compiled = self._compiled
+        if not compiled.has_stamps:
+            raise RuntimeError("built without stamps: EP_DISPATCHER_STAMPS=1 python setup.py build_ext --inplace")
+        if self._stamps is None:
+            shape = (compiled.stamped_operations, self._num_sms, compiled.stamped_warps, len(compiled.steps))
+            self._stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._c.stamp_into(self._stamps.data_ptr())
+        torch.cuda.synchronize(self._device)
+        found = self._stamps.to("cpu", copy=True)
+        self._stamps.zero_()
+        torch.cuda.synchronize(self._device)
+        return found
 
     @property
     def mask(self) -> Tensor:

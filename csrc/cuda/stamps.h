@@ -1,0 +1,53 @@
+// Stamps: the time at which each warp ends a step of an operation, for benchmarks/time_line.py. Only builds with
+// EP_STAMPS have them (setup.py). In all others `stamp` is empty and costs nothing.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#include "cuda/ptx.cuh"
+#endif
+
+namespace ep::cuda {
+
+#ifdef EP_STAMPS
+constexpr bool kStamps = true;
+#else
+constexpr bool kStamps = false;
+#endif
+
+// The ends of steps. The first two begin an operation.
+// clang-format off
+enum class Step {
+  kDispatch, kCombine, kFree, kSent, kAgreed, kCounted, kPlanned, kListed, kFetched, kRows, kLanded, kPulled, kStored,
+  kStaged, kKept, kDelivered, kCleared, kQueued, kIssued, kPushed, kRaised, kSums, kReduced, kSummed, kArrived, kLast,
+  kComplete
+};
+// Their names for Python, in the same order.
+constexpr const char* kStepNames[] = {
+    "dispatch", "combine", "memory free", "announced", "agreed", "choices counted", "planned", "items known",
+    "items fetched", "rows staged by all", "first row landed", "rows landed", "rows stored", "staged", "table kept",
+    "tails delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
+    "partial sums here", "sums queued", "sums stored", "block ended", "last block", "complete"};
+// clang-format on
+constexpr int kNumSteps = static_cast<int>(Step::kComplete) + 1;
+static_assert(sizeof(kStepNames) == kNumSteps * sizeof(kStepNames[0]));
+
+constexpr int kStampedOperations = 8;  // the last ones; an older one is overwritten
+constexpr int kStampedWarps = 16;      // of a block
+
+#ifdef __CUDACC__
+// [thread] Keep the time as the end of this warp's step, in lane 0. A later stamp of the step overwrites it. They lie
+// in Context::stamps: [kStampedOperations, blocks, kStampedWarps, kNumSteps] nanoseconds; null: keep none.
+template <class Op>
+__device__ __forceinline__ void stamp([[maybe_unused]] const Op& op, [[maybe_unused]] Step step) {
+#ifdef EP_STAMPS
+  if (threadIdx.x % 32 != 0 || op.context.stamps == nullptr) return;
+  const uint32_t block = static_cast<uint32_t>(op.epoch % kStampedOperations) * gridDim.x + blockIdx.x;
+  const uint32_t warp = block * kStampedWarps + threadIdx.x / 32;
+  op.context.stamps[warp * kNumSteps + static_cast<int>(step)] = ptx::nanoseconds();
+  asm volatile("" ::: "memory");  // later accesses come after it
+#endif
+}
+#endif
+
+}  // namespace ep::cuda

@@ -1,0 +1,271 @@
+"""benchmarks/time_line.py and the build with stamps: what can be tested without a GPU; with one also a run."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import ROOT
+
+from ep_dispatcher import engines
+from ep_dispatcher.engines import cuda_problem
+
+SCRIPT = ROOT / "benchmarks" / "time_line.py"
+MACHINE = {"gpus": ["NVIDIA H200"], "git_commit": "abc", "date": "2026-11-22T10:00:00+00:00"}
+SOURCE = (ROOT / "csrc/cuda/stamps.h").read_text()
+STEPS = re.findall(r'"([\w ]+)"', SOURCE.partition("kStepNames[] = {")[2].partition("}")[0])
+BEGIN = 1_700_000_000_000_000_000  # of a clock in ns
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA module")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import time_line
+
+    return time_line
+
+
+def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -> torch.Tensor:
+    """The stamps of one operation, from microseconds by block and warp."""
+    stamps = torch.zeros(blocks, 16, len(STEPS), dtype=torch.int64)
+    for (block, warp), times in by_warp.items():
+        for name, us in times.items():
+            stamps[block, warp, STEPS.index(name)] = BEGIN + round(us * 1000)
+    return stamps
+
+
+def a_dispatch(later: float = 0) -> torch.Tensor:
+    """Two movers, a mover of block 0, and a helper; block 2 is the last one."""
+    first = {"dispatch": 0.0 + later, "memory free": 1 + later, "announced": 3 + later, "agreed": 5 + later}
+    mover = {"dispatch": 0.5 + later, "agreed": 6 + later, "rows stored": 16 + later}
+    slow = {"dispatch": 1.5 + later, "agreed": 7 + later, "rows stored": 21 + later}
+    slow |= {"block ended": 22 + later, "last block": 23 + later, "complete": 25 + later}
+    helper = {"dispatch": 0.5 + later, "memory free": 1.5 + later, "staged": 4 + later}
+    return stamped({(0, 0): first, (1, 0): mover, (2, 1): slow, (1, 8): helper})
+
+
+def a_combine(later: float = 0) -> torch.Tensor:
+    begin = {"combine": 0.0 + later}
+    pushes = begin | {"pushes stored": 9 + later, "sums stored": 15 + later}
+    reduces = begin | {"sums stored": 13 + later}
+    return stamped({(0, 2): begin | {"agreed": 4 + later}, (1, 3): pushes, (1, 4): pushes, (2, 3): reduces})
+
+
+def steps_by_name(run: dict) -> dict:
+    return {(step.lane, step.name): step for step in run["steps"]}
+
+
+def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
+    run = script.run_of([a_dispatch()], STEPS, [])
+    steps = steps_by_name(run)
+    assert run["us"] == 25
+    assert steps["dispatch: movers, block 0", "announced"][2:] == (1, 3, 3, 2)
+    assert steps["dispatch: movers, other blocks", "agreed"][2:] == (1, 6.5, 7, 5.5)  # medians of two, and the last
+    assert steps["dispatch: movers, other blocks", "rows stored"][2:] == (6.5, 18.5, 21, 12)
+    assert steps["dispatch: helpers, other blocks", "staged"][2:] == (1.5, 4, 4, 2.5)
+    assert steps["dispatch: last block", "complete"][2:] == (23, 25, 25, 2)
+
+
+def test_lanes_begin_with_block_0_and_end_with_the_last_block(script):
+    lanes = list(dict.fromkeys(step.lane for step in script.run_of([a_dispatch()], STEPS, [])["steps"]))
+    parts = ["movers, block 0", "movers, other blocks", "helpers, other blocks", "last block"]
+    assert lanes == [f"dispatch: {part}" for part in parts]
+
+
+def test_blocks_of_a_combine_push_or_only_reduce(script):
+    steps = steps_by_name(script.run_of([a_combine()], STEPS, []))
+    assert steps["combine: summing warps, pushing blocks", "sums stored"].us == 6
+    assert steps["combine: summing warps, reducing blocks", "sums stored"].us == 13
+    assert ("combine: preparing warp, block 0", "agreed") in steps
+
+
+def test_a_dispatch_in_two_launches_begins_again(script):
+    warp = {"memory free": 1.0, "staged": 4, "dispatch": 9, "items known": 11}  # the second launch stamps its own begin
+    steps = steps_by_name(script.run_of([stamped({(1, 8): warp})], STEPS, []))
+    lane = "dispatch: helpers, other blocks"
+    assert steps[lane, "begin again"][2:] == (3, 8, 8, 5) and steps[lane, "items known"].us == 2
+
+
+def test_operations_of_a_run_and_experts_beside_them_share_a_clock(script):
+    """The ring of operations begins anywhere: they are ordered by time."""
+    ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()])
+    operations = script.operations_in(ring)
+    assert len(operations) == 2
+    experts = [("multiply", BEGIN + 10_000, BEGIN + 60_000)]
+    run = script.run_of(operations, STEPS, experts)
+    steps = steps_by_name(run)
+    assert run["us"] == 60
+    assert steps["2 combine: preparing warp, block 0", "agreed"].end == 44
+    assert steps["experts", "1 multiply"][2:] == (10, 60, 60, 50)
+
+
+def of_rank(script, run_us: list[float]) -> dict:
+    runs = [script.run_of([a_dispatch()], STEPS, [("multiply", BEGIN, BEGIN + round(us * 1000))]) for us in run_us]
+    return {"runs": runs, "one_us": 30.0, "gap_us": 4.5, "clock_step_ns": 32}
+
+
+@pytest.fixture
+def made_up(script) -> dict:
+    sizes = dict(tokens=128, hidden=7168, experts=256, intermediate=2048, sms=24, layout="decode")
+    ranks = [of_rank(script, [30, 31, 90]), of_rank(script, [33, 40, 38])]
+    return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
+
+
+def test_the_rank_with_the_longest_median_run_is_shown(made_up):
+    assert (made_up["rank"], made_up["us"], made_up["runs"]) == (1, 38, 3)
+    assert [step.end for step in made_up["chart"] if step.lane == "experts"] == [38]
+
+
+def test_the_table_and_the_chart(script, made_up, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "dispatch.json"
+    path.write_text(json.dumps(made_up))
+    assert script.main(["--draw", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dispatch, decode layout: 128 tokens per rank, hidden 7168, 256 experts, top-8; 2 ranks")
+    assert "38.0 us from the first stamp to the last (median of 3), 4.5 us to the next one" in lines[1]
+    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in lines
+    drawn = path.with_suffix(".svg").read_bytes()
+    assert b"helpers, other blocks" in drawn or drawn.count(b"<g id=") > 20
+    script.draw(made_up, path.with_suffix(".svg"))
+    assert path.with_suffix(".svg").read_bytes() == drawn
+
+
+def test_a_wrong_operation_is_refused(script, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_args(["gather"])
+    assert "given 'gather', allowed: 'dispatch', 'dispatch FP8'" in capsys.readouterr().err
+
+
+def test_the_calls_of_experts_are_given_by_run(script):
+    """After one more run, by which `captured` begins."""
+    experts = SimpleNamespace(names=["a", "b"] * 3, ns=torch.arange(64))
+    assert script.Experts.take(experts, 2) == [[("a", 4, 5), ("b", 6, 7)], [("a", 8, 9), ("b", 10, 11)]]
+
+
+def test_roles_are_those_of_the_kernels(script):
+    dispatch, pipeline = ((ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch", "pipeline"))
+    assert int(re.search(r"kBlockWarps = (\d+)", dispatch)[1]) == 2 * len(script.ROLES["dispatch"]["movers"])
+    numbers = [int(re.search(rf"k{name}Warps = (\d+)", pipeline)[1]) for name in ("Issuing", "Summing")]
+    roles = script.ROLES["combine"]
+    assert numbers == [len(roles["issuing warps"]), len(roles["summing warps"])]
+    assert roles["preparing warp"] == range(numbers[0], numbers[0] + 1)
+
+
+# ---- the build ------------------------------------------------------------------------------------------------------
+
+
+def flags_of_the_build(value: str) -> subprocess.CompletedProcess:
+    """Run setup.py up to its extensions, and print the flags of the CUDA module."""
+    code = "import setuptools; setuptools.setup = lambda ext_modules, **_: print(ext_modules[1].extra_compile_args); "
+    code += "__file__ = 'setup.py'; exec(compile(open('setup.py').read(), 'setup.py', 'exec'))"
+    env = os.environ | {"EP_DISPATCHER_STAMPS": value, "EP_DISPATCHER_CUDA": "", "EP_DISPATCHER_NVSHMEM": "0"}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("value, flags", [("", "[]"), ("0", "[]"), ("1", "['-DEP_STAMPS']")])
+def test_the_build_has_stamps_only_where_they_are_asked_for(value, flags):
+    assert flags_of_the_build(value).stdout.strip() == flags
+
+
+@needs_nvcc
+def test_the_switch_of_the_build_is_checked():
+    assert "EP_DISPATCHER_STAMPS: given '2', allowed: 0, 1 or unset" in flags_of_the_build("2").stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("define, reads", [([], False), (["-DEP_STAMPS"], True)])
+def test_without_stamps_nothing_is_compiled(tmp_path, define, reads):
+    """A kernel that does nothing but stamp reads the clock, or is empty."""
+    source = tmp_path / "kernel.cu"
+    source.write_text("""
+#include "cuda/context.h"
+using namespace ep::cuda;
+struct Op { const Context& context; unsigned long long epoch; };
+__global__ void kernel(const __grid_constant__ Context context) { stamp(Op{context, 3}, Step::kComplete); }
+""")
+    flags = [
+        "-std=c++17",
+        "-gencode=arch=compute_90a,code=compute_90a",
+        "--expt-relaxed-constexpr",
+        f"-I{ROOT / 'csrc'}",
+    ]
+    command = ["nvcc", "-O3", *flags, *define, "-ptx", str(source), "-o", str(tmp_path / "kernel.ptx")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    body = (tmp_path / "kernel.ptx").read_text().partition("\n{")[2].partition("}")[0]
+    assert ("globaltimer" in body) == reads
+    if not reads:
+        assert body.split() == ["ret;"]
+
+
+@needs_module
+def test_the_module_names_the_steps():
+    from ep_dispatcher import _C_cuda
+
+    assert _C_cuda.steps == STEPS and len(set(STEPS)) == len(STEPS) > 20
+    assert _C_cuda.stamped_warps == 16 and _C_cuda.stamped_operations == 8
+
+
+@needs_module
+def test_a_module_without_stamps_says_how_to_build_one():
+    from ep_dispatcher.engines.cuda import CudaEngine
+
+    engine = SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False))
+    with pytest.raises(RuntimeError, match="built without stamps: EP_DISPATCHER_STAMPS=1"):
+        CudaEngine.stamps(engine)
+
+
+@needs_module
+def test_stamps_are_read_once(monkeypatch):
+    """From memory that the kernels write: cleared after each call, which leaves the next operations alone."""
+    from ep_dispatcher.engines.cuda import CudaEngine
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    compiled = SimpleNamespace(has_stamps=True, stamped_operations=8, stamped_warps=16, steps=STEPS)
+    given = []
+    engine = SimpleNamespace(_compiled=compiled, _stamps=None, _num_sms=3, _device="cpu")
+    engine._c = SimpleNamespace(stamp_into=given.append)
+    assert not CudaEngine.stamps(engine).any() and given == [engine._stamps.data_ptr()]
+    engine._stamps[3, 1, 15, 26] = 7
+    found = CudaEngine.stamps(engine)
+    assert found.shape == (8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[3, 1, 15, 26]]
+    assert not CudaEngine.stamps(engine).any() and len(given) == 1
+
+
+@pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
+def test_without_a_gpu_it_says_why():
+    found = subprocess.run([sys.executable, SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 2 and "allowed: the CUDA engine, built with stamps" in found.stdout, found.stderr
+
+
+def has_stamps() -> bool:
+    if cuda_problem() is not None:
+        return False
+    from ep_dispatcher import _C_cuda
+
+    return _C_cuda.has_stamps
+
+
+@pytest.mark.skipif(not has_stamps(), reason="no GPU, or built without stamps")
+@pytest.mark.parametrize("operation", ["dispatch FP8", "combine"])
+def test_a_run(operation, tmp_path):
+    sizes = "--tokens 16 --hidden 512 --experts 16 --sms 4 --ranks 2 --replays 3".split()
+    command = [sys.executable, SCRIPT, operation, *sizes, "--out", tmp_path]
+    found = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stdout + found.stderr
+    (path,) = tmp_path.glob("*.json")
+    run = json.loads(path.read_text())
+    assert run["runs"] == 3 * 6 and 0 < run["us"] < 1e4
+    names = {name for _, name, *_ in run["steps"]}
+    assert names >= {"memory free", "announced", "agreed", "block ended", "last block", "complete"}
+    assert all(0 <= begin <= end <= last + 1e-3 for _, _, begin, end, last, _ in run["steps"])
