@@ -64,7 +64,7 @@ __global__ void single_kernel(uint32_t* ring, uint32_t* scratch, float* ns) {
   uint64_t end = begin;
   int steps = 0;
 #pragma unroll 1
-  for (int i = 0; i < kTimes; ++i) {
+  for (int i = 0; i < (kWhich == Single::kClock ? 256 : 1) * kTimes; ++i) {
     if constexpr (kWhich == Single::kClock) {  // the steps of the clock
       const uint64_t now = ptx::nanoseconds();
       steps += now != end, end = now;

@@ -86,6 +86,7 @@ def test_the_program_has_the_parts_that_the_floors_name(script, tmp_path):
     assert [word for word in words if word not in source] == []
 
 
+@needs_nvcc
 @pytest.mark.skipif(cuda_problem() is not None, reason="no GPU")
 def test_a_run(tmp_path):
     out = tmp_path / "floor.json"
