@@ -52,6 +52,7 @@ class Phase:
     partial_sums: ClassVar[Phase]
     weights: ClassVar[Phase]
     rows: ClassVar[Phase]
+    sums_between_nodes: ClassVar[Phase]
     @property
     def name(self) -> str: ...
     @property

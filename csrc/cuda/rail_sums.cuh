@@ -90,7 +90,7 @@ struct CombineRailWarp : RailWarp {
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk * kSumChunk < params.args.num_tokens; ++chunk) {
-      if (!wait_for_peer(Phase::kSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
+      if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
       if (lane == 0) {
         ptx::fence_system();
         ptx::store_relaxed(context.own.sums_here + context.other(node) * max_chunks + chunk, op.epoch);

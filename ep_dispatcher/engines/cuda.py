@@ -58,6 +58,12 @@ def _rail_sms(topology: Topology, num_sms: int) -> int:
     return 0 if topology.num_nodes == 1 else min(envs.rail_sms() or max(1, num_sms // RAIL_SHARE), num_sms - 1)
 
 
+def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
+    """Return the ranks that a kernel has waited for in vain."""
+    late = engine.late()
+    return [] if late is None else late[3]
+
+
 class StreamEvent:
     """The event of an operation in a stream. It may wait for later operations of the same buffer too."""
 
@@ -145,7 +151,7 @@ class CudaEngine:
             own_flag = self._state.data_ptr() + compiled.state_aborted_offset
             at_peers = compiled.aborted_offset(c) + 8 * topology.rank
             flags = [address + at_peers for address in self._regions.addresses if address]
-            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags)
+            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, topology.rank)
             return [address != 0 for address in self._regions.rail]
 
         try:
@@ -175,6 +181,7 @@ class CudaEngine:
             self.summary += f", {rail_blocks[topology.rank]} of them for the {self._regions.wire} wire between nodes"
             if self._regions.wire == "NVSHMEM":
                 self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
+        self._aborts.named = partial(_late_ranks, self._c)
         self._health = Health(self._aborts.run)
         self._masks = Masks(self._health)
         self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
