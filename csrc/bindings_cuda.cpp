@@ -89,6 +89,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("dtype", &Config::dtype)
       .def_readwrite("masks", &Config::masks)
       .def_readwrite("plans_directly", &Config::plans_directly)
+      .def_readwrite("log_token_chunk", &Config::log_token_chunk)
+      .def_readwrite("log_sum_chunk", &Config::log_sum_chunk)
       .def_readwrite("window_chunk", &Config::window_chunk)
       .def_readwrite("window_chunks", &Config::window_chunks);
 

@@ -93,6 +93,8 @@ class Config:
     dtype: DType
     masks: bool
     plans_directly: bool
+    log_token_chunk: int
+    log_sum_chunk: int
     window_chunk: int
     window_chunks: int
     def __init__(self) -> None: ...

@@ -133,6 +133,7 @@ class CudaEngine:
         if shape.masks:
             self.layouts = ("decode",)
         self.has_waves &= topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
+        c.log_token_chunk, c.log_sum_chunk = (n.bit_length() - 1 for n in (shape.token_chunk, shape.sum_chunk))
         c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
 
         def allocate() -> None:
