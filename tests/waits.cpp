@@ -44,7 +44,7 @@ struct Warp {
   ucontext_t caller{};
   std::function<void()> body;
   std::array<std::array<uint64_t, 32>, 2> values{};
-  int arrived = 0;
+  int arrived = 0, rounds = 0;
   uint64_t meeting = 0;
 
   static Warp*& current() {
@@ -82,7 +82,7 @@ struct Warp {
     const unsigned own = threadIdx.x;
     const int next = next_after(own);
     if (next < 0) setcontext(&caller);
-    if (next == 0) std::this_thread::yield();
+    if (next == 0 && ++rounds % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));  // for others
     threadIdx.x = next;
     swapcontext(&lanes[own], &lanes[next]);
     threadIdx.x = own;

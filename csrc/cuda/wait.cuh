@@ -107,23 +107,25 @@ __device__ inline bool measures_waits(const Op& op) {
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
 }
 
-// A raiser hands memory back, or sends its node's sums, only after waits of its own. A wait for that may begin before
-// those. So its limit is longer: theirs are over first, and then name the rank that all wait for.
+// A raiser hands memory back, sends its node's sums, or relays, only after waits of its own. A wait for that may begin
+// before those. So its limit is longer: theirs are over first, and then name the rank that all wait for.
 constexpr uint64_t kPatienceNs = 1'000'000'000;
 
 // [thread] Return the limit of a single wait. With masks it is the same for all waits: docs/protocol.md says why.
-__device__ inline uint64_t limit_ns(const Context& context, Phase phase) {
-  const bool hangs_on_waits = phase == Phase::kFreeStaging || phase == Phase::kFreeSlots || phase == Phase::kNodeSums;
+__device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is_relayed) {
+  const bool hangs_on_waits =
+      is_relayed || phase == Phase::kFreeStaging || phase == Phase::kFreeSlots || phase == Phase::kNodeSums;
   return context.timeout_ns + (hangs_on_waits && !has_masks(context) ? kPatienceNs : 0);
 }
 
 // [warp] Return the ranks to blame, once some lane's limit is over or some lane's raiser has aborted. 0: no flag is
-// missing. `waits`: the lane's flag, about `rank`, is missing. Lanes that may still wait blame nobody: their ranks may
-// be slow, not late. If raisers name only this rank, it may wait itself: then the ranks that it waits for are late.
+// missing. `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame
+// nobody: their ranks may be slow, not late. If raisers name only this rank, it may wait itself: then the ranks that it
+// waits for are late.
 __device__ inline uint64_t blame(const Op& op, bool waits, bool is_over, int rank, int raiser) {
   const uint64_t others = ~bit_of(op.rank());
   const uint64_t named = waits ? ptx::load_acquire(op.context.own.aborted + raiser) : 0;  // by the raiser; 0: no abort
-  uint64_t late = bits_of_all(named != 0 ? named : waits && is_over ? bit_of(rank) : 0);
+  uint64_t late = bits_of_all(named != 0 ? named : is_over ? bit_of(rank) : 0);
   if ((late & others) == 0) late |= bits_of_all(waits && named == 0 ? bit_of(rank) : 0);
   return (late & others) != 0 ? late & others : late;
 }
@@ -165,11 +167,12 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
-    const bool is_over = waited > limit_ns(context, phase), over = __any_sync(~0u, is_over || hopeless);
+    const bool is_over = waits && waited > limit_ns(context, phase, rank != raiser);
+    const bool over = __any_sync(~0u, is_over || hopeless);
     if (over && has_masks(context)) {
       // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
       if (aborts_if_excluded(op, phase)) return false;
-      const bool late = waits && rank != op.rank() && (is_over || hopeless);
+      const bool late = rank != op.rank() && (is_over || hopeless);
       if (late) mask_rank(context, rank);
       if (late && measures) atomicAdd(reinterpret_cast<unsigned long long*>(context.wait_ns + rank), waited);
       if (late) waits = false;
