@@ -3,6 +3,7 @@
     python benchmarks/paced_wire.py                                    # 2 nodes, all GPUs
     CUDA_VISIBLE_DEVICES=0 python benchmarks/paced_wire.py --ranks-per-node 2    # 4 ranks on a GPU, under NVIDIA's MPS
     python benchmarks/paced_wire.py --draw runs/paced_wire.json        # only the table and the chart
+    python benchmarks/paced_wire.py --only-at --sms 4,6,8,12 --rail-sms 1,2,3,4 --graphs 3 --seconds 80
 
 The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/nodes.md): 50 GB/s per rank stand
 for a card of 400 Gb/s. All but the wire should hide behind it. So each time is compared with the wire's own time: the
@@ -19,14 +20,17 @@ import os
 import re
 import statistics
 import sys
+import time as clock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import ep_dispatcher as ep
+from ep_dispatcher import memory
 from ep_dispatcher.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.benchmark.ranks import largest_over_ranks
 from ep_dispatcher.engines import cuda_problem
@@ -70,7 +74,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--at", type=_number(float, 1e-3), default=50.0, help="GB/s for all of --sms; default 50")
     add("--rates", type=_numbers(float, 1e-3), default=[25.0, 50.0, 100.0, 200.0, 300.0], help="GB/s, as 25,50")
     add("--sms-at", type=_numbers(int, 2), default=[8, 24], help="multiprocessors for all of --rates; default 8,24")
-    add("--rail-sms", type=_number(int, 1), help="of them for the wire; default: as the engine chooses")
+    add("--rail-sms", type=_numbers(int, 1), help="of them for the wire, as 1,2; default: as the engine chooses")
+    add("--only-at", action="store_true", help="measure against --sms alone")
+    add(
+        "--chunks",
+        type=_numbers(int, 16),
+        nargs="+",
+        default=[None],
+        metavar="ROWS,SUMS,WINDOW",
+        help="tokens with a common flag: of rows, of sums that cross, of partial sums (a multiple of 16), the first "
+        "two powers of two; default: as the engine chooses, 1024,512,512 with 2 nodes",
+    )
+    add("--seconds", type=_number(float, 1), default=float("inf"), help="begin no further point after these")
     add("--tokens", type=_number(int, 1), default=4096)
     add("--hidden", type=_number(int, 128), default=7168)
     add("--experts", type=_number(int, 1), default=256)
@@ -102,12 +117,27 @@ def _numbers(kind: Callable, lowest: float) -> Callable:
     return parse
 
 
-def points_of(args: argparse.Namespace) -> list[tuple[int, float | None]]:
-    """What is measured: multiprocessors, and the rate in GB/s or None without a pace. Each once."""
-    if args.wire != "peer":
-        return [(sms, None) for sms in args.sms]
-    points = [(sms, args.at) for sms in args.sms]
-    points += [(sms, rate) for sms in args.sms_at for rate in (*args.rates, None)]
+class Point(NamedTuple):
+    """What is measured at a time."""
+
+    sms: int
+    rate: float | None  # GB/s; None: no pace
+    rail_sms: int | None = None  # None: as the engine chooses
+    chunks: tuple[int, ...] | None = None  # of --chunks
+
+
+def points_of(args: argparse.Namespace) -> list[Point]:
+    """All points, each once."""
+    pairs = [(sms, args.at if args.wire == "peer" else None) for sms in args.sms]
+    if args.wire == "peer" and not args.only_at:
+        pairs += [(sms, rate) for sms in args.sms_at for rate in (*args.rates, None)]
+    points = [
+        Point(sms, rate, rail_sms, chunks and tuple(chunks))
+        for sms, rate in pairs
+        for rail_sms in args.rail_sms or [None]
+        for chunks in args.chunks
+        if rail_sms is None or rail_sms < sms
+    ]
     return list(dict.fromkeys(points))
 
 
@@ -122,16 +152,20 @@ def measure_all(args: argparse.Namespace) -> dict:
     run = {"machine": describe_machine(), "wire": args.wire, "nodes": args.nodes, "ranks_per_node": per_node}
     run |= {**sizes, "at": args.at, "points": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    begin = clock.monotonic()
     with RankPool(args.nodes * per_node) as pool:
-        for sms, rate in points_of(args):
-            print(f"{sms} multiprocessors, {_rate(rate)}", flush=True)
-            of_ranks = pool.run(measure, per_node, args.wire, sms, args.rail_sms, rate, sizes, args.graphs)
-            run["points"] += merge(of_ranks, sms, rate)
+        for point in points_of(args):
+            if clock.monotonic() - begin > args.seconds:
+                print(f"{args.seconds:g} s are over: the rest is left out")
+                break
+            print(f"{point.sms} multiprocessors, {_rate(point.rate)}", flush=True)
+            of_ranks = pool.run(measure, per_node, args.wire, point, sizes, args.graphs)
+            run["points"] += merge(of_ranks, point.sms, point.rate, point.chunks)
             args.out.write_text(to_json(run))
     return run
 
 
-def merge(of_ranks: list[dict], sms: int, rate: float | None) -> list[dict]:
+def merge(of_ranks: list[dict], sms: int, rate: float | None, chunks: tuple[int, ...] | None = None) -> list[dict]:
     """One point per operation, from what each rank has measured: the slowest rank, and the most bytes."""
     points = []
     for operation in of_ranks[0]["operations"]:
@@ -143,6 +177,8 @@ def merge(of_ranks: list[dict], sms: int, rate: float | None) -> list[dict]:
         if rate:
             point["wire_us"] = round(num_bytes / rate / 1e3, 2)
             point["ratio"] = round(point["us"] / point["wire_us"], 4)
+        if chunks:
+            point["chunks"] = list(chunks)
         points.append(point)
     return points
 
@@ -166,13 +202,27 @@ def switches(**values: object) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def measure(rank: int, per_node: int, wire: str, sms: int, rail_sms: int | None, rate: float | None, sizes, graphs):
+@contextmanager
+def chunks_of(chunks: tuple[int, ...] | None) -> Iterator[None]:
+    """Let buffers made inside have these chunks, as --chunks says."""
+    names = ("token_chunk", "sum_chunk", "window_chunk")
+    before = {name: getattr(memory.Shape, name) for name in names}
+    for name, value in zip(names, chunks or ()):
+        setattr(memory.Shape, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(memory.Shape, name, value)
+
+
+def measure(rank: int, per_node: int, wire: str, point: Point, sizes, graphs):
     """Return the microseconds of each graph's operations on this rank, and the bytes of one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     tokens, hidden, experts, topk = (sizes[name] for name in ("tokens", "hidden", "experts", "topk"))
     idx, weights = (t.cuda() for t in make_routing("uniform", tokens, experts, topk, seed=rank))
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
-    with switches(WIRE=wire, WIRE_GBPS=rate, RAIL_SMS=rail_sms):
+    with switches(WIRE=wire, WIRE_GBPS=point.rate, RAIL_SMS=point.rail_sms), chunks_of(point.chunks):
         buffer = ep.Buffer(
             hidden=hidden,
             num_experts=experts,
@@ -180,7 +230,7 @@ def measure(rank: int, per_node: int, wire: str, sms: int, rail_sms: int | None,
             max_tokens_per_rank=tokens,
             engine="cuda",
             ranks_per_node=per_node,
-            num_sms=sms,
+            num_sms=point.sms,
             timeout_s=TIMEOUT_S,
         )
     with buffer, torch.no_grad():
@@ -240,18 +290,22 @@ def table(run: dict) -> str:
     sizes = f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}"
     lines = [f"{ranks}, {run['wire']} wire, {sizes}, build {machine['git_commit']}, {machine['date'][:10]}:", ""]
     titles = ("operation", "SMs", "for the wire", "GB/s", "us", "MB sent", "wire alone, us", "ratio")
+    has_chunks = any("chunks" in p for p in run["points"])
+    titles += ("chunks",) * has_chunks
     lines += [_row(titles), _row(["---"] * len(titles))]
     for p in sorted(run["points"], key=_order):
         figures = [f"{p['wire_us']:.0f}", f"{p['ratio']:.2f}"] if p["gb_per_s"] else ["", ""]
         rate = _rate(p["gb_per_s"]).removesuffix(" GB/s")
         cells = [p["operation"], p["sms"], p["rail_sms"], rate, f"{p['us']:.0f}", f"{p['bytes'] / 1e6:.1f}"]
-        lines.append(_row([*cells, *figures]))
+        chunks = ["/".join(map(str, p.get("chunks", ["default"])))] * has_chunks
+        lines.append(_row([*cells, *figures, *chunks]))
     return "\n".join(lines)
 
 
 def _order(point: dict) -> tuple:
     names = ("dispatch", "dispatch FP8", "combine")
-    return names.index(point["operation"]), point["sms"], point["gb_per_s"] or float("inf")
+    rate = point["gb_per_s"] or float("inf")
+    return names.index(point["operation"]), point["sms"], rate, point["rail_sms"], point.get("chunks", [])
 
 
 def _row(cells) -> str:

@@ -62,7 +62,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("free_slots", Phase::kFreeSlots)
       .value("partial_sums", Phase::kSums)
       .value("weights", Phase::kWeights)
-      .value("experts", Phase::kExperts);
+      .value("experts", Phase::kExperts)
+      .value("sums_between_nodes", Phase::kNodeSums);
   py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
@@ -89,6 +90,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("dtype", &Config::dtype)
       .def_readwrite("masks", &Config::masks)
       .def_readwrite("plans_directly", &Config::plans_directly)
+      .def_readwrite("log_token_chunk", &Config::log_token_chunk)
+      .def_readwrite("log_sum_chunk", &Config::log_sum_chunk)
       .def_readwrite("window_chunk", &Config::window_chunk)
       .def_readwrite("window_chunks", &Config::window_chunks);
 
@@ -140,7 +143,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
   m.def("excluded_offset", &excluded_offset);  // likewise: uint64 [num_ranks], 1: the rank has masked this one
-  m.def("aborted_offset", &aborted_offset);    // in a region: uint64 [num_ranks], 1 after the rank's abort
+  m.def("aborted_offset", &aborted_offset);    // in a region: uint64 [num_ranks], the late ranks after the rank's abort
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
   // Return the int32 elements of the largest plan with `num_rows` received rows.

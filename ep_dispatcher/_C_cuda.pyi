@@ -56,6 +56,7 @@ class Phase:
     partial_sums: ClassVar[Phase]
     weights: ClassVar[Phase]
     rows: ClassVar[Phase]
+    sums_between_nodes: ClassVar[Phase]
     @property
     def name(self) -> str: ...
     @property
@@ -96,6 +97,8 @@ class Config:
     dtype: DType
     masks: bool
     plans_directly: bool
+    log_token_chunk: int
+    log_sum_chunk: int
     window_chunk: int
     window_chunks: int
     def __init__(self) -> None: ...

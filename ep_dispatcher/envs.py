@@ -82,7 +82,7 @@ SWITCHES = (
         "EP_DISPATCHER_TIMEOUT_S",
         100.0,
         f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}",
-        "how long a rank waits for a peer; PeerTimeoutError comes up to 2 s later, when it is known who is late",
+        "how long a rank waits for a peer; PeerTimeoutError comes up to 3 s later, when it is known who is late",
         _seconds,
     ),
     Switch(

@@ -24,7 +24,7 @@ DEFAULT_SMS = 24
 ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/cursor.h)
 LINE = 1024  # bytes; kLine of csrc/cuda/config.h
 VECTOR = 16  # bytes; kVector
-TOKEN_CHUNK, ITEM_CHUNK, SUM_CHUNK = 1024, 512, 512  # kTokenChunk, kItemChunk, kSumChunk
+ITEM_CHUNK = 512  # kItemChunk
 SCALE_BLOCK = 128  # kScaleBlock
 
 # Between nodes: tokens of all rail peers together whose partial sums have slots at a time, of each rank of the node. So
@@ -125,6 +125,20 @@ class Shape:
         """
         words = self.num_experts * -(-self.max_tokens // 32)
         return self.num_nodes == 1 and self.choices <= 16384 and words <= 4096
+
+    @property
+    def token_chunk(self) -> int:
+        """Tokens with a common flag once their rows are staged, or have crossed to another node; a power of two.
+
+        On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk is pulled
+        when all has crossed, so there smaller ones may be better: benchmarks/paced_wire.py --token-chunk.
+        """
+        return 1024
+
+    @property
+    def sum_chunk(self) -> int:
+        """Tokens with a common flag once their sums have crossed to another node; a power of two."""
+        return 512
 
     @property
     def window_chunk(self) -> int:
@@ -303,7 +317,7 @@ def _carve_rail(c: Cursor, s: Shape) -> None:
 def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     """``carve_region`` of csrc/cuda/region.h."""
     others = s.num_nodes - 1
-    token_chunks, item_chunks, sum_chunks = s.chunks(TOKEN_CHUNK), s.chunks(ITEM_CHUNK), s.chunks(SUM_CHUNK)
+    token_chunks, item_chunks, sum_chunks = s.chunks(s.token_chunk), s.chunks(ITEM_CHUNK), s.chunks(s.sum_chunk)
     far_chunks = s.chunks(s.window_chunk) if others else 0
     flags = [s.num_ranks] * (4 if s.masks else 3)  # aborted, excluded (with masks), called, listed
     flags += [s.num_ranks * token_chunks]  # staged
@@ -326,7 +340,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
 
 def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
     """``carve_state`` of csrc/cuda/state.h."""
-    others, sum_chunks, token_chunks = s.num_nodes - 1, s.chunks(SUM_CHUNK), s.chunks(TOKEN_CHUNK)
+    others, sum_chunks, token_chunks = s.num_nodes - 1, s.chunks(s.sum_chunk), s.chunks(s.token_chunk)
     far_chunks = s.chunks(s.window_chunk) if others else 0
     counters = [token_chunks]  # staged_done
     counters += [far_chunks + s.chunks(ITEM_CHUNK)]  # pushed_done

@@ -1,15 +1,20 @@
-"""Steps of changing routing and cases of the grid over the NVSHMEM wire; its settings are read from the environment.
+"""Runs dispatch and combine over the NVSHMEM wire; its settings are read from the environment.
 
 EP_DISPATCHER_WIRE=nvshmem NVSHMEM_REMOTE_TRANSPORT=none python tests/nvshmem_wire.py NUM_RANKS RANKS_PER_NODE \
-    [STEPS [NUM_PUTTING]]
+    [STEPS [NUM_PUTTING [WHAT...]]]
 
-The first NUM_PUTTING ranks do not store where NVLink reaches: they, and others to them, only put.
+The first NUM_PUTTING ranks do not store where NVLink reaches: they, and others to them, only put. WHAT is
+``routing``: STEPS of changing routing; ``cases``: those of the grid; ``train``: STEPS with gradients; ``graph``:
+replays of a CUDA graph. Without it, routing and cases.
 """
 
 import os
 import sys
+import time
+from dataclasses import replace
 
 import test_nodes
+import torch
 from test_dispatch_combine import GRID, Case, check_case
 
 import ep_dispatcher as ep
@@ -21,15 +26,22 @@ NUM_STEPS = 200
 class CheckedBuffer(ep.Buffer):
     """Wait for every operation by polling, so that no CUDA call of a test waits for one: see tests/remote_wire.cu."""
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options | dict(timeout_s=15))  # the other rank need not wait long after a failure
+
     def dispatch(self, *args, **options):
         out = super().dispatch(*args, **options)
-        self.check()
+        self._check_unless_captured()
         return out
 
     def combine(self, *args, **options):
         combined = super().combine(*args, **options)
-        self.check()
+        self._check_unless_captured()
         return combined
+
+    def _check_unless_captured(self):
+        if not torch.cuda.is_current_stream_capturing():
+            self.check()
 
 
 def check_every_operation(rank: int) -> None:
@@ -56,20 +68,38 @@ def check_paths(rank: int, case: Case, num_putting: int) -> None:
         assert buffer._engine._compiled.__name__ == f"ep_dispatcher.{kernels}"
 
 
-def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_putting: int = 0) -> None:
+def main(num_ranks: int, ranks_per_node: int, num_steps: int = NUM_STEPS, num_putting: int = 0, *what: str) -> None:
+    what = what or ("routing", "cases")
     pool = RankPool(num_ranks, timeout_s=120)
     if "REMOTE_WIRE_HOLD_US" in os.environ:
         pool.run(check_every_operation)
     pool.run(only_put, num_putting)
-    pool.run(check_paths, Case(num_ranks, ranks_per_node, **test_nodes.SMALL), num_putting)
-    pool.run(test_nodes.change_routing, "cuda", Case(num_ranks, ranks_per_node, **test_nodes.SMALL), num_steps)
-    cases = [case for case in GRID if (case.num_ranks, case.ranks_per_node) == (num_ranks, ranks_per_node)]
-    cases += [Case(num_ranks, ranks_per_node, **row) for row in test_nodes.LONG_ROWS]
-    for case in cases:
-        check_case(lambda _: pool, "cuda", case)
+    small = Case(num_ranks, ranks_per_node, **test_nodes.SMALL)
+    begin = time.monotonic()
+
+    def done(text: str) -> None:
+        print(f"{time.monotonic() - begin:.1f} s: {text}", flush=True)
+
+    pool.run(check_paths, small, num_putting)
+    done("NVSHMEM has started")
+    if "routing" in what:
+        pool.run(test_nodes.change_routing, "cuda", small, num_steps)
+        done(f"{num_steps} steps")
+    if "train" in what:
+        pool.run(test_nodes.train, "cuda", small, num_steps)
+        done(f"{num_steps} steps with gradients")
+    if "graph" in what:
+        pool.run(test_nodes.replay, "cuda", replace(small, layout="rank"))
+        done("a CUDA graph")
+    if "cases" in what:
+        cases = [case for case in GRID if (case.num_ranks, case.ranks_per_node) == (num_ranks, ranks_per_node)]
+        cases += [Case(num_ranks, ranks_per_node, **row) for row in test_nodes.LONG_ROWS]
+        for case in cases:
+            check_case(lambda _: pool, "cuda", case)
+        done(f"{len(cases)} cases")
     pool.close()
-    print(f"{num_steps} steps and {len(cases)} cases: right")
+    print("all: right")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:5]), *sys.argv[5:])

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from test_errors import error_of
 from test_faults import assert_nothing_left, number_of_files_and_threads, settles
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks
+from ep_dispatcher import checks, engines
 from ep_dispatcher.engines import cpu as cpu_engine
 from ep_dispatcher.testing import RankPool
 
@@ -533,3 +534,42 @@ def test_some_ranks_may_only_put(pools):
     assert pools(2).run(choose_wire, ["nvshmem-puts", "nvshmem"]) == ["made", "made"]
     said = "wire: rank 0 gave peer, rank 1 gave nvshmem; all ranks must give the same"
     assert pools(2).run(choose_wire, ["peer", "nvshmem"]) == [said, said]
+
+
+# ---- what one rank alone is refused, before the ranks allocate together ---------------------------------------------
+
+ODD = 1
+ONE_ALONE = {
+    "few": (dict(num_sms=1), {}, 132, "num_sms: given 1, allowed: at least 2 with several nodes"),
+    "few by a switch": ({}, dict(NUM_SMS="1"), 132, "num_sms: given 1, allowed: at least 2 with several nodes"),
+    "a small GPU": ({}, {}, 1, "num_sms: given 1, allowed: at least 2 with several nodes"),
+    "the wire's": ({}, dict(RAIL_SMS="0"), 132, "EP_DISPATCHER_RAIL_SMS: given '0', allowed: an integer of at least 1"),
+    "the pace": ({}, dict(WIRE_GBPS="-1"), 132, "EP_DISPATCHER_WIRE_GBPS: given '-1', allowed: a number above 0"),
+}
+
+
+def make_on_no_gpu(rank: int, name: str) -> tuple[str, float]:
+    """Make a buffer of the CUDA engine, as far as that goes without a GPU: to the choice of the memory."""
+    options, switches, num_sms, _ = ONE_ALONE[name] if rank == ODD else ({}, {}, 132, "")
+
+    def choose_memory(config):
+        raise AssertionError("this rank waits for the others to allocate")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ep_dispatcher.engines.cuda_problem", lambda: None)
+        patch.setattr("ep_dispatcher.engines.cuda.regions_of", choose_memory)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=num_sms))
+        for switch, value in switches.items():
+            patch.setenv(f"EP_DISPATCHER_{switch}", value)
+        begin = time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            ep.Buffer(**CONFIG, engine="cuda", ranks_per_node=2, timeout_s=LONG_S, **options)
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built without the CUDA engine")
+@pytest.mark.parametrize("name", ONE_ALONE)
+def test_all_ranks_learn_at_once_what_one_is_refused(pools, name):
+    for text, seconds in pools(4).run(make_on_no_gpu, name):
+        assert text.startswith(ONE_ALONE[name][-1]) and text.endswith(f" (on rank {ODD})") and seconds < LONG_S / 2

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import test_dispatch_combine as grid
@@ -57,7 +58,7 @@ def on_host(value):
     """As the definition returns it."""
     if isinstance(value, tuple):
         return tuple(map(on_host, value))
-    return None if value is None else value.cpu()
+    return None if value is None else value.detach().cpu()
 
 
 def assert_step(case: Case, rank: int, given: Inputs, out, combined, max_recv_rows: int | None, where: str) -> None:
@@ -157,6 +158,53 @@ def test_every_step_has_another_routing(pools, engine, num_ranks, ranks_per_node
     pools(num_ranks).run(change_routing, engine, Case(num_ranks, ranks_per_node, **SMALL), num_steps)
 
 
+def train(rank: int, engine: str, case: Case, num_steps: int) -> None:
+    """Steps with another routing each: dispatch, now and then by the handle, combine, and the backward of both.
+
+    The host looks at no output before ``check``: tests/remote_wire.cu says why.
+    """
+    device = device_of(engine, rank)
+    with make_buffer(case, engine, NUM_TOKENS) as buffer:
+        for step in range(num_steps):
+            rng = random.Random(1000 + step)
+            num_tokens = [rng.choice([0, 1, 33, 257, NUM_TOKENS]) for _ in range(case.num_ranks)]
+            given = make_inputs(case, num_tokens, rng.choice(["uniform", "masked", "skewed"]), step)
+            grads = Inputs([random_rows(case, n, 7000 + r) for r, n in enumerate(num_tokens)], given.topk_idx, None)
+            x, idx, weights, grad = (
+                to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights, grads.x)
+            )
+            x, weights = x.requires_grad_(), weights.requires_grad_()
+            max_recv_rows = rng.choice([None, NUM_ROWS])
+            out = ep.dispatch(buffer, x, idx, weights, max_recv_rows=max_recv_rows)
+            buffer.check()
+            if step % 3 == 0:
+                again = buffer.dispatch(x.detach(), None, weights.detach(), handle=out.handle)
+                buffer.check()
+                assert_same(on_host(again.x), on_host(out.x), f"step {step}: the cached dispatch")
+            y, row_weights = to(device, expert_rows(case, out, rank))
+            y = y.requires_grad_()
+            combined, combined_weights = ep.combine(buffer, y, out.handle, topk_weights=row_weights)
+            buffer.check()
+            (y_grad,) = torch.autograd.grad(combined, y, grad)
+            buffer.check()
+            grads_in = torch.autograd.grad((out.x, out.topk_weights), (x, weights), (y.detach(), row_weights))
+            buffer.check()
+            if step % 5 != rank % 5 and step < num_steps - 1:
+                continue
+            both = SimpleNamespace(x=combined, topk_weights=combined_weights)
+            assert_step(case, rank, given, out, both, max_recv_rows, f"step {step}")
+            # The backward of a dispatch is a combine, and that of a combine a dispatch.
+            assert_same(on_host(grads_in[0]), on_host(both.x), f"step {step}: gradient of x")
+            assert_same(on_host(grads_in[1]), on_host(both.topk_weights), f"step {step}: gradient of topk_weights")
+            expected, _ = expected_of(case, grads, max_recv_rows)[rank]
+            assert_same(on_host(y_grad), expected.x, f"step {step}: gradient of y")
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), exhaustive(4, 2), exhaustive(4, 1)])
+def test_gradients_of_changing_routing(pools, engine, num_ranks, ranks_per_node):
+    pools(num_ranks).run(train, engine, Case(num_ranks, ranks_per_node, **SMALL), 40 if engine == "cuda" else 10)
+
+
 def replay(rank: int, engine: str, case: Case) -> None:
     """Dispatch and combine in one graph, with other inputs at each replay."""
     device = device_of(engine, rank)
@@ -171,7 +219,8 @@ def replay(rank: int, engine: str, case: Case) -> None:
         step()
         buffer.check()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # NVSHMEM's threads may call CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out, combined = step()
         for seed in range(1, 6):
             given = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "masked", seed)

@@ -33,7 +33,7 @@ def made_up(script, argv: list[str]) -> dict:
     args = script.parse_args(argv)
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "topk")}
     run = {"machine": MACHINE, "wire": args.wire, "nodes": 2, "ranks_per_node": 1, **sizes, "at": args.at, "points": []}
-    for sms, rate in script.points_of(args):
+    for sms, rate, *_ in script.points_of(args):
         us = 1.5 * 50e6 / rate / 1e3 if rate else 500
         run["points"] += script.merge([of_rank(us, 50_000_000), of_rank(us / 2, 40_000_000)], sms, rate)
     return run
@@ -41,8 +41,30 @@ def made_up(script, argv: list[str]) -> dict:
 
 def test_each_point_is_measured_once(script):
     args = script.parse_args(["--sms", "2,8", "--rates", "25,50", "--sms-at", "8"])
-    assert script.points_of(args) == [(2, 50.0), (8, 50.0), (8, 25.0), (8, None)]
-    assert script.points_of(script.parse_args(["--wire", "nvshmem", "--sms", "2,8"])) == [(2, None), (8, None)]
+    assert [point[:2] for point in script.points_of(args)] == [(2, 50.0), (8, 50.0), (8, 25.0), (8, None)]
+    args = script.parse_args(["--wire", "nvshmem", "--sms", "2,8"])
+    assert script.points_of(args) == [(2, None, None, None), (8, None, None, None)]
+
+
+def test_shares_of_the_wire_and_chunks(script):
+    """At least one multiprocessor is left for the rest."""
+    args = script.parse_args(
+        ["--only-at", "--sms", "2,4", "--rail-sms", "1,3", "--chunks", "256,128,64", "512,512,512"]
+    )
+    fine, coarse = (256, 128, 64), (512, 512, 512)
+    shares = [(2, 1), (4, 1), (4, 3)]
+    assert script.points_of(args) == [(sms, 50.0, rail, chunks) for sms, rail in shares for chunks in (fine, coarse)]
+
+
+def test_chunks_are_those_of_buffers_made_inside(script):
+    shape = script.memory.Shape(2, 1, 8, 2, 4096, 512, 2)
+    of_shape = lambda: (shape.token_chunk, shape.sum_chunk, shape.window_chunk)  # noqa: E731
+    usual, usual_bytes = of_shape(), script.memory.cuda_bytes(shape).total
+    with script.chunks_of((256, 128, 64)):
+        assert of_shape() == (256, 128, 64) and script.memory.cuda_bytes(shape).total < usual_bytes  # fewer slots
+    with script.chunks_of(None):
+        assert of_shape() == usual
+    assert of_shape() == usual == (1024, 512, 512)
 
 
 def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):
@@ -58,6 +80,10 @@ def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):
         "ratio": 1.1,
     }
     assert "ratio" not in script.merge(ranks, 8, None)[0]
+    assert "chunks" not in script.merge(ranks, 8, None)[0]
+    with_chunks = {"machine": MACHINE, "wire": "peer", "nodes": 2, "ranks_per_node": 1, "at": 50.0}
+    with_chunks |= dict(tokens=1, hidden=128, experts=2, topk=1, points=script.merge(ranks, 8, 50.0, (256, 128, 64)))
+    assert "| dispatch | 8 | 1 | 50 | 110 | 5.0 | 100 | 1.10 | 256/128/64 |" in script.table(with_chunks)
 
 
 def test_the_table_and_the_chart(script, tmp_path, capsys):

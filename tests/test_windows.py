@@ -80,6 +80,22 @@ def test_few_multiprocessors(pools, engine, num_ranks, ranks_per_node, num_sms):
     pools(num_ranks).run(narrow, 64, 1, num_sms, change_routing, engine, case, 10)
 
 
+def with_chunks(rank: int, rows: int, sums: int, run, *given):
+    """Call ``run`` where flags cover so many tokens: staged rows, and sums that have crossed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory.Shape, "token_chunk", rows)
+        patch.setattr(memory.Shape, "sum_chunk", sums)
+        return run(rank, *given)
+
+
+@cuda
+@pytest.mark.parametrize("rows,sums", [(64, 32), exhaustive(256, 128), exhaustive(32, 512)])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2), (2, 2)])
+def test_other_chunks_of_rows_and_sums(pools, engine, num_ranks, ranks_per_node, rows, sums):
+    case = Case(num_ranks, ranks_per_node, **SMALL)
+    pools(num_ranks).run(with_chunks, rows, sums, change_routing, engine, case, 30)
+
+
 @cuda
 @pytest.mark.parametrize("tokens", ["uneven", "many"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])

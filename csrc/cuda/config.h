@@ -27,13 +27,9 @@ constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has wa
 constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
 constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
-// Entries per chunk flag: tokens with staged rows, items with pushed partial sums. Tuned on 2 H200: smaller token
-// chunks cost more in flags than they save, larger item chunks keep the owner waiting. To measure again:
-// python -m ep_dispatcher.bench --engine cuda
-constexpr int kTokenChunk = 1024;
+// Items with pushed partial sums per chunk flag. Tuned on 2 H200: larger chunks keep the owner waiting. To measure
+// again: python -m ep_dispatcher.bench --engine cuda
 constexpr int kItemChunk = 512;
-constexpr int kSumChunk = 512;    // tokens per chunk flag, for sums sent between nodes. Partial sums for tokens of
-                                  // other nodes have Config::window_chunk tokens per flag
 constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
@@ -46,12 +42,6 @@ EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n 
 // on begin at whole lines. Pieces of rows in shared memory are cut in the same way.
 EP_HOST_DEVICE constexpr size_t row_stride(size_t row_bytes) {
   return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine);
-}
-
-// [host] [thread] Return the number of chunks of a rank's tokens; 1 without tokens. The last chunk also raises the
-// flags of all empty chunks.
-EP_HOST_DEVICE constexpr int num_token_chunks(int num_tokens) {
-  return num_tokens == 0 ? 1 : (num_tokens + kTokenChunk - 1) / kTokenChunk;
 }
 
 // Sizes of one buffer. All ranks have the same, except `rank`. Ranks are numbered by node: ranks of a node are
@@ -67,6 +57,8 @@ struct Config {
   DType dtype = DType::kBFloat16;
   bool masks = false;           // late ranks are masked, and the others go on. Only with plans_directly
   bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
+  // Tokens per chunk flag, as powers of two (Shape of memory.py): with staged rows; of sums sent between nodes.
+  int log_token_chunk = 10, log_sum_chunk = 9;
   // The window of a source on another node: the tokens with slots here at a time, in chunks (Shape of memory.py).
   int window_chunk = 1;   // [tokens] of a chunk
   int window_chunks = 1;  // chunks with slots
@@ -80,9 +72,16 @@ struct Config {
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
   // Return the int16 of a token in Region::choices: num_topk, rounded up to whole vectors.
   EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
+  EP_HOST_DEVICE int token_chunk() const { return 1 << log_token_chunk; }
+  EP_HOST_DEVICE int sum_chunk() const { return 1 << log_sum_chunk; }
+  // Return the number of chunks of a rank's tokens; 1 without tokens. The last chunk also raises the flags of all empty
+  // chunks.
+  EP_HOST_DEVICE int num_token_chunks(int num_tokens) const {
+    return num_tokens == 0 ? 1 : (num_tokens + token_chunk() - 1) >> log_token_chunk;
+  }
   // Return the most chunks of one rank's tokens: in staging, or of sums between nodes.
-  EP_HOST_DEVICE int max_token_chunks() const { return (max_tokens + kTokenChunk - 1) / kTokenChunk; }
-  EP_HOST_DEVICE int max_sum_chunks() const { return (max_tokens + kSumChunk - 1) / kSumChunk; }
+  EP_HOST_DEVICE int max_token_chunks() const { return (max_tokens + token_chunk() - 1) >> log_token_chunk; }
+  EP_HOST_DEVICE int max_sum_chunks() const { return (max_tokens + sum_chunk() - 1) >> log_sum_chunk; }
   // Return the most chunks of a source's tokens on another node: chunks of tokens, the same for all ranks that push.
   EP_HOST_DEVICE int max_far_chunks() const {
     return num_nodes == 1 ? 0 : (max_tokens + window_chunk - 1) / window_chunk;

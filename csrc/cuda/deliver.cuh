@@ -46,7 +46,8 @@ __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int tok
   const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
 #pragma unroll 1
   for (int rank = first; rank <= last; ++rank) {
-    const int chunk = __reduce_max_sync(~0u, token >= 0 && source == rank ? token / kTokenChunk : -1);
+    const int of_lane = token >= 0 && source == rank ? token >> op.context.config.log_token_chunk : -1;
+    const int chunk = __reduce_max_sync(~0u, of_lane);
     if (chunk <= staged.seen(rank)) continue;
     staged.look(op);
     if (!staged.wait(op, rank, chunk)) return false;

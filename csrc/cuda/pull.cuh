@@ -126,7 +126,7 @@ struct Puller {
       Origin& origin = origin_of(n);
       const int token = item_at(n).token();
       const bool at_home = origin.source == op.rank() && params.reads_own_rows();
-      origin.chunk = at_home ? -1 : token / kTokenChunk;
+      origin.chunk = at_home ? -1 : token >> op.context.config.log_token_chunk;
       const char *rows = at_home ? args.rows : op.context.inbox_of(origin.source, &Inbox::staging),
                  *scales = at_home ? reinterpret_cast<const char*>(args.scales)
                                    : op.context.inbox_of(origin.source, &Inbox::tails);

@@ -57,7 +57,7 @@ __device__ inline bool wait_for_experts(const Op& op, const CombineParams& param
     // The experts of this rank are late: nobody else is to blame.
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0)
-      abort_rank(op, Phase::kExperts, own_mask(op), waited);
+      abort_rank(op, Phase::kExperts, bit_of(op.rank()), waited);
     if (__any_sync(~0u, has_aborted(op.context))) return false;
   }
   __syncwarp();

@@ -84,10 +84,11 @@ struct DispatchRailWarp : RailWarp {
     if (params.new_plan) send_items(params, usable);
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
-    for (int chunk = 0; usable && chunk < num_token_chunks(params.args.num_tokens); ++chunk) {
+    for (int chunk = 0; usable && chunk < context.config.num_token_chunks(params.args.num_tokens); ++chunk) {
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return false;
-      const int begin = chunk * kTokenChunk, end = min(params.args.num_tokens, begin + kTokenChunk);
+      const int length = context.config.token_chunk(), begin = chunk * length;
+      const int end = min(params.args.num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
         const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
         finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
@@ -108,7 +109,7 @@ struct DispatchRailWarp : RailWarp {
       if (!wait_for_self(context.own.listed + op.rank())) return false;  // then PlanHead::usable is written
     }
     if (!params.plan.head->usable) return true;
-    const int num_chunks = num_token_chunks(__ldcg(&call_at(op, source)->num_tokens));
+    const int num_chunks = context.config.num_token_chunks(__ldcg(&call_at(op, source)->num_tokens));
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return false;
       // The last chunk stands for all chunks without tokens too.

@@ -72,8 +72,8 @@ struct CombineRailWarp : RailWarp {
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
-        const int to = node(i), begin = chunk * kSumChunk;
-        const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + kSumChunk);
+        const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
+        const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + length);
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed = context.other(to) * context.max_far_chunks + (end - 1) / context.config.window_chunk;
@@ -89,8 +89,8 @@ struct CombineRailWarp : RailWarp {
   // no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks agree.
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
-    for (int chunk = 0; chunk * kSumChunk < params.args.num_tokens; ++chunk) {
-      if (!wait_for_peer(Phase::kSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
+    for (int chunk = 0; chunk << context.config.log_sum_chunk < params.args.num_tokens; ++chunk) {
+      if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
       if (lane == 0) {
         ptx::fence_system();
         ptx::store_relaxed(context.own.sums_here + context.other(node) * max_chunks + chunk, op.epoch);

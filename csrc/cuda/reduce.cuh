@@ -148,7 +148,8 @@ struct Reducer {
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
     const bool awaited = lane < context.config.num_others() && (all >> (lane + (lane >= context.node)) & 1);
-    return sums_here.wait(op, Phase::kSums, awaited ? (tokens.begin + tokens.num - 1) / kSumChunk : -1);
+    const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
+    return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
 
   // [thread] Return the memory for sums of the tokens of the rail peer on `node`: the peer's own, or staging for

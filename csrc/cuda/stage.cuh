@@ -19,7 +19,7 @@ struct StagedChunks {
   __device__ StagedChunks(const Op& op, uint32_t* counters, int num_tokens)
       : op(op),
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
-        num_chunks(num_token_chunks(num_tokens)) {}
+        num_chunks(op.context.config.num_token_chunks(num_tokens)) {}
 
   // [warp] Finish all chunks before `end`: this warp has staged its tokens of them. Chunks without a token of this warp
   // count too.
@@ -91,7 +91,7 @@ __device__ void stage_tokens(const Op& op, const DispatchParams& params, const S
 #pragma unroll 1
   for (int i = 0; i < share.num; ++i) {
     const size_t token = share.token(i);
-    chunks.finish_before(share.token(i) / kTokenChunk);
+    chunks.finish_before(share.token(i) >> op.context.config.log_token_chunk);
     auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
     const TailCopy copy(op, params.args, token);
     stage_row(token, tail);

@@ -13,7 +13,8 @@ enum class Phase : int32_t {
   kFreeSlots = 4,
   kSums = 5,
   kWeights = 6,
-  kExperts = 7
+  kExperts = 7,
+  kNodeSums = 8
 };
 // Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
@@ -96,7 +97,7 @@ struct Report {
   int64_t num_rows;  // rows of this dispatch's output
 
   uint32_t aborted;           // 1: a kernel has aborted this rank; an abort by the host is not reported
-  uint32_t late[kRankWords];  // a bit per late rank: waited for in vain, or aborted itself
+  uint32_t late[kRankWords];  // a bit per late rank: waited for in vain, or named by a rank that has aborted
   int32_t operation, phase;
   uint32_t waited_ms;
   uint64_t epoch;

@@ -32,21 +32,20 @@ __device__ inline void raise_on_node(const Context& context, uint64_t* flag_here
     ptx::store_relaxed(context.peers.at(flag_here, local), value);
 }
 
-// A bit per rank.
-struct RankMask {
-  uint32_t words[kRankWords];
+// [thread] Return the bit of one rank. Sets of ranks are 64 bits.
+__device__ inline uint64_t bit_of(int rank) { return uint64_t{1} << rank; }
+static_assert(kMaxRanks <= 64);
 
-  __device__ bool any() const {
-    uint32_t all = 0;
-    for (uint32_t word : words) all |= word;
-    return all != 0;
-  }
-};
+// [warp] Return the bits of all lanes.
+__device__ inline uint64_t bits_of_all(uint64_t bits) {
+  const uint64_t high = __reduce_or_sync(~0u, static_cast<uint32_t>(bits >> 32));
+  return high << 32 | __reduce_or_sync(~0u, static_cast<uint32_t>(bits));
+}
 
-// [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. Only the first call
-// on a rank does so; after an abort by the host, none. Called by wait_until. Other waits of this rank then end within
-// 32 turns.
-__device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late, uint64_t waited_ns) {
+// [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. The value of this
+// flag is `late`, a bit for each late rank. Only the first call on a rank does so; after an abort by the host, none.
+// Called by wait_until. Other waits of this rank then end within 32 turns.
+__device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
   Report* report = context.report;
@@ -54,13 +53,13 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, RankMask late
   report->phase = static_cast<int32_t>(phase);
   report->waited_ms = static_cast<uint32_t>(waited_ns / 1000000);
   report->epoch = op.epoch;
-  for (int word = 0; word < kRankWords; ++word) report->late[word] = late.words[word];
+  for (int word = 0; word < kRankWords; ++word) report->late[word] = static_cast<uint32_t>(late >> 32 * word);
   __threadfence_system();
   *static_cast<volatile uint32_t*>(&report->aborted) = 1;
   uint64_t* const aborted = context.own.aborted + context.config.rank;
-  raise_on_node(context, aborted, 1);
+  raise_on_node(context, aborted, late);
   for (int node = 0; node < context.config.num_nodes; ++node)
-    if (node != context.node) Wire{context}.signal(node, aborted, 1);
+    if (node != context.node) Wire{context}.signal(node, aborted, late);
 }
 
 // [thread] Return whether late ranks are masked, and the others go on.
@@ -93,17 +92,10 @@ __device__ inline bool is_excluded(const Op& op) {
                              ptx::load_acquire(op.context.own.excluded + lane) != 0);
 }
 
-// [thread] Return a mask with this rank alone.
-__device__ inline RankMask own_mask(const Op& op) {
-  RankMask mask{};
-  mask.words[op.rank() / 32] = 1u << op.rank() % 32;
-  return mask;
-}
-
 // [warp] With masks: abort this rank if another one has masked it. Return whether it has.
 __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
   if (!has_masks(op.context) || !is_excluded(op)) return false;
-  if (threadIdx.x % 32 == 0) abort_rank(op, phase, own_mask(op), 0);
+  if (threadIdx.x % 32 == 0) abort_rank(op, phase, bit_of(op.rank()), 0);
   return true;
 }
 
@@ -113,6 +105,29 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
+}
+
+// A raiser hands memory back, sends its node's sums, or relays, only after waits of its own. A wait for that may begin
+// before those. So its limit is longer: theirs are over first, and then name the rank that all wait for.
+constexpr uint64_t kPatienceNs = 1'000'000'000;
+
+// [thread] Return the limit of a single wait. With masks it is the same for all waits: docs/protocol.md says why.
+__device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is_relayed) {
+  const bool hangs_on_waits =
+      is_relayed || phase == Phase::kFreeStaging || phase == Phase::kFreeSlots || phase == Phase::kNodeSums;
+  return context.timeout_ns + (hangs_on_waits && !has_masks(context) ? kPatienceNs : 0);
+}
+
+// [warp] Return the ranks to blame, once some lane's limit is over or some lane's raiser has aborted. 0: no flag is
+// missing. `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame
+// nobody: their ranks may be slow, not late. If raisers name only this rank, it may wait itself: then the ranks that it
+// waits for are late.
+__device__ inline uint64_t blame(const Op& op, bool waits, bool is_over, int rank, int raiser) {
+  const uint64_t others = ~bit_of(op.rank());
+  const uint64_t named = waits ? ptx::load_acquire(op.context.own.aborted + raiser) : 0;  // by the raiser; 0: no abort
+  uint64_t late = bits_of_all(named != 0 ? named : is_over ? bit_of(rank) : 0);
+  if ((late & others) == 0) late |= bits_of_all(waits && named == 0 ? bit_of(rank) : 0);
+  return (late & others) != 0 ? late & others : late;
 }
 
 // [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return true for all lanes
@@ -147,33 +162,31 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
       return true;
     }
     if (turn % 32 != 0) continue;
-    // A raiser may have aborted after raising this flag: read the flag again, after `aborted`. Blame the raiser. If it
-    // is a relay, nobody knows whether the rank behind it is late.
+    // A raiser may have aborted after raising this flag: read the flag again, after `aborted`.
     bool hopeless = waits && ptx::load_acquire(context.own.aborted + raiser) != 0;
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (hopeless) waits = ptx::load_acquire(flag) < expected;
     hopeless = hopeless && waits;
-    const bool over = __any_sync(~0u, waited > context.timeout_ns || hopeless);
+    const bool is_over = waits && waited > limit_ns(context, phase, rank != raiser);
+    const bool over = __any_sync(~0u, is_over || hopeless);
     if (over && has_masks(context)) {
       // Mask late ranks, and go on. A rank that comes too late itself masks nobody.
       if (aborts_if_excluded(op, phase)) return false;
-      const bool late = waits && rank != op.rank() && (waited > context.timeout_ns || hopeless);
+      const bool late = rank != op.rank() && (is_over || hopeless);
       if (late) mask_rank(context, rank);
       if (late && measures) atomicAdd(reinterpret_cast<unsigned long long*>(context.wait_ns + rank), waited);
       if (late) waits = false;
       if (__any_sync(~0u, late)) continue;
     }
     if (over) {
-      // Collect the late ranks and abort. Without one, all flags have arrived by now: poll once more.
-      RankMask late;
-      const int blamed = hopeless ? raiser : rank;
-      for (int word = 0; word < kRankWords; ++word)
-        late.words[word] = __reduce_or_sync(~0u, waits && blamed / 32 == word ? 1u << blamed % 32 : 0u);
-      if (!late.any()) continue;
-      if (threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited);
+      // Abort. Without a late rank all flags have arrived by now.
+      const uint64_t late = blame(op, waits, is_over, rank, raiser);
+      if (late != 0 && threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited);
+      __syncwarp();
+      return late == 0;
     }
-    // Leave after an abort by this warp, another warp, or the host.
-    if (over || __any_sync(~0u, has_aborted(context))) return false;
+    // Leave after an abort by another warp, or by the host.
+    if (__any_sync(~0u, has_aborted(context))) return false;
   }
 }
 

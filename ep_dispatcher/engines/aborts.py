@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,27 +10,42 @@ import torch
 class Aborts:
     """Abort this rank from the host: its kernels end soon, and the peers' kernels wait for it no longer.
 
-    ``own_flag``: address of the uint32 that this rank's kernels look at; ``flags``: of this rank's uint64 flag
-    ``aborted`` in every region that it reaches.
+    ``own_flag``: address of the uint32 that this rank's kernels look at; ``flags``: of the uint64 flag ``aborted`` of
+    ``rank``, this one, in every region that it reaches. Their value has a bit for each late rank: those that
+    ``named()`` returns, because a kernel has waited for them in vain, or else this rank itself, which leaves.
     """
 
     def __init__(
-        self, device: torch.device, copy: Callable[[int, int, int, int], None], own_flag: int, flags: list[int]
+        self,
+        device: torch.device,
+        copy: Callable[[int, int, int, int], None],
+        own_flag: int,
+        flags: list[int],
+        rank: int,
     ):
-        self._copy, self._own_flag, self._flags = copy, own_flag, flags
+        self._copy, self._own_flag, self._flags, self._rank = copy, own_flag, flags, rank
+        self.named: Callable[[], Iterable[int]] = tuple
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+        self._late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # copies in it need not wait for the kernels under way
 
     def free(self) -> None:
         """Let go of the memory, once nothing runs any more."""
-        self._own_flag, self._flags = 0, []
+        self._own_flag, self._flags, self.named = 0, [], tuple
 
     def run(self) -> None:
-        one, stream = self._one.data_ptr(), self._stream.cuda_stream
+        self._late.fill_(rank_bits(self.named() or [self._rank]))
+        one, late, stream = self._one.data_ptr(), self._late.data_ptr(), self._stream.cuda_stream
         with torch.cuda.device(
             self._stream.device
         ):  # copies, no kernels: these might have to wait for a multiprocessor
             if self._own_flag:
                 self._copy(self._own_flag, one, 4, stream)
             for flag in self._flags:
-                self._copy(flag, one, 8, stream)
+                self._copy(flag, late, 8, stream)
+
+
+def rank_bits(ranks: Iterable[int]) -> int:
+    """Return ranks, below 64, as the bits of an int64."""
+    bits = sum(1 << rank for rank in set(ranks))
+    return bits - (bits >> 63 << 64)

@@ -59,6 +59,12 @@ def _rail_sms(topology: Topology, num_sms: int) -> int:
     return 0 if topology.num_nodes == 1 else min(envs.rail_sms() or max(1, num_sms // RAIL_SHARE), num_sms - 1)
 
 
+def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
+    """Return the ranks that a kernel has waited for in vain."""
+    late = engine.late()
+    return [] if late is None else late[3]
+
+
 class StreamEvent:
     """The event of an operation in a stream. It may wait for later operations of the same buffer too."""
 
@@ -115,38 +121,35 @@ class CudaEngine:
                 config.mask_late_ranks,
             )
             check_cuda_masks(shape)
+        # All ranks learn what one of them refuses, before any of them waits for the others to allocate.
+        rail_blocks = config.gather("multiprocessors", self._share_sms)[topology.rank]
+        with config.gather.same_on_all_ranks():
             self._regions = regions_of(config)
         compiled = self._compiled = self._regions.compiled
         c = self._c_config = self._native_config(compiled, shape)
         if shape.masks:
             self.layouts = ("decode",)
-        self.has_waves = topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
+        self.has_waves &= topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
 
-        def allocate() -> int:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-            self._num_sms = self.num_blocks = min(config.num_sms or DEFAULT_SMS, num_sms)
-            self.has_waves &= 2 * self._num_sms <= num_sms  # a combine holds them while it waits for GEMMs
-            rail_blocks, self._wire_rate = _rail_sms(topology, self._num_sms), (envs.wire_gbps() or 0) * 1e9
+        def allocate() -> None:
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
             self._state = torch.zeros(compiled.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, pin_memory=True)
             self._counted_rows = self._report[compiled.counted_rows_offset :].view(torch.int64)
             torch.cuda.synchronize(self._device)
-            return rail_blocks
 
         def attach() -> list[bool]:
             self._regions.attach()
             own_flag = self._state.data_ptr() + compiled.state_aborted_offset
             at_peers = compiled.aborted_offset(c) + 8 * topology.rank
             flags = [address + at_peers for address in self._regions.addresses if address]
-            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags)
+            self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, topology.rank)
             return [address != 0 for address in self._regions.rail]
 
         try:
             self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
-            rail_blocks = config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
+            config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
             rail = mapped_rail(topology, self._regions.rail, mapped)
             if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels need no NVSHMEM, and are faster without
@@ -162,7 +165,7 @@ class CudaEngine:
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
                 num_sms=self._num_sms,
-                rail_blocks=rail_blocks[topology.rank],
+                rail_blocks=rail_blocks,
             )
         except BaseException:  # a kept exception keeps this object, but not its memory
             for name in ("_c", "_aborts", "_state"):
@@ -171,9 +174,10 @@ class CudaEngine:
             raise
         self.summary = f"CUDA engine, {self._num_sms} multiprocessors"
         if topology.num_nodes > 1:
-            self.summary += f", {rail_blocks[topology.rank]} of them for the {self._regions.wire} wire between nodes"
+            self.summary += f", {rail_blocks} of them for the {self._regions.wire} wire between nodes"
             if self._regions.wire == "NVSHMEM":
                 self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
+        self._aborts.named = partial(_late_ranks, self._c)
         self._health = Health(self._aborts.run)
         self._masks = Masks(self._health)
         self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
@@ -187,8 +191,18 @@ class CudaEngine:
         c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
         c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
         c.plans_directly, c.masks = shape.plans_directly, shape.masks
+        c.log_token_chunk, c.log_sum_chunk = (n.bit_length() - 1 for n in (shape.token_chunk, shape.sum_chunk))
         c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
         return c
+
+    def _share_sms(self) -> int:
+        """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire."""
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        self._num_sms = self.num_blocks = min(self._config.num_sms or DEFAULT_SMS, num_sms)
+        self.has_waves = 2 * self._num_sms <= num_sms  # a combine holds them while it waits for GEMMs
+        self._wire_rate = (envs.wire_gbps() or 0) * 1e9
+        return _rail_sms(self._topology, self._num_sms)
 
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False

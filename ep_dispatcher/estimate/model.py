@@ -35,7 +35,7 @@ NIC_EFFICIENCY = 0.93
 HOP_US = 5.0
 HOPS = {"dispatch": 3, "cached dispatch": 2, "combine": 1}  # waits in a row for another node: Call, lists, data
 
-# Tokens that share a flag (``kTokenChunk`` in csrc/cuda/config.h).
+# Tokens that share a flag (``Shape.token_chunk`` of memory.py).
 CHUNK_TOKENS = 1024
 
 WIRES = ("NIC", "NVLink", "multiprocessors", "staging", "HBM")

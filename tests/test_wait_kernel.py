@@ -1,0 +1,168 @@
+"""Whom waits of the CUDA engine blame: csrc/cuda/wait.cuh, compiled for the host, where a lane is a fiber.
+
+A rank that waits may be waited for itself. Every survivor has to name the rank at the end of such a chain, also where
+the host of no other rank looks at its report.
+"""
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from commands import ROOT
+
+from ep_dispatcher.engines.aborts import rank_bits
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+HEADER = ROOT / "csrc" / "cuda" / "wait.cuh"
+LIMIT_MS = 500
+FREE_SLOTS, PARTIAL_SUMS, NODE_SUMS = 4, 5, 8  # of Phase in csrc/cuda/state.h
+
+
+class Result(NamedTuple):
+    late: list[list[int] | None]  # by rank; None: no report
+    waited_ms: list[int | None]
+    waits: list[bool]  # in the order of the steps
+
+
+def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
+    """Compile the program, with one change of the header. Wire and instructions there are the program's own."""
+    text = HEADER.read_text()
+    if change is not None:
+        assert text.count(change[0]) == 1
+        text = text.replace(*change)
+    (folder / "cuda").mkdir()
+    (folder / "cuda" / "wait.cuh").write_text(text)
+    for name in ("wire.cuh", "ptx.cuh"):
+        (folder / "cuda" / name).write_text("#pragma once\n")
+    program = folder / "waits"
+    sources = ["-I", folder, "-I", ROOT / "csrc", ROOT / "tests" / "waits.cpp", "-o", program]
+    subprocess.run(["c++", "-std=c++17", "-O0", "-pthread", *sources], check=True, timeout=300)
+    return program
+
+
+def run(program: Path, num_nodes: int, ranks_per_node: int, *steps: str) -> Result:
+    command = [program, *map(str, (num_nodes, ranks_per_node, LIMIT_MS)), *steps]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    late: list[list[int] | None] = []
+    waited: list[int | None] = []
+    for line in said[:-1]:
+        names, _, ms = line.partition("after ")
+        late.append(None if line == "-" else [int(name) for name in names.split()])
+        waited.append(int(ms) if ms else None)
+    return Result(late, waited, [word == "1" for word in said[-1].split()])
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return build(tmp_path_factory.mktemp("waits"))
+
+
+# By name: nodes, ranks of a node, steps, and whom each rank names. Rank 2 is late, unless another one is said to be.
+CASES = {
+    # Rank 0 pushes to rank 1, which sums what rank 2 has pushed. Rank 0 waits for free slots, and earlier.
+    "the owner of slots waits later": (
+        (1, 3),
+        [f"wait:0:0:{FREE_SLOTS}:1", f"wait:1:300:{PARTIAL_SUMS}:2"],
+        [[2], [2], None],
+    ),
+    "the owner of slots is late": ((1, 2), [f"wait:0:0:{FREE_SLOTS}:1"], [[1], None]),
+    "a late rank is passed on": (
+        (1, 3),
+        [f"wait:0:300:{PARTIAL_SUMS}:1", f"wait:1:0:{PARTIAL_SUMS}:2"],
+        [[2], [2], None],
+    ),
+    "a rank that may still come is not late": (
+        (1, 4),
+        [f"wait:0:300:{PARTIAL_SUMS}:1,3", f"wait:1:0:{PARTIAL_SUMS}:2", "raise:0:900:3"],
+        [[2], [2], None, None],
+    ),
+    # Rank 0 gives up on rank 1, which waits for 0 too, but could not go on: it has no rows of rank 2.
+    "a rank that is named waits itself": (
+        (1, 3),
+        [f"wait:0:0:{PARTIAL_SUMS}:1", f"wait:1:350:{PARTIAL_SUMS}:0,2"],
+        [[1], [2], None],
+    ),
+    "a late rank that wakes up names itself": (
+        (1, 3),
+        [f"wait:{rank}:0:{PARTIAL_SUMS}:2" for rank in (0, 1)] + [f"wait:2:1000:{PARTIAL_SUMS}:0,1"],
+        [[2], [2], [2]],
+    ),
+    # Rank 1 is late in pushes on node 0. Ranks 2 and 3 wait for sums of that node, rank 2 in two warps.
+    "sums of another node": (
+        (2, 2),
+        [
+            f"wait:0:300:{PARTIAL_SUMS}:1",
+            f"wait:2:0:{NODE_SUMS}:0",
+            f"wait:2:0:{NODE_SUMS}:0/2",
+            f"wait:3:0:{NODE_SUMS}:1",
+        ],
+        [[1], None, [1], [1]],
+    ),
+    # Rank 3 does not come. Rank 1 is its relay on node 0; rank 3 itself would relay rank 1.
+    "a relay is late": (
+        (2, 2),
+        [
+            f"wait:0:0:{PARTIAL_SUMS}:3/1",
+            f"wait:1:200:{PARTIAL_SUMS}:3",
+            f"wait:2:0:{PARTIAL_SUMS}:0/2,1/3,3",
+            "raise:2:100:0",
+        ],
+        [[3], [3], [3], None],
+    ),
+    "a rank that has left": ((1, 2), [f"wait:0:0:{PARTIAL_SUMS}:1", "leave:1:100"], [[1], None]),
+    "a flag that rose before its rank left": (
+        (1, 2),
+        ["raise:0:50:1", "leave:1:50", f"wait:0:100:{PARTIAL_SUMS}:1"],
+        [None, None],
+    ),
+    "the last of 64 ranks": ((8, 8), [f"wait:0:0:{PARTIAL_SUMS}:63/7,31/7"], [[31, 63], *[None] * 63]),
+}
+
+
+@pytest.fixture(scope="module")
+def results(program) -> dict[str, Result]:
+    """Of all cases; they run side by side, because they only wait."""
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(CASES, pool.map(lambda name: run(program, *CASES[name][0], *CASES[name][1]), CASES)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_survivor_names_the_late_rank(results, name):
+    result = results[name]
+    assert result.late == CASES[name][-1]
+    assert all(ms is None or ms < LIMIT_MS + 5000 for ms in result.waited_ms)
+    assert result.waits == [result.late[int(step.split(":")[1])] is None for step in CASES[name][1] if "wait" in step]
+
+
+def test_nobody_waits_for_a_rank_that_has_given_up(results):
+    """Its limit is not over: it began later."""
+    waited_ms = results["a late rank is passed on"].waited_ms
+    assert waited_ms[0] < LIMIT_MS <= waited_ms[1]
+
+
+MISTAKES = {
+    "patience": ("kPatienceNs = 1'000'000'000", "kPatienceNs = 0", "the owner of slots waits later"),
+    "sums": ("phase == Phase::kNodeSums", "false", "sums of another node"),
+    "node": ("raise_on_node(context, aborted, late)", "raise_on_node(context, aborted, 1)", "a late rank is passed on"),
+    "rail": (".signal(node, aborted, late)", ".signal(node, aborted, 1)", "sums of another node"),
+    "relay": ("is_relayed ||", "false ||", "a relay is late"),
+    "slow": (": is_over ?", ": waits ?", "a rank that may still come is not late"),
+    "itself": ("waits && named == 0 ? bit_of(rank) : 0", "0", "a rank that is named waits itself"),
+    "bits": ("bits >> 32", "bits >> 31", "the last of 64 ranks"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path, mistake):
+    old, new, name = MISTAKES[mistake]
+    sizes, steps, named = CASES[name]
+    assert run(build(tmp_path, (old, new)), *sizes, *steps).late != named
+
+
+@pytest.mark.parametrize("ranks,bits", [([0], 1), ([1, 3, 3], 10), ([62], 1 << 62), ([0, 63], 1 - (1 << 63))])
+def test_a_host_names_ranks_as_kernels_do(ranks, bits):
+    """In an int64, whose bits are those of the uint64."""
+    assert rank_bits(ranks) == bits and bits % (1 << 64) == sum(1 << rank for rank in set(ranks))
