@@ -24,7 +24,7 @@ class _Call:
     w1: Matrices
     w2: Matrices
     keep_activated: bool
-    take_grads: Callable[[WriteGrads], None] | None
+    take_grads: Callable[[WriteGrads], Tensor | None] | None
 
 
 def grouped_swiglu_mlp(
@@ -35,7 +35,8 @@ def grouped_swiglu_mlp(
     w2: Matrices,
     *,
     keep_activated: bool = True,
-    take_grads: Callable[[WriteGrads], None] | None = None,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
 ) -> Tensor:
     """Run every expert on its rows. Return [num_rows, hidden] of the rows' dtype.
 
@@ -53,6 +54,7 @@ def grouped_swiglu_mlp(
     take_grads      called once in every backward with write(of_w1, of_w2, accumulate). It calls that then or later, on
                     tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of w1 and w2,
                     and runs nothing for each of them. None: they get their gradients from autograd
+    anchor          a tensor that autograd sees instead of w1 and w2: its gradient is what take_grads returns
 
     GEMMs accumulate in float32 and round once; the activation is computed in float32, weighted, and rounded once.
     Gradients reach rows, row_weights, w1 and w2. There are no second derivatives. On a GPU the host waits for nothing.
@@ -66,9 +68,8 @@ def grouped_swiglu_mlp(
     if take_grads is None:
         weights = (w1, w2) if isinstance(w1, Tensor) else (*w1, *w2)
         return _GroupedSwigluMlp.apply(rows, row_weights, ends, None, call, *weights)
-    anchor = None  # the backward has to run even where nothing but the weights wants a gradient
-    if not (rows.requires_grad or row_weights.requires_grad):
-        anchor = torch.empty(0, requires_grad=True)
+    if anchor is None and not (rows.requires_grad or row_weights.requires_grad):
+        anchor = torch.empty(0, requires_grad=True)  # nothing but the weights wants a gradient, and the backward runs
     return _GroupedSwigluMlp.apply(rows, row_weights, ends, anchor, call)
 
 
@@ -106,14 +107,15 @@ class _GroupedSwigluMlp(torch.autograd.Function):
             grouped_gemm.linear_grad_weights(grad, kept, ends, of_w2, accumulate=accumulate)
             grouped_gemm.linear_grad_weights(of_hidden, rows, ends, of_w1, accumulate=accumulate)
 
+        of_anchor: Tensor | None = None
         of_weights: Sequence[Tensor | None] = [None] * len(weights)
         if call.take_grads is not None:
-            call.take_grads(write)
+            of_anchor = call.take_grads(write)
         elif any(ctx.needs_input_grad[5:]):
             of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
             write(of_w1, of_w2, False)
             of_weights = [of_w1, of_w2] if isinstance(of_w1, Tensor) else [*of_w1, *of_w2]  # type: ignore[list-item]
-        return of_rows, of_row_weights, None, None, None, *of_weights
+        return of_rows, of_row_weights, None, of_anchor, None, *of_weights
 
 
 def empty_grads(weights: Matrices) -> Matrices:

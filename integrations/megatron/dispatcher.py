@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, overfull, recompute
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -35,6 +35,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
         super().__init__(config=config, pg_collection=pg_collection)
         limits.check(config, num_local_experts, expert_tp=self.tp_size, num_ranks=self.tp_ep_group.size())
+        graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.layer_number: int | None = None  # set when the layer gets its own
@@ -74,6 +75,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
             routing_map = routing_map & (probs != 0)
         self.topk_idx, weights = self._to_topk(routing_map, probs)
+        if graphs.is_warm_up():
+            self.topk_idx = torch.full_like(self.topk_idx, -1)
         return hidden_states, weights
 
     def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +150,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if limit is None and self.experts_are_grouped():
             most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
             limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
+        if limit is None and graphs.is_capturing():
+            checks.fail(
+                "--cuda-graph-impl",
+                f"{self.config.cuda_graph_impl}, whose graphs contain layer {self.layer_number}'s dispatch",
+                "EP_DISPATCHER_RANK_CAPACITY_FACTOR, and experts that run in grouped GEMMs (rank 0 has said which do): "
+                "no host can wait for counts while a graph is captured",
+            )
         return limit
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
