@@ -19,6 +19,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import limits, overfull, plugin
+from ep_dispatcher.memory import DEFAULT_SMS
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,12 @@ def check_buffers(note: str) -> None:
             for buffer in shared.buffers:
                 buffer.note = note
                 stack.callback(buffer.check)
+
+
+def most_sms() -> int:
+    """The most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
+    of_each = (b._config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
+    return max(of_each, default=0)
 
 
 def destroy_buffers() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import buffers, graphs, limits, overfull, recompute
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, margins, overfull, recompute
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -141,7 +141,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
-            self.shared_experts.linear_fc1_forward_and_act(rows)
+            with margins.margin():
+                self.shared_experts.linear_fc1_forward_and_act(rows)
         return rows, row_probs
 
     def _max_rows(self, num_tokens: int) -> int | None:
@@ -193,7 +194,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden] -> the shape that came in, with the overlapped shared experts' output added."""
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(hidden_states)
+            with margins.margin():
+                self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             hidden_states = hidden_states + self.shared_experts.get_output()
         return hidden_states.view(self.hidden_shape)

@@ -95,7 +95,7 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
                          None: EP_DISPATCHER_MAX_TOKENS_PER_RANK, or Megatron's arguments, or the first forward pass
 
     With EP_DISPATCHER_GROUPED_EXPERTS=1, read here, the experts of layers that are built later run in grouped GEMMs
-    where they can, whichever dispatcher brings their rows.
+    where they can, whichever dispatcher brings their rows. EP_DISPATCHER_GEMM_SM_MARGIN is read here too.
 
     Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
     warns when it is newer than the newest version that the tests ran with.
@@ -123,6 +123,8 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
 def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
     if old is object.__new__:
         old = _plain_new
+    elif isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod):
+        old = vars(owner)[name]
     elif isinstance(owner, type) and name not in vars(owner):  # inherited
         return functools.partial(delattr, owner, name)
     return functools.partial(setattr, owner, name, old)
@@ -205,6 +207,7 @@ def _patches() -> list[_Patch]:
     wrapper = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
     expect(wrapper is not None, "full_cuda_graph.FullCudaGraphWrapper is missing")
     grouped = _patches_for_grouped_experts(experts, moe_layer, expect) if envs.grouped_experts() else []
+    overlap = _patches_for_margins(expect) if envs.gemm_sm_margin() != 0 else []
     if unexpected:
         raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
 
@@ -232,7 +235,7 @@ def _patches() -> list[_Patch]:
     text = "looks for errors of replayed CUDA graphs when a step is over"
     patches += [_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {text}") for name in SCHEDULES]
     patches.append(_Patch(wrapper, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {text}"))
-    return patches + grouped
+    return patches + grouped + overlap
 
 
 def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
@@ -265,6 +268,21 @@ def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str]
             "DistributedDataParallel.__init__: ours notes it, and calls its hooks for experts in grouped GEMMs",
         ),
     ]
+
+
+def _patches_for_margins(expect: Callable[[Any, str], None]) -> list[_Patch]:
+    """What EP_DISPATCHER_GEMM_SM_MARGIN replaces beside."""
+    from ep_dispatcher.integrations.megatron import margins
+
+    try:
+        from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+    except ImportError as error:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
+    run = getattr(TransformerLayerSchedulePlan, "run", None)
+    given = list(inspect.signature(run).parameters)[:2] if run else []
+    expect(given == ["f_layer", "b_layer"], f"TransformerLayerSchedulePlan.run takes {given}")
+    text = "TransformerLayerSchedulePlan.run: GEMMs leave multiprocessors to communication beside them"
+    return [_Patch(TransformerLayerSchedulePlan, "run", margins.around_overlap, text)]
 
 
 def _plain_new(cls, *args, **kwargs):
