@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from ep_dispatcher.checks import MAX_TIMEOUT_S
 
@@ -47,6 +47,10 @@ def _int_from(lowest: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _auto_or_int(text: str) -> int | str:
+    return text if text == "auto" else _int_from(0)(text)
 
 
 def _seconds(text: str) -> float:
@@ -169,6 +173,14 @@ SWITCHES = (
         "waits for counts, and more rows are an error; unset: rows are counted",
         _positive_float,
     ),
+    Switch(
+        "EP_DISPATCHER_GEMM_SM_MARGIN",
+        0,
+        "auto, an integer of at least 0",
+        "multiprocessors that GEMMs of Transformer Engine leave free beside a dispatch or combine, in Megatron's "
+        "overlap of microbatches and of shared experts; auto: as many as the operation uses",
+        _auto_or_int,
+    ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
 _OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_STAMPS")  # setup.py reads them
@@ -238,6 +250,10 @@ def expert_waves() -> bool:
 
 def rank_capacity_factor() -> float | None:
     return read("EP_DISPATCHER_RANK_CAPACITY_FACTOR")
+
+
+def gemm_sm_margin() -> int | Literal["auto"]:
+    return read("EP_DISPATCHER_GEMM_SM_MARGIN")
 
 
 def unknown() -> list[str]:

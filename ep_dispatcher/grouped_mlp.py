@@ -24,17 +24,20 @@ class Call:
     w1: Matrices
     w2: Matrices
     keep_activated: bool
-    take_grads: Callable[[WriteGrads], None] | None
+    take_grads: Callable[[WriteGrads], Tensor | None] | None
+    anchor: Tensor | None
 
     def inputs(self, *others: Tensor) -> tuple[Tensor | None, ...]:
         """Return the last inputs of an autograd node after `others`: an anchor or None, then weights.
 
-        Weights are inputs where autograd looks after their gradients. The anchor lets the backward run where nothing
-        but the other weights wants a gradient.
+        Weights are inputs where autograd looks after their gradients. Otherwise an anchor lets the backward run where
+        nothing but the weights wants a gradient.
         """
         if self.take_grads is None:
             return None, *((self.w1, self.w2) if isinstance(self.w1, Tensor) else (*self.w1, *self.w2))
-        return (None if any(t.requires_grad for t in others) else torch.empty(0, requires_grad=True),)
+        if self.anchor is None and not any(t.requires_grad for t in others):
+            return (torch.empty(0, requires_grad=True),)
+        return (self.anchor,)
 
     def saved(self, weights: Sequence[Tensor]) -> tuple[Matrices, Matrices]:
         """Return w1 and w2, of those that autograd has kept if it keeps them."""
@@ -45,14 +48,14 @@ class Call:
         return weights[: len(self.w1)], weights[len(self.w1) :]
 
     def gradients(self, write: WriteGrads, weights: Sequence[Tensor], wanted: bool) -> Sequence[Tensor | None]:
-        """Let the gradients of the weights be written. Return those that autograd gets, in the order of `inputs`."""
+        """Let the gradients of the weights be written. Return those of `inputs`."""
         if self.take_grads is not None:
-            self.take_grads(write)
-        elif wanted:
-            of_w1, of_w2 = map(empty_grads, self.saved(weights))
-            write(of_w1, of_w2, False)
-            return [of_w1, of_w2] if isinstance(of_w1, Tensor) else [*of_w1, *of_w2]  # type: ignore[list-item]
-        return [None] * len(weights)
+            return [self.take_grads(write)]
+        if not wanted:
+            return [None] * (1 + len(weights))
+        of_w1, of_w2 = map(empty_grads, self.saved(weights))
+        write(of_w1, of_w2, False)
+        return [None, *((of_w1, of_w2) if isinstance(of_w1, Tensor) else (*of_w1, *of_w2))]
 
 
 def grouped_swiglu_mlp(
@@ -63,7 +66,8 @@ def grouped_swiglu_mlp(
     w2: Matrices,
     *,
     keep_activated: bool = True,
-    take_grads: Callable[[WriteGrads], None] | None = None,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
 ) -> Tensor:
     """Run every expert on its rows. Return [num_rows, hidden] of the rows' dtype.
 
@@ -81,13 +85,14 @@ def grouped_swiglu_mlp(
     take_grads      called once in every backward with write(of_w1, of_w2, accumulate). It calls that then or later, on
                     tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of w1 and w2,
                     and runs nothing for each of them. None: they get their gradients from autograd
+    anchor          a tensor that autograd sees instead of w1 and w2: its gradient is what take_grads returns
 
     GEMMs accumulate in float32 and round once; the activation is computed in float32, weighted, and rounded once.
     Gradients reach rows, row_weights, w1 and w2. There are no second derivatives. On a GPU the host waits for nothing.
 
     Raises ValueError where the dtypes of rows and weights differ.
     """
-    call = checked_call(rows.dtype, w1, w2, keep_activated, take_grads)
+    call = checked_call(rows.dtype, w1, w2, keep_activated, take_grads, anchor)
     return _GroupedSwigluMlp.apply(rows, row_weights, ends, call, *call.inputs(rows, row_weights))
 
 
@@ -96,13 +101,14 @@ def checked_call(
     w1: Matrices,
     w2: Matrices,
     keep_activated: bool,
-    take_grads: Callable[[WriteGrads], None] | None,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None,
+    anchor: Tensor | None,
 ) -> Call:
     """Return the Call of rows of this dtype. ValueError where the weights have another one."""
     for name, weight in (("w1", w1[0]), ("w2", w2[0])):
         if weight.dtype != dtype:
             checks.fail(name, weight.dtype, f"{dtype}, as the rows have it")
-    return Call(w1, w2, keep_activated, take_grads)
+    return Call(w1, w2, keep_activated, take_grads, anchor)
 
 
 class _GroupedSwigluMlp(torch.autograd.Function):
@@ -135,8 +141,8 @@ class _GroupedSwigluMlp(torch.autograd.Function):
             grouped_gemm.linear_grad_weights(grad, kept, ends, of_w2, accumulate=accumulate)
             grouped_gemm.linear_grad_weights(of_hidden, rows, ends, of_w1, accumulate=accumulate)
 
-        of_weights = call.gradients(write, weights, any(ctx.needs_input_grad[5:]))
-        return of_rows, of_row_weights, None, None, None, *of_weights
+        of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[5:]))
+        return of_rows, of_row_weights, None, None, *of_inputs
 
 
 def empty_grads(weights: Matrices) -> Matrices:

@@ -82,11 +82,12 @@ def overlapped_mlp(
     max_recv_rows: int | None,
     *,
     keep_activated: bool = True,
-    take_grads: Callable[[WriteGrads], None] | None = None,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
 ) -> Tensor:
-    """``ep.moe_mlp`` with overlap; the last four arguments are those of grouped_swiglu_mlp. The others are checked."""
+    """``ep.moe_mlp`` with overlap; weights and keywords are those of grouped_swiglu_mlp. The rest is checked."""
     grouped_gemm.kernels()  # an error here comes before anything is sent
-    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads)
+    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
     return _Mlp.apply(x, topk_weights, buffer, topk_idx, max_recv_rows, call, *call.inputs(x, topk_weights))
 
 
@@ -158,8 +159,8 @@ class _Mlp(torch.autograd.Function):
                 kernels.outer_products(of_y, kept, ends, of_w2, accumulate=accumulate)
                 kernels.outer_products(of_hidden, rows, ends, of_w1, accumulate=accumulate)
 
-            of_experts = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
-        return combined.x, combined.topk_weights, None, None, None, None, None, *of_experts
+            of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+        return combined.x, combined.topk_weights, None, None, None, None, *of_inputs
 
 
 class _Layer:

@@ -17,6 +17,7 @@ READERS = {
     "EP_DISPATCHER_GROUPED_EXPERTS": envs.grouped_experts,
     "EP_DISPATCHER_EXPERT_WAVES": envs.expert_waves,
     "EP_DISPATCHER_RANK_CAPACITY_FACTOR": envs.rank_capacity_factor,
+    "EP_DISPATCHER_GEMM_SM_MARGIN": envs.gemm_sm_margin,
 }
 
 
@@ -27,7 +28,7 @@ def nothing_set(monkeypatch):
 
 
 def test_defaults():
-    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False, False, None]
+    defaults = ["auto", None, 100.0, 50, None, None, "auto", None, False, None, False, False, False, None, 0]
     assert [reader() for reader in READERS.values()] == defaults
     assert list(READERS) == [switch.name for switch in envs.SWITCHES]
 
@@ -47,6 +48,9 @@ def test_defaults():
         ("EP_DISPATCHER_WIRE", "nvshmem-puts", "nvshmem-puts"),
         ("EP_DISPATCHER_WIRE_GBPS", "50", 50.0),
         ("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "1.5", 1.5),
+        ("EP_DISPATCHER_GEMM_SM_MARGIN", "auto", "auto"),
+        ("EP_DISPATCHER_GEMM_SM_MARGIN", "16", 16),
+        ("EP_DISPATCHER_GEMM_SM_MARGIN", "0", 0),
     ],
 )
 def test_values_are_read_when_asked(monkeypatch, name, text, value):
@@ -81,6 +85,8 @@ def test_switches_of_integrations(monkeypatch, text, value):
         ("EP_DISPATCHER_TRACE", "yes"),
         ("EP_DISPATCHER_MAX_TOKENS_PER_RANK", "0"),
         ("EP_DISPATCHER_DEEP_EP_EXACT", "yes"),
+        ("EP_DISPATCHER_GEMM_SM_MARGIN", "-1"),
+        ("EP_DISPATCHER_GEMM_SM_MARGIN", "all"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(monkeypatch, name, text):

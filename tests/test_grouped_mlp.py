@@ -127,6 +127,24 @@ def test_take_grads_is_called_where_only_weights_want_a_gradient(device):
     assert len(calls) == 1
 
 
+def test_an_anchor_gets_what_take_grads_returns(device):
+    """As its gradient, once in every backward, also where only the weights want one."""
+    rows, row_weights, ends, w1, w2 = make_inputs(device, torch.bfloat16)
+    dummy, writes = torch.ones_like(w2[0]), []
+
+    def take(write):
+        writes.append(write)
+        return dummy
+
+    for given in ((rows, row_weights), (rows.detach(), row_weights.detach())):
+        w2[0].grad = None
+        out = grouped_swiglu_mlp(*given, ends, w1, w2, take_grads=take, anchor=w2[0])
+        loss(out).backward()
+        assert torch.equal(w2[0].grad, dummy)
+        assert all(weight.grad is None for weight in (*w1, *w2[1:]))
+    assert len(writes) == 2 and rows.grad is not None
+
+
 def test_frozen_weights_get_no_gradient(device):
     rows, row_weights, ends, w1, w2 = mine = make_inputs(device, torch.bfloat16)
     for weight in (*w1, *w2):

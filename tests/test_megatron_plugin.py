@@ -38,11 +38,14 @@ def run(test, *args) -> None:
 
 def what_megatron_has() -> dict:
     """All that register() may replace."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.models.gpt import fine_grained_callables
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe import experts, moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    owners = [fine_grained_callables, experts, moe_layer, moe_layer.MoELayer, token_dispatcher, TransformerConfig]
+    owners: list = [FullCudaGraphWrapper, schedules]
+    owners += [fine_grained_callables, experts, moe_layer, moe_layer.MoELayer, token_dispatcher, TransformerConfig]
     owners += [MLATransformerConfig, token_dispatcher.MoETokenDispatcher, token_dispatcher.MoEFlexTokenDispatcher]
     if not hasattr(fine_grained_callables, "should_free_input"):  # 0.19
         from megatron.core.models.common import utils
@@ -63,6 +66,13 @@ def differing(before: dict) -> list[str]:
 # ---- register and unregister ----------------------------------------------------------------------------------------
 
 
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+
 def register_and_undo(rank: int) -> None:
     use_layout(Layout(ep=2))
     import megatron.core
@@ -79,7 +89,7 @@ def register_and_undo(rank: int) -> None:
         assert register() is registration, "a second call changes nothing"
         assert registration.megatron_version == megatron.core.__version__
         replaced = differing(before)
-        expected = {"type", "__post_init__", "set_layer_number", "should_free_input"}
+        expected = {"type", "__post_init__", "set_layer_number", "should_free_input", "__call__", *SCHEDULES}
         if hasattr(experts, "skip_routed_expert_padding"):
             expected.add("skip_routed_expert_padding")
         assert set(replaced) == expected

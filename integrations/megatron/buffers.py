@@ -19,6 +19,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import limits, overfull, plugin
+from ep_dispatcher.memory import DEFAULT_SMS
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ class MegatronBuffer(ep.Buffer):
 
     def _explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            return overfull.explained(error, self.router_topk)
+            num_choices = self._config.max_tokens_per_rank * self._config.num_topk
+            return overfull.explained(limits.explained(error, num_choices), self.router_topk)
         return super()._explained(error)
 
 
@@ -108,6 +110,25 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
         needed = _agree_to_grow(group, shared, num_tokens)
     # Doubling bounds the memory of the old buffers together.
     return needed if needed <= shared.max_tokens else max(needed, 2 * shared.max_tokens)
+
+
+def check_buffers(note: str) -> None:
+    """Wait for every buffer's operations, replays of CUDA graphs too, and raise what they have found.
+
+    On all ranks at the same place: then the buffers stay usable after a ValueError. With the note, a PeerTimeoutError
+    does not name the layer that was captured last.
+    """
+    with ExitStack() as stack:  # one that fails keeps no other from its check
+        for shared in _shared.values():
+            for buffer in shared.buffers:
+                buffer.note = note
+                stack.callback(buffer.check)
+
+
+def most_sms() -> int:
+    """The most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
+    of_each = (b._config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
+    return max(of_each, default=0)
 
 
 def destroy_buffers() -> None:

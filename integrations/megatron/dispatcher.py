@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import buffers, limits, overfull, recompute
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, margins, overfull, recompute
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 
 
@@ -38,6 +38,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
         super().__init__(config=config, pg_collection=pg_collection)
         limits.check(config, num_local_experts, expert_tp=self.tp_size, num_ranks=self.tp_ep_group.size())
+        graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.layer_number: int | None = None  # set when the layer gets its own
@@ -79,6 +80,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
             routing_map = routing_map & (probs != 0)
         self.topk_idx, weights = self._to_topk(routing_map, probs)
+        if graphs.is_warm_up():
+            self.topk_idx = torch.full_like(self.topk_idx, -1)
         return hidden_states, weights
 
     def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +143,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
-            self.shared_experts.linear_fc1_forward_and_act(arriving)
+            with margins.margin():
+                self.shared_experts.linear_fc1_forward_and_act(arriving)
         return rows, row_probs
 
     def _send(
@@ -167,6 +171,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if limit is None and self.experts_are_grouped():
             most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
             limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
+        if limit is None and graphs.is_capturing():
+            checks.fail(
+                "--cuda-graph-impl",
+                f"{self.config.cuda_graph_impl}, whose graphs contain layer {self.layer_number}'s dispatch",
+                "EP_DISPATCHER_RANK_CAPACITY_FACTOR, and experts that run in grouped GEMMs (rank 0 has said which do): "
+                "no host can wait for counts while a graph is captured",
+            )
         return limit
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
@@ -209,7 +220,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden] -> the shape that came in, with the overlapped shared experts' output added."""
         if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward(hidden_states)
+            with margins.margin():
+                self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             hidden_states = hidden_states + self.shared_experts.get_output()
         return hidden_states.view(self.hidden_shape)

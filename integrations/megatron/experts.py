@@ -23,9 +23,10 @@ from torch.nn import Module, Parameter
 
 from ep_dispatcher import envs, grouped_gemm, waves
 from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
-from ep_dispatcher.integrations.megatron import limits
+from ep_dispatcher.integrations.megatron import graphs, limits, plugin
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 
+TakeGrads = Callable[[WriteGrads], Tensor | None]
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
 WAVES_SWITCH = "EP_DISPATCHER_EXPERT_WAVES"
 # Fields of TransformerConfig with the value that they have to have. Not every version has all of them.
@@ -71,6 +72,7 @@ class Experts:
         self.why_not: str | None = None  # why they run Megatron's way
         self.why_no_waves: str | None = None  # why Megatron's steps run one after the other, whatever the buffer can
         self.is_decided = False
+        self.anchor: Any = None  # the one weight that autograd sees, where CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
 
@@ -95,28 +97,37 @@ class Experts:
                     kind = type(module).__name__
                     raise RuntimeError(f"a forward pre-hook of {kind} changes what it is given: {hook}")
         w1, w2 = self.weights()
-        keep_activated, take_grads = not _recomputes_activation(self.config), self._take_grads(w1, w2)
+        take_grads, anchor = self._take_grads(w1, w2)
+        options: dict[str, Any] = dict(
+            keep_activated=not _recomputes_activation(self.config), take_grads=take_grads, anchor=anchor
+        )
         if isinstance(counts, Deferred):
-            return counts.run(rows, probs, w1, w2, keep_activated=keep_activated, take_grads=take_grads), None
+            return counts.run(rows, probs, w1, w2, **options), None
         out = grouped_swiglu_mlp(
             rows.contiguous(),
             probs.float(),
             counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True),
             w1,
             w2,
-            keep_activated=keep_activated,
-            take_grads=take_grads,
+            **options,
         )
         return out, None
 
-    def _take_grads(self, w1: list[Any], w2: list[Any]) -> Callable[[WriteGrads], None] | None:
-        """Who writes the gradients of the weights in the backward. None: autograd, as for every other tensor."""
+    def _take_grads(self, w1: list[Any], w2: list[Any]) -> tuple[TakeGrads | None, Tensor | None]:
+        """Who writes the gradients of the weights in the backward, and what autograd sees in their place.
+
+        None: autograd, as for every other tensor.
+        """
         if not all(weight.requires_grad for weight in (*w1, *w2)):
-            return None
+            return None, None
         fused = self.config.gradient_accumulation_fusion and hasattr(w1[0], "main_grad")
         if getattr(self.config, "delay_wgrad_compute", False):
-            return lambda write: self.delayed.append(lambda: self._deliver(write, w1, w2, fused))
-        return (lambda write: self._deliver(write, w1, w2, True)) if fused else None
+            return lambda write: self.delayed.append(lambda: self._deliver(write, w1, w2, fused)), None
+        if not fused:
+            return None, None
+        if limits.layers_may_be_captured(self.config):
+            return functools.partial(self._deliver_in_graph, w1, w2), self._anchored(w2[0])
+        return lambda write: self._deliver(write, w1, w2, True), None
 
     def _deliver(self, write: WriteGrads, w1: list[Any], w2: list[Any], fused: bool) -> None:
         """Write the gradients where Megatron looks for them, and run what it runs when they are there.
@@ -130,14 +141,16 @@ class Experts:
             # False since main_grad was filled with zeros: nothing has been added yet.
             accumulate = getattr(w1[0], "grad_added_to_main_grad", True)
             write([w.main_grad for w in w1], [w.main_grad for w in w2], accumulate)
-            if hasattr(w1[0], "grad_added_to_main_grad"):
-                for weight in weights:
-                    weight.grad_added_to_main_grad = True
+            _say_added(weights)
         else:
             of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
             write(of_w1, of_w2, False)
             for weight, grad in zip(weights, (*of_w1, *of_w2)):
                 weight.grad = grad if weight.grad is None else weight.grad + grad
+        self._run_hooks(weights, fused)
+
+    def _run_hooks(self, weights: list[Any], fused: bool) -> None:
+        """What autograd's accumulation of a gradient runs in Megatron's DistributedDataParallel."""
         ddp = self.ddp()
         if ddp is None:
             return
@@ -146,11 +159,50 @@ class Experts:
                 weight.grad = _dummy(weight.shape, weight.dtype, weight.device)
             ddp._make_backward_post_hook(weight)()
 
+    def _anchored(self, weight: Any) -> Tensor:
+        """Let ``after_backward`` run whenever autograd accumulates a gradient of this weight. Return it."""
+        if self.anchor is not weight:
+            self.anchor = weight
+            weight.register_post_accumulate_grad_hook(self.after_backward)
+        return weight
+
+    def _deliver_in_graph(self, w1: list[Any], w2: list[Any], write: WriteGrads) -> Tensor:
+        """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
+
+        A replay runs nothing but the kernels, in every microbatch the same: all add to main_grad, which Megatron fills
+        with zeros before a step. Autograd then accumulates the anchor's gradient, also after a replay, and so the rest
+        is done in ``after_backward``.
+        """
+        write([w.main_grad for w in w1], [w.main_grad for w in w2], True)
+        _say_added([*w1, *w2])
+        return _dummy(w2[0].shape, w2[0].dtype, w2[0].device).detach()
+
+    def after_backward(self, anchor: Any) -> None:
+        """Do for all weights what Megatron does for one whose gradient autograd has accumulated: the anchor.
+
+        While Megatron captures, its own hooks do nothing either.
+        """
+        layer = self.layer()
+        if graphs.is_capturing() or layer is None or not hasattr(type(layer.experts).forward, "in_grouped_gemms"):
+            return
+        w1, w2 = self.weights()
+        _say_added([*w1, *w2])
+        self._run_hooks([weight for weight in (*w1, *w2) if weight is not anchor], True)
+        if self.ddp() is None:
+            anchor.grad = None  # a dummy
+
     @torch.no_grad()
     def backward_dw(self) -> None:
         """With delay_wgrad_compute: the gradients of the weights, of the microbatch that has waited longest."""
         if self.delayed:
             self.delayed.popleft()()
+
+
+def _say_added(weights: list[Any]) -> None:
+    """Say, where Megatron asks, that the gradients are in main_grad."""
+    if hasattr(weights[0], "grad_added_to_main_grad"):
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
 
 
 @functools.cache
@@ -200,10 +252,9 @@ def _why_not_settings(config, kind: str) -> str | None:
         names = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
         if names:
             return f"offload_modules has {' and '.join(names)}"
-    if config.cuda_graph_impl != "none":
-        flag, modules = limits.graph_modules(config)
-        if not modules or {"moe", "full_iteration"} & set(modules):
-            return f"CUDA graphs contain the experts ({flag})"
+    captured = limits.captured_experts(config)
+    if captured is not None and not plugin.is_ours(config):
+        return f"CUDA graphs contain the experts ({captured[0]}), and their rows come by another dispatcher"
     if kind == "SequentialMLP" and getattr(config, "delay_wgrad_compute", False):
         return "delay_wgrad_compute with SequentialMLP"
     return None
@@ -223,6 +274,8 @@ def _why_not_modules(experts: Any, parts: Experts) -> str | None:
             return f"{kind} has a quantisation of its own"
     for module in parts.bypassed:
         for hooks in HOOKS:
+            if graphs.is_capturing() and hooks == "_forward_hooks":
+                continue  # Transformer Engine's own, for as long as it warms up
             if getattr(module, hooks):
                 return f"{type(module).__name__} has hooks ({hooks.strip('_')})"
     return _why_not_weights(parts)
@@ -273,7 +326,7 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
 def communicates(experts: Module, buffer: Any) -> bool:
     """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
     # unregister() and those who replace a module's forward leave one that takes none.
-    if not getattr(experts.forward, "takes_deferred", False) or not is_grouped(experts):
+    if not getattr(experts.forward, "in_grouped_gemms", False) or not is_grouped(experts):
         return False
     one = _layers[experts]
     if not one.may_overlap or one.why_no_waves is not None:
@@ -381,7 +434,7 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(experts, rows, tokens_per_expert, permuted_probs, *rest, **options)
         return _layers[experts].forward(rows, tokens_per_expert, permuted_probs)
 
-    forward.takes_deferred = True  # type: ignore[attr-defined]  # `communicates` looks for it
+    forward.in_grouped_gemms = True  # type: ignore[attr-defined]  # and takes a Deferred
     return forward
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 
@@ -10,21 +11,15 @@ from ep_dispatcher import checks, envs
 
 # Fields that say how many multiprocessors communication may use. 0.19 added the first, and the others set it there.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
+_TOO_FEW_ROWS = re.compile(r"needs (\d+) rows, given \d+")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> None:
     """ValueError with the flag's name for a setting that Megatron accepts and this dispatcher does not."""
-    flag, modules = graph_modules(config)
-    if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
-        checks.fail("--cuda-graph-impl", "full_iteration", "local, transformer_engine: dispatch is not captured yet")
-    if "full_iteration" in modules:
-        checks.fail(flag, "full_iteration", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
-    if config.cuda_graph_impl != "none":
-        if not modules:
-            checks.fail(flag, "none, which is the whole layer", "attn, moe_router, moe_preprocess")
-        if "moe" in modules:
-            checks.fail(flag, "moe", "attn, moe_router, moe_preprocess: dispatch is not captured yet")
+    captured = captured_experts(config)
+    if captured is not None:
+        _check_capture(config, *captured)
     num_sms(config)
     columns = config.moe_router_topk * expert_tp
     if columns > checks.MAX_TOPK:
@@ -52,6 +47,49 @@ def graph_modules(config) -> tuple[str, list[str]]:
         if value is not None:
             return "--" + name.replace("_", "-"), [getattr(one, "name", str(one)) for one in value]
     return "--cuda-graph-impl", []
+
+
+def captured_experts(config) -> tuple[str, str] | None:
+    """The flag and its value by which CUDA graphs contain dispatch and experts. None: they do not."""
+    flag, modules = graph_modules(config)
+    if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
+        return "--cuda-graph-impl", "full_iteration"
+    if config.cuda_graph_impl == "none":
+        return None
+    if not modules:
+        return flag, "none, which is the whole layer"
+    return next(((flag, name) for name in ("full_iteration", "moe") if name in modules), None)
+
+
+def experts_may_be_captured(config) -> bool:
+    """Whether some kind of layer has its experts in a CUDA graph.
+
+    Megatron's own graphs (local) of attn contain all of a TransformerLayer, and nothing of a MoETransformerLayer.
+    """
+    own_attention = config.cuda_graph_impl == "local" and "attn" in graph_modules(config)[1]
+    return own_attention or captured_experts(config) is not None
+
+
+def layers_may_be_captured(config) -> bool:
+    """The same without graphs of a whole iteration, which contain the hooks of DistributedDataParallel too."""
+    captured = captured_experts(config)
+    return experts_may_be_captured(config) and (captured is None or captured[1] != "full_iteration")
+
+
+def _check_capture(config, flag: str, value: str) -> None:
+    """ValueError for what dispatch and experts cannot do inside a CUDA graph."""
+    grouped = envs.grouped_experts() and envs.rank_capacity_factor() is not None
+    if not grouped and getattr(config, "moe_expert_rank_capacity_factor", None) is None:
+        checks.fail(
+            flag,
+            value,
+            "attn, moe_router, moe_preprocess; this too with EP_DISPATCHER_GROUPED_EXPERTS=1 and "
+            "EP_DISPATCHER_RANK_CAPACITY_FACTOR: no host can wait for counts while a graph is captured",
+        )
+    if config.variable_seq_lengths:
+        checks.fail("--variable-seq-lengths", True, f"False with {flag} {value}: a graph has one number of tokens")
+    if config.overlap_moe_expert_parallel_comm and value != "full_iteration":
+        checks.fail("--overlap-moe-expert-parallel-comm", True, f"False with {flag} {value}: it parts a layer")
 
 
 def num_sms(config) -> int | None:
@@ -85,6 +123,20 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
     if factor is None:
         return None
     return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
+
+
+def explained(error: ValueError, num_choices: int) -> ValueError:
+    """Return the error. If rows were limited to too few, return one that says which factor is enough for this routing.
+
+    num_choices: tokens of a rank x choices of a token, at most; they times the factor are the limit
+    """
+    needed = [int(rows) for rows in _TOO_FEW_ROWS.findall(str(error))]
+    if not needed or envs.rank_capacity_factor() is None or not envs.grouped_experts():
+        return error
+    enough = math.ceil(100 * max(needed) / num_choices) / 100
+    told = ValueError(f"{error}. EP_DISPATCHER_RANK_CAPACITY_FACTOR={enough:g} is enough for this routing")
+    told.__cause__ = error
+    return told
 
 
 def max_rows_of_grouped_experts(max_tokens: int, num_ranks: int, choices: int, num_local_experts: int) -> int | None:

@@ -29,6 +29,11 @@ STEPS = (
     "token_combine",
     "combine_postprocess",
 )
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
 _UNKNOWN = "this Megatron is not laid out as ep_dispatcher needs it, and nothing was replaced"
 logger = logging.getLogger(__name__)
 
@@ -91,7 +96,7 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
 
     With EP_DISPATCHER_GROUPED_EXPERTS=1, read here, the experts of layers that are built later run in grouped GEMMs
     where they can, whichever dispatcher brings their rows. With EP_DISPATCHER_EXPERT_WAVES=1 they also overlap with
-    dispatch and combine, where they can.
+    dispatch and combine, where they can. EP_DISPATCHER_GEMM_SM_MARGIN is read here too.
 
     Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
     warns when it is newer than the newest version that the tests ran with.
@@ -119,6 +124,8 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
 def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
     if old is object.__new__:
         old = _plain_new
+    elif isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod):
+        old = vars(owner)[name]
     elif isinstance(owner, type) and name not in vars(owner):  # inherited
         return functools.partial(delattr, owner, name)
     return functools.partial(setattr, owner, name, old)
@@ -156,7 +163,9 @@ def _check_version(version: str) -> None:
 def _patches() -> list[_Patch]:
     """What has to be replaced in this Megatron, after a look at everything that it rests on."""
     try:
+        from megatron.core import full_cuda_graph
         from megatron.core.models.gpt import fine_grained_callables
+        from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
     except ImportError as error:
@@ -194,11 +203,16 @@ def _patches() -> list[_Patch]:
     skips = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
     if skips:
         expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
+    for name in SCHEDULES:
+        expect(hasattr(schedules, name), f"schedules has no {name}")
+    wrapper = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
+    expect(wrapper is not None, "full_cuda_graph.FullCudaGraphWrapper is missing")
     grouped = (
         _patches_for_grouped_experts(experts, moe_layer, expect)
         if envs.grouped_experts() or envs.expert_waves()
         else []
     )
+    overlap = _patches_for_margins(expect) if envs.gemm_sm_margin() != 0 else []
     if unexpected:
         raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
 
@@ -221,7 +235,12 @@ def _patches() -> list[_Patch]:
     if skips:
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
-    return patches + grouped
+    from ep_dispatcher.integrations.megatron import graphs
+
+    text = "looks for errors of replayed CUDA graphs when a step is over"
+    patches += [_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {text}") for name in SCHEDULES]
+    patches.append(_Patch(wrapper, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {text}"))
+    return patches + grouped + overlap
 
 
 def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
@@ -255,6 +274,21 @@ def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str]
             "DistributedDataParallel.__init__: ours notes it, and calls its hooks for experts in grouped GEMMs",
         ),
     ]
+
+
+def _patches_for_margins(expect: Callable[[Any, str], None]) -> list[_Patch]:
+    """What EP_DISPATCHER_GEMM_SM_MARGIN replaces beside."""
+    from ep_dispatcher.integrations.megatron import margins
+
+    try:
+        from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+    except ImportError as error:
+        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
+    run = getattr(TransformerLayerSchedulePlan, "run", None)
+    given = list(inspect.signature(run).parameters)[:2] if run else []
+    expect(given == ["f_layer", "b_layer"], f"TransformerLayerSchedulePlan.run takes {given}")
+    text = "TransformerLayerSchedulePlan.run: GEMMs leave multiprocessors to communication beside them"
+    return [_Patch(TransformerLayerSchedulePlan, "run", margins.around_overlap, text)]
 
 
 def _plain_new(cls, *args, **kwargs):
@@ -298,12 +332,26 @@ def _check_config(old):
             config.moe_token_dispatcher_type = "alltoall"
         if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
             config.moe_flex_dispatcher_backend = "hybridep"
+        capacity = config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity
+        if "moe" in _graph_names(config):  # allowed there with rows of experts that are padded to a capacity
+            config.moe_expert_capacity_factor = abs(capacity[0] or 1.0)
+            config.moe_pad_expert_input_to_capacity = True
         try:
             old(config)
         finally:
             config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", NAME
+            factor, config.moe_pad_expert_input_to_capacity = capacity
+            config.moe_expert_capacity_factor = None if factor is None or factor < 0 else factor
 
     return check
+
+
+def _graph_names(config) -> list[str]:
+    """What CUDA graphs contain, before Megatron has made one form of names, lists of names and members of an enum."""
+    if config.cuda_graph_impl == "none":
+        return []
+    given = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
+    return re.findall(r"\w+", str(given))
 
 
 def _before(*version: int) -> bool:

@@ -1,0 +1,186 @@
+"""The margin of multiprocessors of GEMMs beside communication: when it is set, where, and what it is set back to."""
+
+import os
+import types
+
+import pytest
+import torch
+from megatron_layer import (
+    NO_MEGATRON,
+    Layout,
+    environment,
+    make_config,
+    make_layer,
+    megatron_pool,
+    tokens_of,
+    use_layout,
+)
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+from ep_dispatcher.integrations.megatron import buffers, margins
+
+SWITCH, TE = margins.SWITCH, margins.TE_VARIABLE
+GPU_SMS, SMS_IN_USE = 132, 24
+
+
+class Carveout:
+    """Stands for PyTorch's setting."""
+
+    def __init__(self, patch, value=None):
+        self.value = value
+        patch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: self.value)
+        patch.setattr(torch._C, "_set_sm_carveout_experimental", lambda value: setattr(self, "value", value))
+
+
+def stand_in_for_a_gpu(patch) -> Carveout:
+    """A GPU whose dispatch and combine use 24 of 132 multiprocessors, and nothing set by the user."""
+    margins._free_margins.cache_clear()
+    patch.delenv(TE, raising=False)
+    patch.setattr(buffers, "most_sms", lambda: SMS_IN_USE)
+    properties = types.SimpleNamespace(multi_processor_count=GPU_SMS)
+    patch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    return Carveout(patch)
+
+
+@pytest.fixture
+def carveout(monkeypatch):
+    yield stand_in_for_a_gpu(monkeypatch)
+    margins._free_margins.cache_clear()
+
+
+def now(carveout: Carveout) -> tuple:
+    return os.environ.get(TE), carveout.value
+
+
+@pytest.mark.parametrize("given, margin", [("auto", SMS_IN_USE), ("16", 16)])
+def test_the_margin_is_set_and_set_back(monkeypatch, capsys, carveout, given, margin):
+    monkeypatch.setenv(SWITCH, given)
+    for _ in range(2):
+        with margins.margin():
+            assert now(carveout) == (str(margin), margin)
+            with margins.margin():
+                pass
+            assert now(carveout) == (str(margin), margin), "until the outermost ends"
+        assert now(carveout) == (str(GPU_SMS), None), "what stands for none: a target of 0 multiprocessors"
+    with pytest.raises(KeyError), margins.margin():
+        raise KeyError
+    assert now(carveout) == (str(GPU_SMS), None)
+    line = (
+        f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {margin} multiprocessors ({SWITCH}={given}). "
+        f"Libraries: Transformer Engine ({TE}) and PyTorch's cuBLASLt (SM carve-out)\n"
+    )
+    assert capsys.readouterr().out == line, "once"
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_without_the_switch_nothing_is_set(monkeypatch, capsys, carveout, given):
+    if given is not None:
+        monkeypatch.setenv(SWITCH, given)
+    with margins.margin():
+        assert now(carveout) == (None, None)
+    assert now(carveout) == (None, None) and capsys.readouterr().out == ""
+
+
+def test_without_a_gpu_nothing_is_set(monkeypatch, carveout):
+    for given in ("auto", "16"):
+        monkeypatch.setenv(SWITCH, given)
+        monkeypatch.setattr(buffers, "most_sms", lambda: 0)
+        with margins.margin():
+            assert now(carveout) == (None, None)
+
+
+def test_what_the_user_has_set_stays(monkeypatch, capsys, carveout):
+    monkeypatch.setenv(SWITCH, "auto")
+    monkeypatch.setenv(TE, "8")
+    with margins.margin():
+        assert now(carveout) == ("8", SMS_IN_USE)
+    assert now(carveout) == ("8", None)
+    assert capsys.readouterr().out.endswith("Libraries: PyTorch's cuBLASLt (SM carve-out)\n")
+
+    margins._free_margins.cache_clear()
+    carveout.value = 4
+    with margins.margin():
+        assert now(carveout) == ("8", 4)
+    assert now(carveout) == ("8", 4)
+    assert capsys.readouterr().out.endswith("Libraries: none, where the user has set their margins\n")
+
+
+def test_pytorch_without_a_carveout(monkeypatch, carveout):
+    monkeypatch.setenv(SWITCH, "auto")
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with margins.margin():
+        assert now(carveout) == (str(SMS_IN_USE), None)
+
+
+def overlapped_layers(rank: int) -> None:
+    """Set around a layer of each pass, and not where one pass is alone: nothing runs beside its communication."""
+    use_layout(Layout(ep=2))
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    from ep_dispatcher.integrations.megatron import plugin, register, unregister
+
+    unregister()
+    own = vars(TransformerLayerSchedulePlan)["run"]
+    with pytest.MonkeyPatch.context() as patch:
+        carveout, seen = stand_in_for_a_gpu(patch), []
+        try:
+            register()
+            assert vars(TransformerLayerSchedulePlan)["run"] is own, "the switch is off"
+            few = len(plugin.active().replaced)
+            unregister()
+            patch.setenv(SWITCH, "auto")
+            look = staticmethod(lambda f_layer, b_layer, f_input=None, b_grad=None: seen.append(now(carveout)))
+            patch.setattr(TransformerLayerSchedulePlan, "run", look)
+            register()
+            assert len(plugin.active().replaced) == few + 1
+            for layers in ((1, 1), (1, None), (None, 1)):
+                TransformerLayerSchedulePlan.run(*layers, f_input=3)
+            assert seen == [(str(SMS_IN_USE), SMS_IN_USE)] + 2 * [(str(GPU_SMS), None)]
+            unregister()
+            assert vars(TransformerLayerSchedulePlan)["run"] is look
+        finally:
+            unregister()
+    margins._free_margins.cache_clear()
+    assert vars(TransformerLayerSchedulePlan)["run"] is own
+    register()
+
+
+def test_layers_of_two_passes_leave_multiprocessors():
+    megatron_pool(2).run(overlapped_layers)
+
+
+def shared_experts(rank: int) -> None:
+    """Set in both linear layers of overlapped shared experts, and nowhere else in the layer."""
+    use_layout(Layout(ep=2))
+    settings = dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
+    layer, seen = make_layer(make_config(**settings)), []
+    with pytest.MonkeyPatch.context() as patch, environment(**{SWITCH: "20"}):
+        carveout = stand_in_for_a_gpu(patch)
+        for name in ("linear_fc1", "linear_fc2"):
+            hook = getattr(layer.shared_experts, name).register_forward_pre_hook
+            hook(lambda module, given: seen.append(now(carveout)))
+        layer.experts.register_forward_pre_hook(lambda module, given: seen.append(now(carveout)))
+        layer(tokens_of(rank))
+    margins._free_margins.cache_clear()
+    assert seen == [("20", 20), (str(GPU_SMS), None), ("20", 20)]
+
+
+def test_overlapped_shared_experts_leave_multiprocessors():
+    megatron_pool(2).run(shared_experts)
+
+
+def sms_of_buffers(rank: int) -> None:
+    use_layout(Layout(ep=2))
+    assert buffers.most_sms() == 0
+    make_layer(make_config())(tokens_of(rank))
+    (shared,) = buffers._shared.values()
+    (buffer,) = shared.buffers
+    assert buffers.most_sms() == (24 if buffer.engine == "cuda" else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "engine", "cuda")
+        assert buffers.most_sms() == 24
+
+
+def test_the_multiprocessors_are_those_of_buffers_on_gpus():
+    megatron_pool(2).run(sms_of_buffers)
