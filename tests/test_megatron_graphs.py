@@ -26,7 +26,8 @@ from test_megatron_experts import GROUPED, ddp_of, iterations, make_grouped_laye
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 FACTOR = "EP_DISPATCHER_RANK_CAPACITY_FACTOR"
-LIMITED = {"EP_DISPATCHER_GROUPED_EXPERTS": "1", FACTOR: "3"}
+LIMIT = {FACTOR: "3"}
+LIMITED = {"EP_DISPATCHER_GROUPED_EXPERTS": "1"} | LIMIT  # where `switched_on` does not set the switch
 OVERLAP = dict(overlap_moe_expert_parallel_comm=True)
 EP2 = Layout(ep=2)
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="what stands for a capture is for CPUs; GPUs have graphs")
@@ -142,7 +143,7 @@ def main_grads(rank: int, impl: str, settings: dict) -> None:
     use_layout(EP2)
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
-    with environment(**LIMITED), switched_on():
+    with environment(**LIMIT), switched_on():
         config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(with_graphs(config, impl))
@@ -178,7 +179,7 @@ def without_a_wrapper(rank: int) -> None:
     layer = make_grouped_layer(config)
     step(layer, tokens_of(rank))
     wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
-    with environment(**LIMITED), switched_on():
+    with environment(**LIMIT), switched_on():
         config = with_graphs(make_config(**GROUPED))
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
@@ -202,7 +203,7 @@ def warm_ups(rank: int) -> None:
 
     from ep_dispatcher.integrations.megatron import graphs
 
-    with environment(**LIMITED | {FACTOR: "1"}), switched_on():
+    with environment(**{FACTOR: "1"}), switched_on():
         layer = make_layer(with_graphs(make_config()))
         with torch.no_grad():
             layer.router.weight.zero_()
@@ -217,7 +218,7 @@ def warm_ups(rank: int) -> None:
         text = error_of(lambda: layer(alike))
         (enough,) = re.findall(FACTOR + r"=([\d.]+) is enough for this routing$", text)
         assert text.startswith("max_recv_rows: too small: rank 0 needs 96 rows, given 48") and enough == "2"
-    with environment(**LIMITED | {FACTOR: enough}), switched_on():
+    with environment(**{FACTOR: enough}), switched_on():
         layer(alike)
 
 
@@ -254,7 +255,7 @@ def errors_after_a_step(rank: int) -> None:
     checked = graphs.check_after(whole_step)
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
-    with environment(**LIMITED), switched_on(), pytest.MonkeyPatch.context() as patch:
+    with environment(**LIMIT), switched_on(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_are_used", False)
         layer = make_layer(make_config())
         layer(tokens_of(rank))
@@ -350,7 +351,7 @@ def test_what_layers_in_graphs_need():
 def experts_megatrons_way(rank: int) -> None:
     """Experts that cannot run in grouped GEMMs are named before a capture would fail."""
     use_layout(EP2)
-    with environment(**LIMITED), switched_on() as printed:
+    with environment(**LIMIT), switched_on() as printed:
         layer = make_layer(with_graphs(make_config(add_bias_linear=True)), 3)
         layer(tokens_of(rank))  # not in a graph
         for captured in (False, True):
@@ -368,7 +369,7 @@ def test_experts_that_run_megatrons_way_are_refused_in_graphs():
 def hooks_of_transformer_engine(rank: int) -> None:
     """Transformer Engine has hooks on every module while it warms up. A first forward pass there decides as ever."""
     use_layout(EP2)
-    with environment(**LIMITED), switched_on():
+    with environment(**LIMIT), switched_on():
         from ep_dispatcher.integrations.megatron.experts import is_grouped
 
         layer = make_grouped_layer(with_graphs(make_config(**GROUPED), "transformer_engine", "moe"))
@@ -430,7 +431,7 @@ def replayed(rank: int) -> None:
     use_layout(EP2)
     x = tokens_of(rank, dtype=torch.bfloat16)
     limit = {FACTOR: "1.6", "EP_DISPATCHER_MAX_TOKENS_PER_RANK": str(x[..., 0].numel())}
-    with environment(**LIMITED | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
+    with environment(**LIMIT | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
         eager, layer = make_bfloat16_layer(graphs=False), make_bfloat16_layer(graphs=True)
         first = step(eager, x.clone())["output"]
