@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import types
 
 import pytest
 import torch
@@ -214,6 +215,33 @@ def test_a_missing_gradient_is_found(parity):
 def test_a_systematic_error_below_rounding_is_found(parity):
     code, output = parity("--bf16", bug="gradient_one_percent_off")
     assert (code, verdict(output)) == (1, "DIFFERENT: input gradient")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
+    """Transformer Engine's layers quantise nothing outside of it."""
+    from megatron.core import fp4_utils, fp8_utils
+
+    from ep_dispatcher.integrations.megatron import parity
+
+    entered = []
+
+    @contextlib.contextmanager
+    def context(config, is_init=False):
+        entered.append((config, is_init))
+        yield
+        entered.pop()
+
+    class Layer:
+        config = types.SimpleNamespace(**dict(fp8=None, fp4=None, recompute_granularity=None) | {name: "e4m3"})
+
+        def __call__(self, x):
+            assert entered == [(self.config, False)]
+            return 2 * x, None
+
+    monkeypatch.setattr(fp8_utils if name == "fp8" else fp4_utils, f"get_{name}_context", context)
+    out, grad = parity._forward_backward(Layer(), torch.ones(3), torch.ones(3))
+    assert out.tolist() == grad.tolist() == [2, 2, 2] and not entered
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------

@@ -281,7 +281,10 @@ def _make_layer(settings: dict[str, Any], run: Run):
     spec = get_moe_module_spec(
         use_te=run.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    layer = build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)  # 0.18: a function
+    with _quantization(config, is_init=True):
+        layer = (
+            build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
+        )  # 0.18: a function
     layer.set_layer_number(1)
     return layer if config.use_cpu_initialization else layer.cuda()
 
@@ -385,11 +388,33 @@ def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | 
 
 
 def _forward(layer, x: Tensor) -> Tensor:
-    from megatron.core import tensor_parallel
+    from megatron.core import parallel_state, tensor_parallel
 
-    if layer.config.recompute_granularity == "full":
-        return tensor_parallel.checkpoint(lambda hidden_states: layer(hidden_states)[0], False, x)
-    return layer(x)[0]
+    def run(hidden_states: Tensor) -> Tensor:
+        return layer(hidden_states)[0]
+
+    quantizes = layer.config.fp8 or getattr(layer.config, "fp4", None)
+    with _quantization(layer.config):
+        if layer.config.recompute_granularity != "full":
+            return run(x)
+        if not quantizes:
+            return tensor_parallel.checkpoint(run, False, x)
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        # As Megatron does: the second forward needs the same context.
+        group = parallel_state.get_tensor_model_parallel_group()
+        return te_checkpoint(run, False, tensor_parallel.random.get_cuda_rng_tracker, group, x)
+
+
+def _quantization(config, is_init: bool = False) -> contextlib.AbstractContextManager:
+    """What Megatron's TransformerBlock enters around its layers: without it no GEMM is in FP8 or FP4."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    if getattr(config, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(config, is_init=is_init)
+    return get_fp8_context(config, is_init=is_init)
 
 
 def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
