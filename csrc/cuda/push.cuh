@@ -288,8 +288,10 @@ struct Pusher {
     preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
       for (int j = 0; j < work.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        if (work.has_factors) factors[j] = __ldcg(weights + item.k(j));
+        // A factor lies at the source, more than a microsecond away: all of them are under way together.
+        if (work.has_factors) ptx::start_copy(factors + j, weights + item.k(j));
       }
+      if (work.has_factors) ptx::wait_for_copies();
     });
     return true;
   }
