@@ -24,6 +24,8 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all do both
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
+  // Few items: nobody can reduce before the last push, so all push first.
+  if (op.context.config.num_nodes == 1 && end_of_pushed(op, head) == 1) return op.num_blocks;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
   // A sum from another node is written and read once more than a sum of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
