@@ -59,16 +59,18 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 // rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
+  // Take the first items. This reads nothing of peers.
   Preparer preparer{memory.pipeline, num_teams};
-  // The second of two launches does not keep a difference: the first one did.
   const bool agrees_first = params.shares_factors() || !params.pushes;
+  memory.sources.fill(op.context, params.plan.head->item_begin);
+  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
+  Reducer reducer(op, params, memory.tokens, for_others);
+  if (pushers.has_block()) pusher.begin();
+  // The second of two launches does not keep a difference: the first one did.
   Verdict verdict = agrees_first ? agree(op, params.pushes) : Verdict::kAgree;
   if (agrees_first) stamp(op, Step::kAgreed);
   if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
-  memory.sources.fill(op.context, params.plan.head->item_begin);
-  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
-  Reducer reducer(op, params, memory.tokens, for_others);
   for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
     until = Pusher::kAllSums;
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
