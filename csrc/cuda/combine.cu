@@ -153,16 +153,18 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Initialise shared memory. Wait for free slots before the first push. Announce.
+  // Wait for free slots before the first push, and announce. Meanwhile the other warps initialise shared memory.
   bool ok = true;
-  memory.pipeline.init(kNumTeams);
-  for (int i = threadIdx.x; i < context.max_pushed_chunks; i += Pipeline::kThreads) memory.pushed[i] = 0;
-  for (int i = threadIdx.x; i < context.config.num_others() * context.max_far_chunks; i += Pipeline::kThreads)
-    memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
+  } else {
+    constexpr int kStep = Pipeline::kThreads - 32;
+    memory.pipeline.init(kNumTeams);
+    for (int i = threadIdx.x - 32; i < context.max_pushed_chunks; i += kStep) memory.pushed[i] = 0;
+    for (int i = threadIdx.x - 32; i < context.config.num_others() * context.max_far_chunks; i += kStep)
+      memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
   if (op.block == 0 && params.shares_factors()) {
