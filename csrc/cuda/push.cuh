@@ -21,8 +21,17 @@ __device__ inline void share_factors(const Op& op, const CombineParams& params) 
   const Context& context = op.context;
   float* const to = context.inbox_for(context.node, &Inbox::weights);
   const int num = params.args.num_tokens * context.config.num_topk;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < num; i += blockDim.x) to[i] = __ldg(params.args.factors + i);
+  constexpr int kTogether = 4;  // loads of a thread under way
+#pragma unroll 1
+  for (int begin = threadIdx.x; begin < num; begin += kTogether * Pipeline::kThreads) {
+    float values[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      values[i] = __ldg(params.args.factors + min(begin + i * Pipeline::kThreads, num - 1));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+  }
 }
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
