@@ -144,8 +144,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
-  if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
-  const Part pushers{op.block, num_push_blocks(op, params)};
+  const bool aborted = has_aborted(context);
+  const Part pushers{op.block, num_push_blocks(op, params)};  // both loads are under way together
+  if (__syncthreads_or(aborted)) return;                      // all threads of the block, or none
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
