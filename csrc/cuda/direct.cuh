@@ -186,31 +186,44 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   Movers::sync();
 }
 
-// [warp] Sum the bits of `words` words: write the sum before each word, and return the sum of all.
-template <class T>
-__device__ int sum_bits(const uint32_t* bits, T* before, int words) {
-  const int lane = threadIdx.x % 32;
-  int sum = 0;
+// [warp] Sum the bits of lists of `words` words, which lie one after the other: write the sum before each word, and
+// call keep(list, sum) in one lane. The warp takes the lists number `warp`, `warp` + `num_warps`, ... in groups: short
+// lists share its lanes.
+template <class T, class Keep>
+__device__ void sum_bits(const uint32_t* bits, T* before, int words, int num_lists, int warp, int num_warps,
+                         const Keep& keep) {
+  int width = 32;  // lanes of a list
+  while (width / 2 >= words) width /= 2;
+  const int lane = threadIdx.x % 32, lane_of_list = lane & (width - 1), together = 32 / width;
 #pragma unroll 1
-  for (int first = 0; first < words; first += 32) {
-    const int word = first + lane, count = word < words ? __popc(bits[word]) : 0;
-    const int up_to = sum + inclusive_sum(count);
-    if (word < words) before[word] = static_cast<T>(up_to - count);
-    sum = __shfl_sync(~0u, up_to, 31);
+  for (int first = warp * together; first < num_lists; first += num_warps * together) {
+    const int list = first + lane / width;
+    int sum = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < words; begin += width) {
+      const int word = begin + lane_of_list, at = list * words + word;
+      const bool has_word = list < num_lists && word < words;
+      const int count = has_word ? __popc(bits[at]) : 0;
+      int up_to = count;
+      for (int step = 1; step < width; step *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, step, width);
+        if (lane_of_list >= step) up_to += other;
+      }
+      if (has_word) before[at] = static_cast<T>(sum + up_to - count);
+      sum += __shfl_sync(~0u, up_to, width - 1, width);
+    }
+    if (list < num_lists && lane_of_list == 0) keep(list, sum);
   }
-  return sum;
 }
 
 // [team] Sum the counts: tokens of this rank's experts, received items, and the output rows that each rank needs.
 // Called by the movers of a block. Ends with a barrier of the movers.
 __device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-#pragma unroll 1
-  for (int e = Movers::warp(); e <= num_local; e += Movers::kWarps) {
-    const int sum = e == num_local ? sum_bits(plan.received, plan.items_before, plan.words)
-                                   : sum_bits(plan.chosen + e * plan.words, plan.before + e * plan.words, plan.words);
-    if (lane == 0) (e == num_local ? plan.head->num_items : plan.expert_rows[e]) = sum;
-  }
+  sum_bits(plan.chosen, plan.before, plan.words, num_local, Movers::warp(), Movers::kWarps,
+           [&](int e, int sum) { plan.expert_rows[e] = sum; });
+  if (Movers::warp() == Movers::kWarps - 1)
+    sum_bits(plan.received, plan.items_before, plan.words, 1, 0, 1, [&](int, int sum) { plan.head->num_items = sum; });
   const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
   for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
