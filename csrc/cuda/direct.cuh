@@ -110,41 +110,62 @@ __device__ void for_choices(const int16_t* choices, int num_topk, const F& f) {
   }
 }
 
-// [team] Write this rank's choices to every rank of the node, and announce the dispatch. Called by the movers of block
-// 0, once staging is free. An invalid or repeated entry is kept as a mistake, and counts as -1.
+// [thread] Return the choices [first, first + kChoices) of a token as one vector; `from`: its row of topk_idx. An
+// invalid or repeated entry is kept as a mistake, and counts as -1. All entries stay in registers: this is the way of
+// every choice to the other ranks.
+__device__ inline uint4 check_choices(const Context& context, const int64_t* from, int token, int first) {
+  const int num_topk = context.config.num_topk;
+  int64_t given[kChoices];
+#pragma unroll
+  for (int i = 0; i < kChoices; ++i) given[i] = first + i < num_topk ? __ldg(from + first + i) : -1;
+  uint32_t bad = 0, repeated = 0;  // a bit per entry
+  int experts[kChoices];
+#pragma unroll
+  for (int i = 0; i < kChoices; ++i) {
+    const bool valid = given[i] >= 0 && given[i] < context.config.num_experts;
+    if (!valid && given[i] != -1) bad |= 1u << i;
+    experts[i] = valid ? static_cast<int>(given[i]) : -1;
+#pragma unroll
+    for (int earlier = 0; earlier < i; ++earlier)
+      if (valid && experts[earlier] == experts[i]) repeated |= 1u << i;
+  }
+#pragma unroll 1
+  for (int k = 0; k < first; ++k) {
+    const int64_t earlier = __ldg(from + k);
+#pragma unroll
+    for (int i = 0; i < kChoices; ++i)
+      if (experts[i] >= 0 && earlier == experts[i]) repeated |= 1u << i;
+  }
+#pragma unroll 1
+  for (uint32_t left = bad | repeated; left != 0;) {
+    const int i = __ffs(left & bad ? left & bad : left) - 1;  // invalid entries first
+    keep_bad_entry(context, token, first + i, repeated >> i & 1, __ldg(from + first + i));
+    left &= ~(1u << i);
+  }
+  uint32_t words[kChoices / 2];
+#pragma unroll
+  for (int i = 0; i < kChoices; i += 2) {
+    const int low = repeated >> i & 1 ? -1 : experts[i], high = repeated >> (i + 1) & 1 ? -1 : experts[i + 1];
+    words[i / 2] = (low & 0xffff) | static_cast<uint32_t>(high) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// [team] Write this rank's choices to every rank of the node. Called by the movers of block 0. A barrier of the movers
+// and `announce` must follow. There are two of each, by the parity of the epoch: wait for nothing.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  const Context& context = op.context;
-  const int num_topk = context.config.num_topk, num_tokens = params.args.num_tokens;
-  int16_t* const own = plan.choices_of(op, op.rank(), 0);
+  const int num_topk = op.context.config.num_topk, num_vectors = plan.choices_per_token / kChoices;
 #pragma unroll 1
-  for (int token = threadIdx.x; token < num_tokens; token += Movers::kThreads) {
+  for (int token = threadIdx.x; token < params.args.num_tokens; token += Movers::kThreads) {
     const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
-    int16_t* to = own + token * plan.choices_per_token;
-#pragma unroll 8
-    for (int k = 0; k < plan.choices_per_token; ++k) {
-      const int64_t given = k < num_topk ? __ldg(from + k) : -1;
-      const bool bad = given < -1 || given >= context.config.num_experts;
-      if (bad) keep_bad_entry(context, token, k, false, given);
-      to[k] = static_cast<int16_t>(bad ? -1 : given);
+#pragma unroll 1
+    for (int v = 0; v < num_vectors; ++v) {
+      const uint4 vector = check_choices(op.context, from, token, v * kChoices);
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[token * num_vectors + v] = vector;
     }
-#pragma unroll 1
-    for (int k = 1; k < num_topk; ++k)
-#pragma unroll 1
-      for (int earlier = 0; to[k] >= 0 && earlier < k; ++earlier)
-        if (to[earlier] == to[k]) {
-          keep_bad_entry(context, token, k, true, to[k]);
-          to[k] = -1;
-        }
   }
-  Movers::sync();
-  const int num_vectors = num_tokens * plan.choices_per_token / kChoices;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_vectors * op.ranks_per_node(); i += Movers::kThreads) {
-    const int local = i / num_vectors, vector = i - local * num_vectors;
-    reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[vector] = reinterpret_cast<const uint4*>(own)[vector];
-  }
-  Movers::sync();
-  announce<Movers>(op, call_of(params));
 }
 
 // [team] Take the choices of all ranks to shared memory, and count: for this rank's experts, for this rank's tokens,
@@ -308,6 +329,8 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     stamp(op, Step::kFree);
     send_choices(op, params, plan);
+    Movers::sync();
+    announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
   if (!params.pulls && (op.block != 0 || !params.counts())) return Verdict::kAgree;
