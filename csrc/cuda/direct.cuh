@@ -151,12 +151,14 @@ __device__ inline uint4 check_choices(const Context& context, const int64_t* fro
   return {words[0], words[1], words[2], words[3]};
 }
 
-// [team] Write this rank's choices to every rank of the node. Called by the movers of block 0. A barrier of the movers
-// and `announce` must follow. There are two of each, by the parity of the epoch: wait for nothing.
+// [team] Write this rank's choices to every rank of the node, in all warps but the first one: it waits for free staging
+// meanwhile. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by the movers of
+// block 0. A barrier of the movers and `announce` must follow.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int num_topk = op.context.config.num_topk, num_vectors = plan.choices_per_token / kChoices;
+  if (threadIdx.x < 32) return;
 #pragma unroll 1
-  for (int token = threadIdx.x; token < params.args.num_tokens; token += Movers::kThreads) {
+  for (int token = threadIdx.x - 32; token < params.args.num_tokens; token += Movers::kThreads - 32) {
     const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
 #pragma unroll 1
     for (int v = 0; v < num_vectors; ++v) {
@@ -320,16 +322,14 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 // [team] Make the plan of this block, once this rank's choices are sent. Called by the movers of each block. Return as
 // make_plan.
 __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  // Clear the counters: `chosen` to `rank_items`.
+  // Clear the counters: `chosen` to `rank_items`. The barriers of first_warp_waits follow.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
        word += Movers::kThreads)
     *word = 0;
-  Movers::sync();
   if (params.stages && op.block == 0) {
+    send_choices(op, params, plan);
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     stamp(op, Step::kFree);
-    send_choices(op, params, plan);
-    Movers::sync();
     announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
