@@ -4,6 +4,7 @@
 //
 // Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
 #pragma once
+#include "cuda/copy.cuh"
 #include "cuda/plan.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -176,23 +177,32 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Config& config = op.context.config;
   const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
+  const int lane = threadIdx.x % 32, num = op.num_ranks() * config.max_tokens;
   const bool counts_all = params.args.layout != Layout::kDecode;
+  const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
+  // Copy the choices, each warp a share. Lane i takes the number of tokens of rank i along.
+  static_assert(kMaxLocal <= 32, "a lane per rank of the one node");
   const uint32_t absent = absent_ranks(op);
+  const bool takes_part = lane < op.num_ranks() && !(absent >> lane & 1);
+  const int tokens_of_lane = takes_part ? __ldcg(&call_at(op, lane)->num_tokens) : 0;
+  const int num_vectors = num * plan.choices_per_token / kChoices;
+  const int begin = num_vectors * Movers::warp() / Movers::kWarps;
+  const int end = num_vectors * (Movers::warp() + 1) / Movers::kWarps;
+  copy_words<uint4, 4>(reinterpret_cast<uint4*>(plan.choices) + begin,
+                       reinterpret_cast<const uint4*>(choices_at(op, op.context.local, 0)) + begin,
+                       static_cast<uint32_t>((end - begin) * sizeof(uint4)));
+  Movers::sync();
+  // Count. All lanes of a warp make the same turns.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < op.num_ranks() * config.max_tokens; i += Movers::kThreads) {
-    const int source = i / config.max_tokens, token = i - source * config.max_tokens;
-    const int num_tokens = absent >> source % 32 & 1 ? 0 : __ldcg(&call_at(op, source)->num_tokens);
-    const auto* from = reinterpret_cast<const uint4*>(choices_at(op, op.context.local, source) +
-                                                      static_cast<size_t>(token) * plan.choices_per_token);
-    auto* const to = reinterpret_cast<uint4*>(plan.choices_of(op, source, token));
-#pragma unroll 1
-    for (int v = 0; v < plan.choices_per_token / kChoices; ++v) to[v] = __ldcg(from + v);
-    if (token >= num_tokens) continue;
+  for (int first = threadIdx.x - lane; first < num; first += Movers::kThreads) {
+    const int i = min(first + lane, num - 1), source = i / config.max_tokens, token = i - source * config.max_tokens;
+    const int num_tokens = __shfl_sync(~0u, tokens_of_lane, source);
+    if (first + lane >= num || token >= num_tokens) continue;
     const int word = source * plan.source_words + token / 32;
     const uint32_t bit = 1u << token % 32;
     RankSet ranks;
-    for_choices(reinterpret_cast<const int16_t*>(to), config.num_topk, [&](int, int expert) {
-      ranks.add(expert / num_local);
+    for_choices(plan.choices_of(op, source, token), config.num_topk, [&](int, int expert) {
+      ranks.add(num_local == 1 ? expert : __umulhi(expert, inverse));
       if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
       if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
         atomicOr(plan.chosen + (expert - first_expert) * plan.words + word, bit);
