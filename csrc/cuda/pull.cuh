@@ -213,9 +213,9 @@ struct Puller {
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (kStamps && store.item == 0) stamp(op, Step::kLanded);
+      if (lane == 0) store_piece();
       if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
-        store_piece();
         if (params.has_waves())
           ptx::bulk_wait<1>();
         else
