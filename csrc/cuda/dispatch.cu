@@ -51,6 +51,7 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
   if (params.direct) {
+    if (params.pulls) Puller::make_places(op, params, shared);
     verdict = make_direct_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (plans) {
