@@ -117,9 +117,10 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   return value;
 }
 
-// [thread] Order all earlier accesses, done or observed by this thread, before its later ones: in the block, or in the
-// whole system. fence_system and then store_relaxed make a release.
+// [thread] Order all earlier accesses, done or observed by this thread, before its later ones: in the block, on this
+// GPU, or in the whole system. fence_system and then store_relaxed make a release.
 __device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // [thread] Store without ordering of its own, visible to peers.

@@ -49,12 +49,13 @@ template <class Team>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
   Team::sync();
-  // Release this block's stores, count it in, acquire the stores of the others.
+  // Release this block's stores, count it in, acquire the stores of the others. All this is on one GPU: whoever raises
+  // a flag afterwards fences the system, also for the stores of the others.
   if (Team::thread() == 0) {
-    ptx::fence_system();
+    ptx::fence_gpu();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
     if (last) *counter = 0;
-    ptx::fence_system();
+    ptx::fence_gpu();
   }
   Team::sync();
   return last;
