@@ -156,7 +156,8 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     if (Block::thread() == 0) Wire{context}.quiet();
     Block::sync();
   }
-  // Raise the flags.
+  // Raise the flags. The mistake is read meanwhile.
+  const int32_t mistake = kept_mistake(context);
   if (differs) {
     team_raises<Block>(op, context.own.consumed + context.local);
     team_raises<Block>(op, context.own.slots_free + context.local);
@@ -170,7 +171,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     state->staged_epoch = state->pushed_epoch = op.epoch;
   else
     state->*released_epoch = op.epoch;
-  publish_mistake(context);
+  publish_mistake(context, mistake);
   state->next_token = 0;
   state->epoch = op.epoch;
 }

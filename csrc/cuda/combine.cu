@@ -120,10 +120,11 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
   }
 }
 
-// [block] Add the bytes pushed by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
+// [block] Add the bytes pushed by this rank, by rank of the inbox. The second warp does, because the first one raises
+// flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
-  const int local = threadIdx.x;
-  if (local >= op.ranks_per_node()) return;
+  const int local = static_cast<int>(threadIdx.x) - 32;
+  if (local < 0 || local >= op.ranks_per_node()) return;
   const int32_t* begin = params.plan.head->item_begin;
   const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
   uint64_t num_items = 0;

@@ -113,11 +113,12 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   return verdict;
 }
 
-// [block] Add the bytes read by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
+// [block] Add the bytes read by this rank, by rank of the inbox. The second warp does, because the first one raises
+// flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
-  const int local = threadIdx.x;
-  if (local >= config.ranks_per_node) return;
+  const int local = static_cast<int>(threadIdx.x) - 32;
+  if (local < 0 || local >= config.ranks_per_node) return;
   const int32_t* begin = params.plan.head->item_begin;
   uint64_t num_items = 0;
 #pragma unroll 1
