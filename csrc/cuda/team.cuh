@@ -62,7 +62,7 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
 }
 
 // Arrivals of warps at each chunk: in shared memory for this block, then in device memory for all blocks. A fence of
-// the whole system is slow, so only the last warp of each block runs it.
+// the GPU is slow, so only the last warp of each block runs it; only the last one of all fences the whole system.
 struct ChunkArrivals {
   uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: arrived warps of this block
   uint32_t num_warps;
@@ -74,7 +74,7 @@ struct ChunkArrivals {
   __device__ bool arrive(int chunk) const {
     ptx::fence_block();
     if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return false;
-    ptx::fence_system();
+    ptx::fence_gpu();
     if (atomicAdd(in_grid + chunk, 1u) != num_blocks - 1) return false;
     in_grid[chunk] = 0;
     ptx::fence_system();
