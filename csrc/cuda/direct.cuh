@@ -309,7 +309,7 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
 }
 
 // [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
-// one warp of block 0.
+// one warp of block 0: in a launch that pulls a helper, since the movers are busy then.
 __device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
@@ -362,7 +362,7 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
       fits = rows_fit(op, params, scratch, keeps);
     }
     lay_out(op, params, plan, fits);
-    if (op.block == 0) publish_plan(op, params, plan);
+    if (op.block == 0 && !params.pulls) publish_plan(op, params, plan);
   }
   return verdict;
 }

@@ -96,6 +96,8 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   }
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
+  if (params.direct && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
+    publish_plan(op, params, DirectPlan::at(op, shared));
   if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
     return verdict;
