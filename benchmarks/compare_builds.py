@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 TOPK, IN_A_ROW, ITERATIONS = 8, 10, 24
+DECODE_TOKENS = 512  # most tokens of a case with decode layout: its outputs have a place for each row that may come
 CASES = {
     "cuda": ["4096x7168x256", "4096x2048x128", "128x7168x256", "16384x7168x256"],
     "cpu": ["512x1024x64", "32x1024x64"],
@@ -170,6 +171,12 @@ def operations(rank: int, engine: str, sms: int, only: list[str] | None, tokens:
         "cached dispatch": lambda: buffer.dispatch(x, topk_weights=weights, handle=handle),
         "combine": lambda: buffer.combine(y, handle),
     }
+    if tokens <= DECODE_TOKENS:
+        decode = dict(layout="decode", quantize="e4m3_1x128")
+        decoded = buffer.dispatch(x, idx, **decode)
+        rows_of_experts = torch.randn(decoded.x[0].shape, dtype=dtype, device=device)
+        todo["decode dispatch FP8"] = lambda: buffer.dispatch(x, idx, **decode)
+        todo["decode combine"] = lambda: buffer.combine(rows_of_experts, decoded.handle, weights=weights)
     for name, run in todo.items():
         if only is not None and name not in only:
             continue

@@ -127,15 +127,17 @@ def test_the_command(copy):
 
 @pytest.mark.parametrize("tolerance, code", [(1000.0, 0), (-1.0, 1)])
 def test_two_builds_in_turn(tolerance, code):
-    """Here both are this one. With the second tolerance everything is slower than it may be."""
+    """Here both are this one. With the second tolerance everything is slower than it may be. Many tokens: no decode."""
     script = [ROOT / "benchmarks" / "compare_builds.py", ROOT, ROOT, "--engine", "cpu", "--ranks", "1", "--rounds", "1"]
-    given = ["--cases", "16x128x8", "--tolerance", str(tolerance)]
+    given = ["--cases", "16x128x8", "513x128x8", "--tolerance", str(tolerance)]
     found = subprocess.run([sys.executable, *script, *given], capture_output=True, text=True, timeout=300)
     assert found.returncode == code, found.stderr
     lines = found.stdout.splitlines()
     assert lines[0] == f"microseconds: A = {ROOT}, B = {ROOT}"
     operations = ["dispatch", "dispatch FP8", "dispatch, quantize", "cached dispatch", "combine"]
-    assert [line[:32].strip() for line in lines[1:]] == [f"16x128 {name}" for name in operations]
+    expected = [f"16x128 {name}" for name in [*operations, "decode dispatch FP8", "decode combine"]]
+    expected += [f"513x128 {name}" for name in operations]
+    assert [line[:32].strip() for line in lines[1:]] == expected
     assert all(line[32:].split()[1] == "1.000" and line.count(" to ") == 2 for line in lines[1:])
 
 

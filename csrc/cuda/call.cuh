@@ -78,12 +78,13 @@ __device__ inline uint32_t absent_ranks(const Op& op) {
   return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
 }
 
-// [warp] Compare the Calls of all ranks. Return the first differing field, and the first rank with it. `called` has
-// arrived. Each lane compares one field of one rank at a time: this code runs once, so short code is fast code.
-__device__ inline Difference find_difference(const Op& op) {
+// [warp] Compare the Calls of all ranks: calls [num_ranks]. Return the first differing field, and the first rank with
+// it. `called` has arrived. Each lane compares one field of one rank at a time: this code runs once, so short code is
+// fast code.
+__device__ inline Difference find_difference(const Op& op, const Call* calls) {
   constexpr int kTogether = 32 / kNumFields;  // ranks
   const int lane = threadIdx.x % 32, field = lane % kNumFields;
-  const auto value_of = [&](int rank, int which) { return __ldcg(&call_at(op, rank)->fields[which]); };
+  const auto value_of = [&](int rank, int which) { return __ldcg(&calls[rank].fields[which]); };
   const uint32_t absent = absent_ranks(op);
   const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
   const int32_t of_first = value_of(first_rank, field);
@@ -107,10 +108,11 @@ __device__ inline Difference find_difference(const Op& op) {
 // Without `drains` they may still be on their way: for a warp that has to raise flags of its own pushes first.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
-  // Wait for the Calls and compare.
+  // Wait for the Calls and compare. Read the address before the wait: the Context is not in registers here.
+  const Call* const calls = call_at(op, 0);
   if (has_masks(context) ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
     return Verdict::kAborted;
-  const Difference found = find_difference(op);
+  const Difference found = find_difference(op, calls);
   if (!found.found) return Verdict::kAgree;
   if (!drains) return Verdict::kDiffer;
   // Keep the difference.
@@ -156,7 +158,8 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     if (Block::thread() == 0) Wire{context}.quiet();
     Block::sync();
   }
-  // Raise the flags.
+  // Raise the flags. The mistake is read meanwhile.
+  const int32_t mistake = kept_mistake(context);
   if (differs) {
     team_raises<Block>(op, context.own.consumed + context.local);
     team_raises<Block>(op, context.own.slots_free + context.local);
@@ -170,7 +173,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     state->staged_epoch = state->pushed_epoch = op.epoch;
   else
     state->*released_epoch = op.epoch;
-  publish_mistake(context);
+  publish_mistake(context, mistake);
   state->next_token = 0;
   state->epoch = op.epoch;
 }

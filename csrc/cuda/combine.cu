@@ -24,6 +24,8 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (op.num_blocks < 4) return op.num_blocks;  // few blocks: all do both
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
+  // Few items: nobody can reduce before the last push, so all push first.
+  if (op.context.config.num_nodes == 1 && end_of_pushed(op, head) == 1) return op.num_blocks;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
   // A sum from another node is written and read once more than a sum of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
@@ -57,16 +59,18 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 // rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
+  // Take the first items. This reads nothing of peers.
   Preparer preparer{memory.pipeline, num_teams};
-  // The second of two launches does not keep a difference: the first one did.
   const bool agrees_first = params.shares_factors() || !params.pushes;
+  memory.sources.fill(op.context, params.plan.head->item_begin);
+  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
+  Reducer reducer(op, params, memory.tokens, for_others);
+  if (pushers.has_block()) pusher.begin();
+  // The second of two launches does not keep a difference: the first one did.
   Verdict verdict = agrees_first ? agree(op, params.pushes) : Verdict::kAgree;
   if (agrees_first) stamp(op, Step::kAgreed);
   if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
-  memory.sources.fill(op.context, params.plan.head->item_begin);
-  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
-  Reducer reducer(op, params, memory.tokens, for_others);
   for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
     until = Pusher::kAllSums;
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
@@ -116,10 +120,11 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
   }
 }
 
-// [block] Add the bytes pushed by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
+// [block] Add the bytes pushed by this rank, by rank of the inbox. The second warp does, because the first one raises
+// flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
-  const int local = threadIdx.x;
-  if (local >= op.ranks_per_node()) return;
+  const int local = static_cast<int>(threadIdx.x) - 32;
+  if (local < 0 || local >= op.ranks_per_node()) return;
   const int32_t* begin = params.plan.head->item_begin;
   const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
   uint64_t num_items = 0;
@@ -140,8 +145,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
-  if (__syncthreads_or(has_aborted(context))) return;  // all threads of the block, or none
-  const Part pushers{op.block, num_push_blocks(op, params)};
+  const bool aborted = has_aborted(context);
+  const Part pushers{op.block, num_push_blocks(op, params)};  // both loads are under way together
+  if (__syncthreads_or(aborted)) return;                      // all threads of the block, or none
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
@@ -149,16 +155,18 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Initialise shared memory. Wait for free slots before the first push. Announce.
+  // Wait for free slots before the first push, and announce. Meanwhile the other warps initialise shared memory.
   bool ok = true;
-  memory.pipeline.init(kNumTeams);
-  for (int i = threadIdx.x; i < context.max_pushed_chunks; i += Pipeline::kThreads) memory.pushed[i] = 0;
-  for (int i = threadIdx.x; i < context.config.num_others() * context.max_far_chunks; i += Pipeline::kThreads)
-    memory.summed[i] = 0;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
+  } else {
+    constexpr int kStep = Pipeline::kThreads - 32;
+    memory.pipeline.init(kNumTeams);
+    for (int i = threadIdx.x - 32; i < context.max_pushed_chunks; i += kStep) memory.pushed[i] = 0;
+    for (int i = threadIdx.x - 32; i < context.config.num_others() * context.max_far_chunks; i += kStep)
+      memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
   if (op.block == 0 && params.shares_factors()) {

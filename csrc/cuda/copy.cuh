@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/config.h"
+
 namespace ep::cuda::EP_KERNELS {
 
 // [warp] Copy `bytes`, a multiple of sizeof(T). Each thread has kTogether loads under way. With 14 loads of 16 bytes a

@@ -4,6 +4,7 @@
 //
 // Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
 #pragma once
+#include "cuda/copy.cuh"
 #include "cuda/plan.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -110,41 +111,64 @@ __device__ void for_choices(const int16_t* choices, int num_topk, const F& f) {
   }
 }
 
-// [team] Write this rank's choices to every rank of the node, and announce the dispatch. Called by the movers of block
-// 0, once staging is free. An invalid or repeated entry is kept as a mistake, and counts as -1.
+// [thread] Return the choices [first, first + kChoices) of a token as one vector; `from`: its row of topk_idx. An
+// invalid or repeated entry is kept as a mistake, and counts as -1. All entries stay in registers: this is the way of
+// every choice to the other ranks.
+__device__ inline uint4 check_choices(const Context& context, const int64_t* from, int token, int first) {
+  const int num_topk = context.config.num_topk;
+  int64_t given[kChoices];
+#pragma unroll
+  for (int i = 0; i < kChoices; ++i) given[i] = first + i < num_topk ? __ldg(from + first + i) : -1;
+  uint32_t bad = 0, repeated = 0;  // a bit per entry
+  int experts[kChoices];
+#pragma unroll
+  for (int i = 0; i < kChoices; ++i) {
+    const bool valid = given[i] >= 0 && given[i] < context.config.num_experts;
+    if (!valid && given[i] != -1) bad |= 1u << i;
+    experts[i] = valid ? static_cast<int>(given[i]) : -1;
+#pragma unroll
+    for (int earlier = 0; earlier < i; ++earlier)
+      if (valid && experts[earlier] == experts[i]) repeated |= 1u << i;
+  }
+#pragma unroll 1
+  for (int k = 0; k < first; ++k) {
+    const int64_t earlier = __ldg(from + k);
+#pragma unroll
+    for (int i = 0; i < kChoices; ++i)
+      if (experts[i] >= 0 && earlier == experts[i]) repeated |= 1u << i;
+  }
+#pragma unroll 1
+  for (uint32_t left = bad | repeated; left != 0;) {
+    const int i = __ffs(left & bad ? left & bad : left) - 1;  // invalid entries first
+    keep_bad_entry(context, token, first + i, repeated >> i & 1, __ldg(from + first + i));
+    left &= ~(1u << i);
+  }
+  uint32_t words[kChoices / 2];
+#pragma unroll
+  for (int i = 0; i < kChoices; i += 2) {
+    const int low = repeated >> i & 1 ? -1 : experts[i], high = repeated >> (i + 1) & 1 ? -1 : experts[i + 1];
+    words[i / 2] = (low & 0xffff) | static_cast<uint32_t>(high) << 16;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// [team] Write this rank's choices to every rank of the node, in all warps but the first one: it waits for free staging
+// meanwhile. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by the movers of
+// block 0. A barrier of the movers and `announce` must follow.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  const Context& context = op.context;
-  const int num_topk = context.config.num_topk, num_tokens = params.args.num_tokens;
-  int16_t* const own = plan.choices_of(op, op.rank(), 0);
+  const int num_topk = op.context.config.num_topk, num_vectors = plan.choices_per_token / kChoices;
+  if (threadIdx.x < 32) return;
 #pragma unroll 1
-  for (int token = threadIdx.x; token < num_tokens; token += Movers::kThreads) {
+  for (int token = threadIdx.x - 32; token < params.args.num_tokens; token += Movers::kThreads - 32) {
     const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
-    int16_t* to = own + token * plan.choices_per_token;
-#pragma unroll 8
-    for (int k = 0; k < plan.choices_per_token; ++k) {
-      const int64_t given = k < num_topk ? __ldg(from + k) : -1;
-      const bool bad = given < -1 || given >= context.config.num_experts;
-      if (bad) keep_bad_entry(context, token, k, false, given);
-      to[k] = static_cast<int16_t>(bad ? -1 : given);
+#pragma unroll 1
+    for (int v = 0; v < num_vectors; ++v) {
+      const uint4 vector = check_choices(op.context, from, token, v * kChoices);
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[token * num_vectors + v] = vector;
     }
-#pragma unroll 1
-    for (int k = 1; k < num_topk; ++k)
-#pragma unroll 1
-      for (int earlier = 0; to[k] >= 0 && earlier < k; ++earlier)
-        if (to[earlier] == to[k]) {
-          keep_bad_entry(context, token, k, true, to[k]);
-          to[k] = -1;
-        }
   }
-  Movers::sync();
-  const int num_vectors = num_tokens * plan.choices_per_token / kChoices;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_vectors * op.ranks_per_node(); i += Movers::kThreads) {
-    const int local = i / num_vectors, vector = i - local * num_vectors;
-    reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[vector] = reinterpret_cast<const uint4*>(own)[vector];
-  }
-  Movers::sync();
-  announce<Movers>(op, call_of(params));
 }
 
 // [team] Take the choices of all ranks to shared memory, and count: for this rank's experts, for this rank's tokens,
@@ -153,23 +177,32 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Config& config = op.context.config;
   const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
+  const int lane = threadIdx.x % 32, num = op.num_ranks() * config.max_tokens;
   const bool counts_all = params.args.layout != Layout::kDecode;
+  const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
+  // Copy the choices, each warp a share. Lane i takes the number of tokens of rank i along.
+  static_assert(kMaxLocal <= 32, "a lane per rank of the one node");
   const uint32_t absent = absent_ranks(op);
+  const bool takes_part = lane < op.num_ranks() && !(absent >> lane & 1);
+  const int tokens_of_lane = takes_part ? __ldcg(&call_at(op, lane)->num_tokens) : 0;
+  const int num_vectors = num * plan.choices_per_token / kChoices;
+  const int begin = num_vectors * Movers::warp() / Movers::kWarps;
+  const int end = num_vectors * (Movers::warp() + 1) / Movers::kWarps;
+  copy_words<uint4, 4>(reinterpret_cast<uint4*>(plan.choices) + begin,
+                       reinterpret_cast<const uint4*>(choices_at(op, op.context.local, 0)) + begin,
+                       static_cast<uint32_t>((end - begin) * sizeof(uint4)));
+  Movers::sync();
+  // Count. All lanes of a warp make the same turns.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < op.num_ranks() * config.max_tokens; i += Movers::kThreads) {
-    const int source = i / config.max_tokens, token = i - source * config.max_tokens;
-    const int num_tokens = absent >> source % 32 & 1 ? 0 : __ldcg(&call_at(op, source)->num_tokens);
-    const auto* from = reinterpret_cast<const uint4*>(choices_at(op, op.context.local, source) +
-                                                      static_cast<size_t>(token) * plan.choices_per_token);
-    auto* const to = reinterpret_cast<uint4*>(plan.choices_of(op, source, token));
-#pragma unroll 1
-    for (int v = 0; v < plan.choices_per_token / kChoices; ++v) to[v] = __ldcg(from + v);
-    if (token >= num_tokens) continue;
+  for (int first = threadIdx.x - lane; first < num; first += Movers::kThreads) {
+    const int i = min(first + lane, num - 1), source = i / config.max_tokens, token = i - source * config.max_tokens;
+    const int num_tokens = __shfl_sync(~0u, tokens_of_lane, source);
+    if (first + lane >= num || token >= num_tokens) continue;
     const int word = source * plan.source_words + token / 32;
     const uint32_t bit = 1u << token % 32;
     RankSet ranks;
-    for_choices(reinterpret_cast<const int16_t*>(to), config.num_topk, [&](int, int expert) {
-      ranks.add(expert / num_local);
+    for_choices(plan.choices_of(op, source, token), config.num_topk, [&](int, int expert) {
+      ranks.add(num_local == 1 ? expert : __umulhi(expert, inverse));
       if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
       if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
         atomicOr(plan.chosen + (expert - first_expert) * plan.words + word, bit);
@@ -186,31 +219,44 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   Movers::sync();
 }
 
-// [warp] Sum the bits of `words` words: write the sum before each word, and return the sum of all.
-template <class T>
-__device__ int sum_bits(const uint32_t* bits, T* before, int words) {
-  const int lane = threadIdx.x % 32;
-  int sum = 0;
+// [warp] Sum the bits of lists of `words` words, which lie one after the other: write the sum before each word, and
+// call keep(list, sum) in one lane. The warp takes the lists number `warp`, `warp` + `num_warps`, ... in groups: short
+// lists share its lanes.
+template <class T, class Keep>
+__device__ void sum_bits(const uint32_t* bits, T* before, int words, int num_lists, int warp, int num_warps,
+                         const Keep& keep) {
+  int width = 32;  // lanes of a list
+  while (width / 2 >= words) width /= 2;
+  const int lane = threadIdx.x % 32, lane_of_list = lane & (width - 1), together = 32 / width;
 #pragma unroll 1
-  for (int first = 0; first < words; first += 32) {
-    const int word = first + lane, count = word < words ? __popc(bits[word]) : 0;
-    const int up_to = sum + inclusive_sum(count);
-    if (word < words) before[word] = static_cast<T>(up_to - count);
-    sum = __shfl_sync(~0u, up_to, 31);
+  for (int first = warp * together; first < num_lists; first += num_warps * together) {
+    const int list = first + lane / width;
+    int sum = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < words; begin += width) {
+      const int word = begin + lane_of_list, at = list * words + word;
+      const bool has_word = list < num_lists && word < words;
+      const int count = has_word ? __popc(bits[at]) : 0;
+      int up_to = count;
+      for (int step = 1; step < width; step *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, step, width);
+        if (lane_of_list >= step) up_to += other;
+      }
+      if (has_word) before[at] = static_cast<T>(sum + up_to - count);
+      sum += __shfl_sync(~0u, up_to, width - 1, width);
+    }
+    if (list < num_lists && lane_of_list == 0) keep(list, sum);
   }
-  return sum;
 }
 
 // [team] Sum the counts: tokens of this rank's experts, received items, and the output rows that each rank needs.
 // Called by the movers of a block. Ends with a barrier of the movers.
 __device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-#pragma unroll 1
-  for (int e = Movers::warp(); e <= num_local; e += Movers::kWarps) {
-    const int sum = e == num_local ? sum_bits(plan.received, plan.items_before, plan.words)
-                                   : sum_bits(plan.chosen + e * plan.words, plan.before + e * plan.words, plan.words);
-    if (lane == 0) (e == num_local ? plan.head->num_items : plan.expert_rows[e]) = sum;
-  }
+  sum_bits(plan.chosen, plan.before, plan.words, num_local, Movers::warp(), Movers::kWarps,
+           [&](int e, int sum) { plan.expert_rows[e] = sum; });
+  if (Movers::warp() == Movers::kWarps - 1)
+    sum_bits(plan.received, plan.items_before, plan.words, 1, 0, 1, [&](int, int sum) { plan.head->num_items = sum; });
   const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
   for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
@@ -263,7 +309,7 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
 }
 
 // [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
-// one warp of block 0.
+// one warp of block 0: in a launch that pulls a helper, since the movers are busy then.
 __device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
@@ -286,15 +332,15 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 // [team] Make the plan of this block, once this rank's choices are sent. Called by the movers of each block. Return as
 // make_plan.
 __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  // Clear the counters: `chosen` to `rank_items`.
+  // Clear the counters: `chosen` to `rank_items`. The barriers of first_warp_waits follow.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
        word += Movers::kThreads)
     *word = 0;
-  Movers::sync();
   if (params.stages && op.block == 0) {
+    send_choices(op, params, plan);
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
     stamp(op, Step::kFree);
-    send_choices(op, params, plan);
+    announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
   if (!params.pulls && (op.block != 0 || !params.counts())) return Verdict::kAgree;
@@ -316,7 +362,7 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
       fits = rows_fit(op, params, scratch, keeps);
     }
     lay_out(op, params, plan, fits);
-    if (op.block == 0) publish_plan(op, params, plan);
+    if (op.block == 0 && !params.pulls) publish_plan(op, params, plan);
   }
   return verdict;
 }

@@ -51,6 +51,7 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
   if (params.direct) {
+    if (params.pulls) Puller::make_places(op, params, shared);
     verdict = make_direct_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (plans) {
@@ -95,6 +96,8 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   }
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
+  if (params.direct && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
+    publish_plan(op, params, DirectPlan::at(op, shared));
   if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
     return verdict;
@@ -112,11 +115,12 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   return verdict;
 }
 
-// [block] Add the bytes read by this rank, by rank of the inbox. Called in the last block, once all ranks agree.
+// [block] Add the bytes read by this rank, by rank of the inbox. The second warp does, because the first one raises
+// flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
-  const int local = threadIdx.x;
-  if (local >= config.ranks_per_node) return;
+  const int local = static_cast<int>(threadIdx.x) - 32;
+  if (local < 0 || local >= config.ranks_per_node) return;
   const int32_t* begin = params.plan.head->item_begin;
   uint64_t num_items = 0;
 #pragma unroll 1

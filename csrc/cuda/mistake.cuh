@@ -23,13 +23,17 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
   facts.value = entry;
 }
 
+// [thread] Return the kept mistake, Mistake::kNone if there is none. Called in `complete`, and by the last mover warp
+// of block 0 in write_head. Both come after the finder: in `complete` by last_block, in write_head by `called` of this
+// rank or by a barrier of the movers.
+__device__ inline int32_t kept_mistake(const Context& context) {
+  return static_cast<int32_t>(__ldcg(&context.state->mistake));
+}
+
 // [thread] Publish the kept mistake to the host, and clear it for the next operation. If the host has not taken an
-// earlier mistake yet, only clear it. Called in `complete`, and by the last mover warp of block 0 in write_head. Both
-// come after the finder: in `complete` by last_block, in write_head by `called` of this rank or by a barrier of the
-// movers.
-__device__ inline void publish_mistake(const Context& context) {
+// earlier mistake yet, only clear it. `kept`: kept_mistake.
+__device__ inline void publish_mistake(const Context& context, int32_t kept) {
   State* state = context.state;
-  const auto kept = static_cast<int32_t>(__ldcg(&state->mistake));
   if (kept == 0) return;
   state->mistake = 0;
   Report* report = context.report;

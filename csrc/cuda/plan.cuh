@@ -224,7 +224,7 @@ __device__ inline void report_rows(const Op& op, const DispatchParams& params, i
   if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
   // The mistake first, because the host raises it with the counts.
   Report* report = op.context.report;
-  publish_mistake(op.context);
+  publish_mistake(op.context, kept_mistake(op.context));
   report->num_rows = num_rows;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;

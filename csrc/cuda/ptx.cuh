@@ -60,6 +60,13 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   }
 }
 
+// [thread] Start to copy a float to shared memory, without a register for it.
+__device__ __forceinline__ void start_copy(float* shared, const float* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+// [thread] Wait until all copies of this thread have landed. They are visible to it then.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Bulk copies. Addresses and sizes are multiples of 16 bytes. They use the asynchronous proxy: fences order them with
 // ordinary accesses.
 
@@ -110,9 +117,10 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
   return value;
 }
 
-// [thread] Order all earlier accesses, done or observed by this thread, before its later ones: in the block, or in the
-// whole system. fence_system and then store_relaxed make a release.
+// [thread] Order all earlier accesses, done or observed by this thread, before its later ones: in the block, on this
+// GPU, or in the whole system. fence_system and then store_relaxed make a release.
 __device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // [thread] Store without ordering of its own, visible to peers.

@@ -59,7 +59,16 @@ struct Puller {
   int room;                 // places free to be loaded
   StagedFlags staged;
 
-  // [warp] Create the mbarriers, and find the items of this mover. The items have arrived, and the plan is usable.
+  // [warp] Create the mbarriers of this mover ahead of a direct plan, which lies elsewhere in shared memory.
+  static __device__ void make_places(const Op& op, const DispatchParams& params, char* shared) {
+    Cursor c(shared + params.rings_at);
+    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
+    if (threadIdx.x % 32 == 0) init_places(memory.full);
+    __syncwarp();
+  }
+
+  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, and
+  // the plan is usable.
   __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
       : op(op),
         params(params),
@@ -74,6 +83,10 @@ struct Puller {
         memory(memory_of(op, params, head, shared)),
         order(memory.sources, op.context),
         room(pieces.num_places) {
+    if (params.direct) {
+      memory.records.num = num;  // they are written here, not loaded: they need no mbarriers
+      return;
+    }
     memory.records.begin(num);
     if (lane == 0) init_places(memory.full);
     __syncwarp();
@@ -213,9 +226,9 @@ struct Puller {
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (kStamps && store.item == 0) stamp(op, Step::kLanded);
+      if (lane == 0) store_piece();
       if (params.rows_per_group > 0) store_columns();
       if (lane == 0) {
-        store_piece();
         if (params.has_waves())
           ptx::bulk_wait<1>();
         else

@@ -21,8 +21,17 @@ __device__ inline void share_factors(const Op& op, const CombineParams& params) 
   const Context& context = op.context;
   float* const to = context.inbox_for(context.node, &Inbox::weights);
   const int num = params.args.num_tokens * context.config.num_topk;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < num; i += blockDim.x) to[i] = __ldg(params.args.factors + i);
+  constexpr int kTogether = 4;  // loads of a thread under way
+#pragma unroll 1
+  for (int begin = threadIdx.x; begin < num; begin += kTogether * Pipeline::kThreads) {
+    float values[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      values[i] = __ldg(params.args.factors + min(begin + i * Pipeline::kThreads, num - 1));
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+  }
 }
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
@@ -167,10 +176,10 @@ struct Pusher {
   int entered;  // last chunk that may be pushed
   int summed;   // far chunk whose pushes follow the sums made so far
   FarItems far;
-  int taken = 0, end = 0;    // this block's items of the far chunk, or all own ones: the first to be taken, and the end
-  bool takes_own = false;    // whether all far chunks are taken
-  Batch batch{}, next{};     // to be queued, and behind it; from the first run() on
-  int num_queued = -kBatch;  // records before those of `batch`; below 0 before the first run()
+  int taken = 0, end = 0;  // this block's items of the far chunk, or all own ones: the first to be taken, and the end
+  bool takes_own = false;  // whether all far chunks are taken
+  Batch batch{}, next{};   // to be queued, and behind it; from begin() on
+  int num_queued = 0;      // records before those of `batch`
 
   // [warp] Prepare to push. `agreed`: whether all ranks are known to agree. SourceOrder::fill has been called.
   __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces,
@@ -255,6 +264,12 @@ struct Pusher {
     return ok ? Verdict::kAgree : Verdict::kAborted;
   }
 
+  // [warp] Take the first items, and start to load them. Wait for nothing. Keep one batch ahead of the works.
+  __device__ void begin() {
+    batch = take();
+    next = batch.num > 0 ? take() : batch;
+  }
+
   // [thread] Go on without sums before those of a far chunk: this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
 
@@ -288,8 +303,10 @@ struct Pusher {
     preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
       for (int j = 0; j < work.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        if (work.has_factors) factors[j] = __ldcg(weights + item.k(j));
+        // A factor lies at the source, more than a microsecond away: all of them are under way together.
+        if (work.has_factors) ptx::start_copy(factors + j, weights + item.k(j));
       }
+      if (work.has_factors) ptx::wait_for_copies();
     });
     return true;
   }
@@ -297,17 +314,11 @@ struct Pusher {
   // [warp] Queue the sums of this block's items, up to those that need sums before: then set `until` to a sum
   // milestone, and expect another call when the sums before it are queued. At the end set it to kAllSums. Called once
   // slots are free, and with factors once these are here. Wait for own loads, for room in the queue, and for free slots
-  // of far chunks behind the window. Return kDiffer at the end if the rest is not pushed because the ranks differ; all
-  // flags promised rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way: at
-  // the end, call Records::drain.
+  // of far chunks behind the window. begin() has been called. Return kDiffer at the end if the rest is not pushed
+  // because the ranks differ; all flags promised rise all the same. Return kAborted after an abort of this rank. Loads
+  // of items may be under way: at the end, call Records::drain.
   __device__ Verdict run(Preparer& preparer, int& until) {
     until = kAllSums;
-    // Load one batch ahead of the works.
-    if (num_queued < 0) {
-      num_queued = 0;
-      batch = take();
-      next = batch.num > 0 ? take() : batch;
-    }
     Verdict verdict = Verdict::kAgree;
     while (true) {
       verdict = enter(preparer, batch.chunk, until);

@@ -49,19 +49,20 @@ template <class Team>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
   Team::sync();
-  // Release this block's stores, count it in, acquire the stores of the others.
+  // Release this block's stores, count it in, acquire the stores of the others. All this is on one GPU: whoever raises
+  // a flag afterwards fences the system, also for the stores of the others.
   if (Team::thread() == 0) {
-    ptx::fence_system();
+    ptx::fence_gpu();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
     if (last) *counter = 0;
-    ptx::fence_system();
+    ptx::fence_gpu();
   }
   Team::sync();
   return last;
 }
 
 // Arrivals of warps at each chunk: in shared memory for this block, then in device memory for all blocks. A fence of
-// the whole system is slow, so only the last warp of each block runs it.
+// the GPU is slow, so only the last warp of each block runs it; only the last one of all fences the whole system.
 struct ChunkArrivals {
   uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: arrived warps of this block
   uint32_t num_warps;
@@ -73,7 +74,7 @@ struct ChunkArrivals {
   __device__ bool arrive(int chunk) const {
     ptx::fence_block();
     if (atomicAdd(in_block + chunk, 1u) != num_warps - 1) return false;
-    ptx::fence_system();
+    ptx::fence_gpu();
     if (atomicAdd(in_grid + chunk, 1u) != num_blocks - 1) return false;
     in_grid[chunk] = 0;
     ptx::fence_system();

@@ -100,8 +100,8 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
 }
 
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does: in a dispatch the
-// first mover of the first block, which plans; in a combine the preparing warp of the last block, which reduces from
-// the start (and before it warp 0, for free slots).
+// first mover of the first block, which plans; in a combine the preparing warp of the last block, which mostly reduces
+// from the start (and before it warp 0, for free slots).
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
