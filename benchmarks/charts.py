@@ -163,7 +163,8 @@ def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
         axes.plot([step.end, step.last], [y, y], color=colours[step.name], linewidth=1)
         axes.barh(y, step.end - step.begin, left=step.begin, height=0.7, color=colours[step.name], edgecolor="white")
         if step.end - step.begin > 0.03 * most:
-            text = f"{step.end - step.begin:.3g}"
+            us = step.end - step.begin
+            text = f"{us:.0f}" if us >= 100 else f"{us:.3g}"
             axes.annotate(text, ((step.begin + step.end) / 2, y), ha="center", va="center", size=7)
     axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
     axes.invert_yaxis()
