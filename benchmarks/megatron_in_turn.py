@@ -1,0 +1,218 @@
+"""Times training jobs of Megatron-LM in turn: all start together, and train one after the other.
+
+    python benchmarks/megatron_in_turn.py --ranks 2 --rounds 3 --at-once 3 --out runs/megatron \\
+        --job 'alltoall: --moe-token-dispatcher-type alltoall' \\
+        --job 'ep_dispatcher: EP_DISPATCHER_GROUPED_EXPERTS=1 --moe-token-dispatcher-type flex \\
+               --moe-flex-dispatcher-backend ep_dispatcher' \\
+        pretrain_gpt.py --num-layers 4 --train-iters 30 --log-interval 1 ...
+
+Machines and hours differ by more than dispatchers do, so jobs that are compared take turns on one machine. The start of
+a job takes longer than its steps. So jobs of a batch start together, and each waits before its first step until all are
+ready and those before it have ended. The GPUs hold weights and optimizer states of a whole batch (--at-once).
+
+A job has a name, variables and arguments of its own. What follows the script goes to all jobs. Jobs with a variable or
+an argument of ep_dispatcher are started through its launcher. The script lies in the folder of Megatron-LM.
+
+Printed are the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to the
+first job's, and losses. Logs and JSON lie in --out: benchmarks/loss_curves.py draws them. Exit code 1 if a job failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LINE = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
+LAUNCHER = "ep_dispatcher.integrations.megatron"
+TURN = "--turn"
+POLL_S = 0.05
+
+
+@dataclass
+class Job:
+    name: str
+    variables: dict[str, str]
+    arguments: list[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Job:
+        name, colon, rest = text.partition(":")
+        words = shlex.split(rest)
+        variables = {}
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            variable, _, value = words.pop(0).partition("=")
+            variables[variable] = value
+        if not colon or not re.fullmatch(r"[\w.-]+", name):
+            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: 'NAME: [VARIABLE=VALUE ...] [ARGUMENT ...]'")
+        return cls(name, variables, words)
+
+    @property
+    def is_ours(self) -> bool:
+        return "ep_dispatcher" in self.arguments or any(name.startswith("EP_DISPATCHER_") for name in self.variables)
+
+
+@dataclass
+class Run:
+    job: Job
+    log: Path
+    code: int = -1
+    milliseconds: list[float] = field(default_factory=list)  # of each iteration
+    losses: list[float] = field(default_factory=list)
+
+    def read(self) -> None:
+        found = LINE.findall(self.log.read_text(errors="replace"))
+        self.milliseconds, self.losses = [float(ms) for _, ms, _ in found], [float(loss) for *_, loss in found]
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == [TURN]:
+        folder, number, count, script, *arguments = argv[1:]
+        take_turn(Path(folder), int(number), int(count), script, arguments)
+        return 0
+    args = parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = [
+        Run(job, args.out / f"{job.name}.{turn + 1}.log")
+        for turn in range(args.rounds)
+        for job in (args.job if turn % 2 == 0 else args.job[::-1])
+    ]
+    for first in range(0, len(runs), args.at_once):
+        run_batch(runs[first : first + args.at_once], args)
+    print(table(runs, args.job, args.last))
+    figures = [dict(job=r.job.name, log=r.log.name, code=r.code, ms=r.milliseconds, losses=r.losses) for r in runs]
+    (args.out / "times.json").write_text(json.dumps(dict(last=args.last, runs=figures), indent=1) + "\n")
+    return int(any(run.code != 0 for run in runs))
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--job", type=Job.parse, action="append", required=True, metavar="'NAME: ...'")
+    parser.add_argument("--ranks", type=int, required=True, help="processes of a job, a GPU each")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each job; default 3")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs that are loaded at a time; default 2")
+    parser.add_argument("--last", type=int, default=20, help="iterations that count; default 20")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a batch of jobs; default 600")
+    parser.add_argument("--out", type=Path, default=Path("runs/megatron"))
+    parser.add_argument("script", type=Path, help="pretrain_gpt.py, or another that calls megatron.training")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, for all jobs")
+    args = parser.parse_args(argv)
+    for name in ("ranks", "rounds", "at_once", "last"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: given {getattr(args, name)}, allowed: at least 1")
+    if not args.script.is_file():
+        parser.error(f"script: given {str(args.script)!r}, allowed: a file that exists")
+    names = [job.name for job in args.job]
+    if len(set(names)) < len(names):
+        parser.error(f"--job: given the names {', '.join(names)}, allowed: each name once")
+    return args
+
+
+def run_batch(runs: list[Run], args: argparse.Namespace) -> None:
+    """Start all, and let each train when those before it have ended. Fill in the runs."""
+    folder = args.out / f"turns-{os.getpid()}-{time.monotonic_ns()}"
+    folder.mkdir()
+    started = [start(number, run, len(runs), folder, args) for number, run in enumerate(runs)]
+    end = time.monotonic() + args.limit
+    try:
+        while any(run.code == -1 for run in runs):
+            for number, (run, process) in enumerate(zip(runs, started)):
+                code = process.poll()
+                if run.code == -1 and code is not None:
+                    run.code = code
+                    (folder / f"ended.{number}").touch()
+                    run.read()
+                    print(f"{run.log.name}: exit code {code}, {len(run.milliseconds)} iterations", flush=True)
+            if time.monotonic() > end:
+                raise TimeoutError(f"--limit: the jobs took more than {args.limit:g} s")
+            time.sleep(POLL_S)
+    finally:
+        for process in started:
+            process.terminate()  # torchrun ends its ranks
+        for process in started:
+            process.wait()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def start(number: int, run: Run, count: int, folder: Path, args: argparse.Namespace) -> subprocess.Popen:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["-m", LAUNCHER] if run.job.is_ours else []
+    command += [str(Path(__file__).resolve()), TURN, str(folder.resolve()), str(number), str(count)]
+    command += [str(args.script.resolve()), *args.arguments, *run.job.arguments]
+    path = os.pathsep.join(filter(None, [str(args.script.resolve().parent), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | run.job.variables | {"PYTHONPATH": path}
+    with run.log.open("w") as log:
+        return subprocess.Popen(
+            command, env=environment, cwd=args.script.resolve().parent, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def take_turn(folder: Path, number: int, count: int, script: str, arguments: list[str]) -> None:
+    """Run the script in this rank. Its training waits for this job's turn."""
+    from megatron.training import training
+
+    train = training.train
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def train_in_turn(*given, **options):
+        (folder / f"ready.{number}.{rank}").touch()
+        while not is_turn(folder, number, count, ranks):
+            time.sleep(POLL_S)
+        return train(*given, **options)
+
+    training.train = train_in_turn
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def is_turn(folder: Path, number: int, count: int, ranks: int) -> bool:
+    def has_ended(other: int) -> bool:
+        return (folder / f"ended.{other}").exists()
+
+    def is_ready(other: int) -> bool:
+        return all((folder / f"ready.{other}.{rank}").exists() for rank in range(ranks))
+
+    return all(has_ended(other) or (other >= number and is_ready(other)) for other in range(count))
+
+
+def table(runs: list[Run], jobs: list[Job], last: int) -> str:
+    lines = [f"| ms of a step | medians of the last {last} | middle 80 % | ratio | losses: first, middle, last |"]
+    lines += ["|---|---|---|---|---|"]
+    base = None
+    for job in jobs:
+        sound = [run for run in runs if run.job is job and run.code == 0 and run.milliseconds]
+        if not sound:
+            lines.append(f"| {job.name} | no run ended well | | | |")
+            continue
+        medians = [statistics.median(run.milliseconds[-last:]) for run in sound]
+        every = sorted(ms for run in sound for ms in run.milliseconds[-last:])
+        cut = len(every) // 10
+        base = base or statistics.median(medians)
+        losses = sound[-1].losses
+        some = ", ".join(f"{losses[n]:.4f}" for n in (0, len(losses) // 2, -1))
+        lines.append(
+            f"| {job.name} | {', '.join(f'{ms:.1f}' for ms in medians)} | {every[cut]:.1f} to {every[-1 - cut]:.1f} | "
+            f"{statistics.median(medians) / base:.3f} | {some} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

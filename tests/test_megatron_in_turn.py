@@ -1,0 +1,110 @@
+"""benchmarks/megatron_in_turn.py: jobs start together and train one after the other; what it prints and refuses.
+
+A package of a few lines plays megatron.training. Its steps write down when they ran.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+from commands import ROOT
+
+SPEC = importlib.util.spec_from_file_location("megatron_in_turn", ROOT / "benchmarks/megatron_in_turn.py")
+in_turn = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = in_turn  # its dataclasses look for their module
+SPEC.loader.exec_module(in_turn)
+
+TRAINING = """
+import os, time
+
+def train(name, milliseconds):
+    with open(os.environ["EVENTS"], "a") as events:
+        events.write(f"{name} {os.environ['RANK']} begins\\n")
+    time.sleep(0.3)
+    if os.environ["RANK"] == "0":
+        for n in range(1, 5):
+            print(f"iteration {n}/ 4 | elapsed time per iteration (ms): {milliseconds + n} | lm loss: {10 - n}.0 |")
+    if name == "fails":
+        raise SystemExit(3)
+    with open(os.environ["EVENTS"], "a") as events:
+        events.write(f"{name} {os.environ['RANK']} ends\\n")
+"""
+SCRIPT = """
+import os, sys
+from megatron.training import training
+
+assert sys.argv[1] == "--all"
+training.train(os.environ["NAME"], float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()  # megatron-core has none, and does not shadow this one
+    (package / "training.py").write_text(TRAINING)
+    (tmp_path / "pretrain.py").write_text(SCRIPT)
+    monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path / "pretrain.py"
+
+
+def run(script, *jobs: str, rounds: int = 1, at_once: int = 3) -> tuple[int, list[str]]:
+    """Return the exit code, and who began and ended when."""
+    out = script.parent / "out"
+    given = [word for job in jobs for word in ("--job", job)]
+    options = ["--ranks", "2", "--rounds", str(rounds), "--at-once", str(at_once), "--last", "3", "--out", str(out)]
+    code = in_turn.main([*given, *options, str(script), "--all"])
+    return code, (script.parent / "events").read_text().splitlines()
+
+
+def test_jobs_train_one_after_the_other(script, capsys):
+    code, events = run(script, "a: NAME=a 100", "b: NAME=b 50", rounds=2, at_once=4)
+    assert code == 0
+    order = [events[n].split()[0] for n in range(0, len(events), 4)]
+    assert order == ["a", "b", "b", "a"] and len(events) == 16, "the second round goes backwards"
+    for n in range(0, 16, 4):  # no rank of another job in between
+        assert {line.split()[0] for line in events[n : n + 4]} == {order[n // 4]}
+    said = capsys.readouterr().out
+    assert "| a | 103.0, 103.0 | 102.0 to 104.0 | 1.000 | 9.0000, 7.0000, 6.0000 |" in said
+    assert "| b | 53.0, 53.0 | 52.0 to 54.0 | 0.515 |" in said
+    runs = json.loads((script.parent / "out/times.json").read_text())["runs"]
+    assert [(r["job"], r["code"], r["ms"][-1]) for r in runs] == [
+        ("a", 0, 104),
+        ("b", 0, 54),
+        ("b", 0, 54),
+        ("a", 0, 104),
+    ]
+    assert sorted(os.listdir(script.parent / "out")) == ["a.1.log", "a.2.log", "b.1.log", "b.2.log", "times.json"]
+
+
+def test_a_job_that_fails_does_not_hold_up_the_others(script, capsys):
+    code, events = run(script, "fails: NAME=fails 7", "b: NAME=b 50")
+    assert code == 1 and events[-1].startswith("b") and events[-1].endswith("ends")
+    said = capsys.readouterr().out
+    assert "| fails | no run ended well | | | |" in said and "| b | 53.0 | 52.0 to 54.0 | 1.000 |" in said
+
+
+def test_what_is_a_job_of_ep_dispatcher():
+    plain = in_turn.Job.parse("alltoall: A=1 --moe-token-dispatcher-type alltoall")
+    assert (plain.variables, plain.arguments) == ({"A": "1"}, ["--moe-token-dispatcher-type", "alltoall"])
+    assert not plain.is_ours and in_turn.Job.parse("x: EP_DISPATCHER_GROUPED_EXPERTS=1").is_ours
+    assert in_turn.Job.parse("x: --moe-flex-dispatcher-backend ep_dispatcher").is_ours
+
+
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        (["--job", "no colon", "--ranks", "2"], "allowed: 'NAME: [VARIABLE=VALUE ...] [ARGUMENT ...]'"),
+        (["--job", "a:", "--job", "a:", "--ranks", "2"], "given the names a, a, allowed: each name once"),
+        (["--job", "a:", "--ranks", "0"], "--ranks: given 0, allowed: at least 1"),
+    ],
+)
+def test_refused(script, capsys, given, said):
+    with pytest.raises(SystemExit):
+        in_turn.main([*given, str(script)])
+    assert said in capsys.readouterr().err
