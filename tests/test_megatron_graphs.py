@@ -376,14 +376,14 @@ def test_experts_that_run_megatrons_way_are_refused_in_graphs():
 def hooks_of_transformer_engine(rank: int) -> None:
     """Transformer Engine has hooks on every module while it warms up. A first forward pass there decides as ever."""
     use_layout(EP2)
-    with environment(**LIMIT), switched_on():
-        from ep_dispatcher.integrations.megatron.experts import is_grouped
+    with environment(**LIMIT), switched_on(WAVES):
+        from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
 
         layer = make_grouped_layer(with_graphs(make_config(**GROUPED), "transformer_engine", "moe"))
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts)
+            assert is_grouped(layer.experts) and _layers[layer.experts].why_no_waves is None
 
 
 @ON_CPU
