@@ -241,7 +241,8 @@ def deep_ep_exact() -> bool:
 
 
 def grouped_experts() -> bool:
-    return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1"
+    """Whether either switch asks for it."""
+    return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1" or expert_waves()
 
 
 def expert_waves() -> bool:

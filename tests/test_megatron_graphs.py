@@ -21,11 +21,12 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
-from test_megatron_experts import GROUPED, ddp_of, iterations, make_grouped_layer, step, switched_on
+from test_megatron_experts import GROUPED, SWITCH, ddp_of, iterations, make_grouped_layer, step, switched_on
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 FACTOR = "EP_DISPATCHER_RANK_CAPACITY_FACTOR"
+WAVES = "EP_DISPATCHER_EXPERT_WAVES"
 LIMIT = {FACTOR: "3"}
 LIMITED = {"EP_DISPATCHER_GROUPED_EXPERTS": "1"} | LIMIT  # where `switched_on` does not set the switch
 OVERLAP = dict(overlap_moe_expert_parallel_comm=True)
@@ -138,12 +139,12 @@ class Replay(torch.autograd.Function):
         return None, of_x, *(grad.clone() for grad in of_weights)
 
 
-def main_grads(rank: int, impl: str, settings: dict) -> None:
+def main_grads(rank: int, impl: str, settings: dict, switch: str) -> None:
     """Gradients reach main_grad and are reduced once, in eager steps and in replays."""
     use_layout(EP2)
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
-    with environment(**LIMIT), switched_on():
+    with environment(**LIMIT), switched_on(switch):
         config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(with_graphs(config, impl))
@@ -168,8 +169,9 @@ def main_grads(rank: int, impl: str, settings: dict) -> None:
     ids=["overlapped", "at the end", "distributed optimizer, weights gathered meanwhile"],
 )
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_gradients_of_replays_reach_main_grad_and_are_reduced(impl, settings):
-    megatron_pool(4).run(main_grads, impl, settings)  # 2 ranks share an expert's weights
+@pytest.mark.parametrize("switch", [SWITCH, WAVES])
+def test_gradients_of_replays_reach_main_grad_and_are_reduced(switch, impl, settings):
+    megatron_pool(4).run(main_grads, impl, settings, switch)  # 2 ranks share an expert's weights
 
 
 def without_a_wrapper(rank: int) -> None:
@@ -198,12 +200,17 @@ def test_main_grad_without_a_wrapper():
 
 def warm_ups(rank: int) -> None:
     """Tokens that are all alike all go to one rank, and are too many there. A warm-up sends none."""
+    for switch in (SWITCH, WAVES):
+        warm_up_and_overfill(rank, switch)
+
+
+def warm_up_and_overfill(rank: int, switch: str) -> None:
     use_layout(EP2)
     from megatron.core.transformer import cuda_graphs
 
     from ep_dispatcher.integrations.megatron import graphs
 
-    with environment(**{FACTOR: "1"}), switched_on():
+    with environment(**{FACTOR: "1"}), switched_on(switch):
         layer = make_layer(with_graphs(make_config()))
         with torch.no_grad():
             layer.router.weight.zero_()
@@ -218,7 +225,7 @@ def warm_ups(rank: int) -> None:
         text = error_of(lambda: layer(alike))
         (enough,) = re.findall(FACTOR + r"=([\d.]+) is enough for this routing$", text)
         assert text.startswith("max_recv_rows: too small: rank 0 needs 96 rows, given 48") and enough == "2"
-    with environment(**{FACTOR: enough}), switched_on():
+    with environment(**{FACTOR: enough}), switched_on(switch):
         layer(alike)
 
 
@@ -369,14 +376,14 @@ def test_experts_that_run_megatrons_way_are_refused_in_graphs():
 def hooks_of_transformer_engine(rank: int) -> None:
     """Transformer Engine has hooks on every module while it warms up. A first forward pass there decides as ever."""
     use_layout(EP2)
-    with environment(**LIMIT), switched_on():
-        from ep_dispatcher.integrations.megatron.experts import is_grouped
+    with environment(**LIMIT), switched_on(WAVES):
+        from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
 
         layer = make_grouped_layer(with_graphs(make_config(**GROUPED), "transformer_engine", "moe"))
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts)
+            assert is_grouped(layer.experts) and _layers[layer.experts].why_no_waves is None
 
 
 @ON_CPU

@@ -272,13 +272,17 @@ def _why_not_modules(experts: Any, parts: Experts) -> str | None:
             return f"{kind} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
         if getattr(linear, "te_quant_params", None) is not None:
             return f"{kind} has a quantisation of its own"
-    for module in parts.bypassed:
+    return _why_not_hooks(*parts.bypassed) or _why_not_weights(parts)
+
+
+def _why_not_hooks(*modules: Module) -> str | None:
+    for module in modules:
         for hooks in HOOKS:
             if graphs.is_capturing() and hooks == "_forward_hooks":
                 continue  # Transformer Engine's own, for as long as it warms up
             if getattr(module, hooks):
                 return f"{type(module).__name__} has hooks ({hooks.strip('_')})"
-    return _why_not_weights(parts)
+    return None
 
 
 def _why_not_weights(parts: Experts) -> str | None:
@@ -317,10 +321,7 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
-    for hooks in HOOKS:  # they would get other rows
-        if getattr(experts, hooks):
-            return f"{type(experts).__name__} has hooks ({hooks.strip('_')})"
-    return None
+    return _why_not_hooks(experts)  # they would get other rows
 
 
 def communicates(experts: Module, buffer: Any) -> bool:

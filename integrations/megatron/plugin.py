@@ -207,11 +207,7 @@ def _patches() -> list[_Patch]:
         expect(hasattr(schedules, name), f"schedules has no {name}")
     wrapper = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
     expect(wrapper is not None, "full_cuda_graph.FullCudaGraphWrapper is missing")
-    grouped = (
-        _patches_for_grouped_experts(experts, moe_layer, expect)
-        if envs.grouped_experts() or envs.expert_waves()
-        else []
-    )
+    grouped = _patches_for_grouped_experts(experts, moe_layer, expect) if envs.grouped_experts() else []
     overlap = _patches_for_margins(expect) if envs.gemm_sm_margin() != 0 else []
     if unexpected:
         raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
