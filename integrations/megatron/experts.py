@@ -183,7 +183,7 @@ class Experts:
         While Megatron captures, its own hooks do nothing either.
         """
         layer = self.layer()
-        if graphs.is_capturing() or layer is None or not hasattr(type(layer.experts).forward, "in_grouped_gemms"):
+        if graphs.is_capturing() or layer is None or not getattr(layer.experts.forward, "in_grouped_gemms", False):
             return
         w1, w2 = self.weights()
         _say_added([*w1, *w2])
