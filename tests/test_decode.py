@@ -147,6 +147,19 @@ def test_every_bit(pools, engine, case):
     assert_case(case, inputs, again, pools(case.num_ranks).run(run_case, engine, case, inputs, again, {}))
 
 
+@pytest.mark.parametrize("options", [{}, {"return_hook": True}], ids=["plain", "hook"])
+@pytest.mark.parametrize("tokens", ["some", "many"])
+def test_more_items_than_a_chunk(pools, engine, tokens, options):
+    """Of a direct plan, and of one with lists. With one chunk of items all blocks of a combine push before they reduce:
+    here some of them only reduce."""
+    case = Case(2, 2, torch.bfloat16, layout="decode", weighted=False, tokens=tokens, num_topk=3, experts_per_rank=3)
+    inputs = make_inputs(case)
+    items = [(idx // 3 == rank).any(1).sum().item() for idx in inputs.topk_idx for rank in range(2)]
+    assert min(items) > 512, items
+    again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
+    assert_case(case, inputs, again, pools(2).run(run_case, engine, case, inputs, again, options))
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("payload", ["rows", "quantize"])
 def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, ranks_per_node):

@@ -22,7 +22,12 @@ from ep_dispatcher.testing import (
     with_negative_zeros,
 )
 
-NUM_TOKENS = {"even": (19, 19, 19, 19), "uneven": (23, 0, 1, 14), "many": (2500, 2100, 0, 1025)}
+NUM_TOKENS = {
+    "even": (19, 19, 19, 19),
+    "uneven": (23, 0, 1, 14),
+    "some": (900, 700, 0, 600),  # more than a chunk of a combine, and few enough for direct plans of two ranks
+    "many": (2500, 2100, 0, 1025),
+}
 
 
 @dataclass(frozen=True)
