@@ -197,6 +197,8 @@ def slowest(ranks: list[dict]) -> dict:
 
 def measure(rank: int, operation: str, sizes: dict, replays: int) -> dict:
     """Return all runs of this rank, the time of one by events, and the time between two."""
+    from compare_builds import on_device
+
     torch.cuda.set_device(rank % torch.cuda.device_count())
     tokens, hidden, num_experts = sizes["tokens"], sizes["hidden"], sizes["experts"]
     idx, weights = (t.cuda() for t in make_routing("uniform", tokens, num_experts, TOPK, seed=rank))
@@ -212,13 +214,13 @@ def measure(rank: int, operation: str, sizes: dict, replays: int) -> dict:
         epochs = EPOCHS.get(operation, 1)
         in_graph = engine._compiled.stamped_operations // epochs
         experts.clear()
-        replay = captured(run, in_graph)
+        replay = on_device(run, in_graph)
         replay()
         engine.stamps()
         found, gaps, times = [], [], []
         for _ in range(replays):
             dist.barrier()
-            times.append(replay() / in_graph)
+            times.append(replay())
             operations = operations_in(engine.stamps())
             assert len(operations) == in_graph * epochs, f"{len(operations)} operations, not {in_graph * epochs}"
             beside = experts.take(in_graph)
@@ -271,28 +273,6 @@ def layer_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Ten
         return lambda: forward(x, idx, weights, w1, w2)
     leaves, of_y = [t.requires_grad_() for t in (x, weights, w1, w2)], torch.randn_like(x)
     return lambda: torch.autograd.grad(forward(leaves[0], idx, *leaves[1:]), leaves, of_y)
-
-
-def captured(run: Callable[[], object], times: int) -> Callable[[], float]:
-    """Return a function that replays so many runs in one CUDA graph, and returns their microseconds."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            kept = run()
-
-    def replay(kept: object = kept, inputs: object = run) -> float:  # a graph does not keep what it reads and writes
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
-    return replay
 
 
 class Experts:

@@ -30,3 +30,25 @@ def torchrun(num_ranks: int, *command: str, **options) -> tuple[int, str, str]:
     """``run_module`` on ``num_ranks`` ranks; ``command`` is a script or ``-m`` and a module, with its arguments."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
     return run_module(*launcher, *command, **options)
+
+
+def compile_header(
+    header: Path, program: str, folder: Path, *flags: str, empty: tuple[str, ...], change: tuple[str, str] | None = None
+) -> Path:
+    """Compile tests/`program`.cpp, which runs the text of a kernel's header on the CPU. Return where it lies.
+
+    `change`: text of the header and what stands there instead. `empty`: headers that it includes, and that the program
+    plays itself.
+    """
+    text = header.read_text()
+    if change is not None:
+        assert text.count(change[0]) == 1
+        text = text.replace(*change)
+    (folder / "cuda").mkdir()
+    (folder / "cuda" / header.name).write_text(text)
+    for name in empty:
+        (folder / "cuda" / name).write_text("#pragma once\n")
+    built = folder / program
+    sources = ["-I", folder, "-I", ROOT / "csrc", ROOT / "tests" / f"{program}.cpp", "-o", built]
+    subprocess.run(["c++", "-std=c++17", *flags, *sources], check=True, timeout=300)
+    return built

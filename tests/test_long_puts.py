@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, compile_header
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 HEADER = ROOT / "csrc" / "cuda" / "long_puts.cuh"
@@ -13,17 +13,7 @@ HEADER = ROOT / "csrc" / "cuda" / "long_puts.cuh"
 
 def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
     """Compile the program, with one change of the header. The wire there is the program's own."""
-    text = HEADER.read_text()
-    if change is not None:
-        assert text.count(change[0]) == 1
-        text = text.replace(*change)
-    (folder / "cuda").mkdir()
-    (folder / "cuda" / "long_puts.cuh").write_text(text)
-    (folder / "cuda" / "wire.cuh").write_text("#pragma once\n")
-    program = folder / "long_puts"
-    sources = ["-I", folder, "-I", ROOT / "csrc", ROOT / "tests" / "long_puts.cpp", "-o", program]
-    subprocess.run(["c++", "-std=c++17", "-O1", *sources], check=True, timeout=300)
-    return program
+    return compile_header(HEADER, "long_puts", folder, "-O1", empty=("wire.cuh",), change=change)
 
 
 def run(program: Path, seed: int, shared_bytes: int) -> str:

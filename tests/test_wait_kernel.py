@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import ROOT
+from commands import ROOT, compile_header
 
 from ep_dispatcher.engines.aborts import rank_bits
 
@@ -29,18 +29,7 @@ class Result(NamedTuple):
 
 def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
     """Compile the program, with one change of the header. Wire and instructions there are the program's own."""
-    text = HEADER.read_text()
-    if change is not None:
-        assert text.count(change[0]) == 1
-        text = text.replace(*change)
-    (folder / "cuda").mkdir()
-    (folder / "cuda" / "wait.cuh").write_text(text)
-    for name in ("wire.cuh", "ptx.cuh"):
-        (folder / "cuda" / name).write_text("#pragma once\n")
-    program = folder / "waits"
-    sources = ["-I", folder, "-I", ROOT / "csrc", ROOT / "tests" / "waits.cpp", "-o", program]
-    subprocess.run(["c++", "-std=c++17", "-O0", "-pthread", *sources], check=True, timeout=300)
-    return program
+    return compile_header(HEADER, "waits", folder, "-O0", "-pthread", empty=("wire.cuh", "ptx.cuh"), change=change)
 
 
 def run(program: Path, num_nodes: int, ranks_per_node: int, *steps: str) -> Result:
