@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from conftest import exhaustive
 from megatron_layer import (
     NO_MEGATRON,
     Layout,
@@ -169,7 +170,7 @@ def main_grads(rank: int, impl: str, settings: dict, switch: str) -> None:
     ids=["overlapped", "at the end", "distributed optimizer, weights gathered meanwhile"],
 )
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-@pytest.mark.parametrize("switch", [SWITCH, WAVES])
+@pytest.mark.parametrize("switch", [SWITCH, exhaustive(WAVES)])
 def test_gradients_of_replays_reach_main_grad_and_are_reduced(switch, impl, settings):
     megatron_pool(4).run(main_grads, impl, settings, switch)  # 2 ranks share an expert's weights
 

@@ -9,6 +9,7 @@ import types
 import pytest
 import test_megatron_schedule
 import torch
+from conftest import exhaustive
 from megatron_layer import (
     NO_MEGATRON,
     OURS,
@@ -404,6 +405,6 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
     ],
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
-@pytest.mark.parametrize("factor", [None, "2"], ids=["counted", "limited rows"])
+@pytest.mark.parametrize("factor", [None, exhaustive("2")], ids=["counted", "limited rows"])
 def test_dispatch_and_combine_under_the_gemms(settings, factor):
     megatron_pool(2).run(overlapped, settings, factor)
