@@ -433,14 +433,17 @@ def test_delayed_gradients_of_several_microbatches():
     megatron_pool(2).run(delayed_order)
 
 
-def plain_main_grad(rank: int, switch: str = SWITCH) -> None:
-    """A script that makes main_grad by itself, without a DistributedDataParallel, finds the sums there."""
+def plain_main_grad(rank: int, switch: str = SWITCH, change=lambda config: config, **variables: str) -> None:
+    """A script that makes main_grad by itself, without a DistributedDataParallel, finds the sums there.
+
+    ``change``: of the config of the layer in grouped GEMMs, which runs under these variables
+    """
     use_layout(EP2)
-    config = make_config(**GROUPED)
-    layer = make_grouped_layer(config)
+    layer = make_grouped_layer(make_config(**GROUPED))
     step(layer, tokens_of(rank))
     wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
-    with switched_on(switch):
+    with environment(**variables), switched_on(switch):
+        config = change(make_config(**GROUPED))
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
         for parameter in layer.experts.parameters():

@@ -22,7 +22,16 @@ from megatron_layer import (
     tokens_of,
     use_layout,
 )
-from test_megatron_experts import GROUPED, SWITCH, ddp_of, iterations, make_grouped_layer, step, switched_on
+from test_megatron_experts import (
+    GROUPED,
+    SWITCH,
+    ddp_of,
+    iterations,
+    make_grouped_layer,
+    plain_main_grad,
+    step,
+    switched_on,
+)
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
@@ -177,21 +186,7 @@ def test_gradients_of_replays_reach_main_grad_and_are_reduced(switch, impl, sett
 
 def without_a_wrapper(rank: int) -> None:
     """A script's own main_grad gets the sums; the anchor's dummy does not stay in .grad."""
-    use_layout(EP2)
-    config = make_config(**GROUPED)
-    layer = make_grouped_layer(config)
-    step(layer, tokens_of(rank))
-    wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
-    with environment(**LIMIT), switched_on():
-        config = with_graphs(make_config(**GROUPED))
-        config.gradient_accumulation_fusion = True
-        layer = make_grouped_layer(config)
-        for parameter in layer.experts.parameters():
-            parameter.main_grad = torch.ones_like(parameter)
-        step(layer, tokens_of(rank))
-        assert all(p.grad is None for p in layer.experts.parameters())
-        for name, p in layer.experts.named_parameters():
-            torch.testing.assert_close(p.main_grad - 1, wanted[name], rtol=1e-4, atol=1e-4)
+    plain_main_grad(rank, change=with_graphs, **LIMIT)
 
 
 @ON_CPU
