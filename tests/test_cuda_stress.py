@@ -67,7 +67,7 @@ def soil_region(buffer: ep.Buffer) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     engine = buffer._engine
-    engine._memory[_C_cuda.flag_bytes(engine._c_config) :].fill_(255)
+    engine._regions.memory[_C_cuda.flag_bytes(engine._c_config) :].fill_(255)
     torch.cuda.synchronize()
     dist.barrier()
 
