@@ -137,7 +137,8 @@ def draw_paced(run: dict, limit: float, path: Path) -> Path:
     gpus = run["machine"]["gpus"]
     figure.suptitle(
         f"{run['nodes']} virtual nodes of {run['ranks_per_node']} on {len(gpus)} x {gpus[0]}, {run['wire']} wire: "
-        f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}",
+        f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}, "
+        f"{run['layout']} layout",
         fontsize=10,
     )
     return _save(figure, path)

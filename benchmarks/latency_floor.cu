@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int kInGraph = 20, kGraphs = 12;  // launches of a graph, and replays; the first two do not count
+constexpr int kManyRows = 16384;
 
 // [host] End the program after an error of CUDA.
 void check(cudaError_t error, const char* what) {
@@ -231,22 +232,29 @@ struct Floor {
     }
   }
 
-  void all_rows() {
+  void rows(const std::string& name, const char* from, char* to, int num_rows, int blocks) {
     constexpr size_t kRings = static_cast<size_t>(kMoverWarps) * kPlaces * kRow;
     allow(rows_kernel, kRings);
+    const std::string size = std::to_string(num_rows) + " rows of 7 KB, " + std::to_string(blocks) + " blocks";
+    print(name + size, time(false, false, [&](Gpu& gpu, int) {
+            rows_kernel<<<blocks, kThreads, kRings, gpu.stream>>>(from, to, num_rows, guard);
+          }));
+  }
+
+  void all_rows() {
     for (int blocks : {8, 24, 48, 96})
-      for (int rows : {512, 1024, 2048}) {
-        const std::string size = std::to_string(rows) + " rows of 7 KB, " + std::to_string(blocks) + " blocks";
-        const auto run = [&](const std::string& name, const char* from, char* to) {
-          print(name + size, time(false, false, [&](Gpu& gpu, int) {
-                  rows_kernel<<<blocks, kThreads, kRings, gpu.stream>>>(from, to, rows, guard);
-                }));
-        };
-        run("load from the peer: ", there.from, nullptr);
-        run("pull from the peer: ", there.from, here.to);
-        run("push to the peer: ", here.from, there.to);
-        run("copy in own memory: ", here.from, here.to);
+      for (int num_rows : {512, 1024, 2048}) {
+        rows("load from the peer: ", there.from, nullptr, num_rows, blocks);
+        rows("pull from the peer: ", there.from, here.to, num_rows, blocks);
+        rows("push to the peer: ", here.from, there.to, num_rows, blocks);
+        rows("copy in own memory: ", here.from, here.to, num_rows, blocks);
       }
+    // So many that what remains is the rate of a multiprocessor.
+    for (int blocks : {8, 24}) {
+      rows("load in own memory: ", here.from, nullptr, kManyRows, blocks);
+      rows("store in own memory: ", nullptr, here.to, kManyRows, blocks);
+      rows("copy in own memory: ", here.from, here.to, kManyRows, blocks);
+    }
   }
 };
 

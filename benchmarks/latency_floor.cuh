@@ -219,8 +219,8 @@ __global__ void row_kernel(const char* rows, int bytes, uint32_t* sink, float* n
 
 // ---- all rows -------------------------------------------------------------------------------------------------------
 
-// Copy rows as movers do: each warp has a ring of places, loads by bulk copies and stores by bulk copies, or only
-// loads.
+// Copy rows as movers do: each warp has a ring of places, loads by bulk copies and stores by bulk copies. Without `to`
+// only load, without `from` only store.
 __global__ void __launch_bounds__(kThreads, 1)
     rows_kernel(const char* from, char* to, int num_rows, const Guard guard) {
   extern __shared__ __align__(1024) char shared[];
@@ -234,14 +234,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::fence_barrier_init();
   const auto row = [&](int n) { return static_cast<size_t>((first + n * step) * 37 % kPieces) * kRow; };
   const auto load = [&](int n) {
-    if (n >= num) return;
+    if (n >= num || from == nullptr) return;
     ptx::barrier_arrive_expect(its_full + n % kPlaces, kRow);
     ptx::bulk_load(ring + n % kPlaces * kRow, from + row(n), kRow, its_full + n % kPlaces);
   };
   for (int n = 0; n < kPlaces - 1; ++n) load(n);
 #pragma unroll 1
   for (int n = 0; n < num; ++n) {
-    if (!guard.wait([&] { return ptx::barrier_ended(its_full + n % kPlaces, n / kPlaces % 2); })) return;
+    if (from != nullptr && !guard.wait([&] { return ptx::barrier_ended(its_full + n % kPlaces, n / kPlaces % 2); }))
+      return;
     if (to != nullptr) {
       ptx::bulk_store(to + row(n), ring + n % kPlaces * kRow, kRow);
       ptx::bulk_commit();

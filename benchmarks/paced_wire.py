@@ -4,6 +4,7 @@
     CUDA_VISIBLE_DEVICES=0 python benchmarks/paced_wire.py --ranks-per-node 2    # 4 ranks on a GPU, under NVIDIA's MPS
     python benchmarks/paced_wire.py --draw runs/paced_wire.json        # only the table and the chart
     python benchmarks/paced_wire.py --only-at --sms 4,6,8,12 --rail-sms 1,2,3,4 --graphs 3 --seconds 80
+    python benchmarks/paced_wire.py --layout rank --sms-at 8
 
 The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/nodes.md): 50 GB/s per rank stand
 for a card of 400 Gb/s. All but the wire should hide behind it. So each time is compared with the wire's own time: the
@@ -39,6 +40,7 @@ from ep_dispatcher.testing import RankPool, make_routing
 LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s
 UNPACED = "unpaced"
 TIMEOUT_S = 20.0  # of an operation
+SIZES = ("tokens", "hidden", "experts", "topk", "layout")
 COUNTERS = ("inter_node_bytes_sent", "inter_node_list_bytes_sent")
 # What the tests of the NVSHMEM wire set too, on one host without a network card.
 OF_NVSHMEM = dict(REMOTE_TRANSPORT="none", BOOTSTRAP_UID_SOCK_IFNAME="lo")
@@ -86,6 +88,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "two powers of two; default: as the engine chooses, 1024,512,512 with 2 nodes",
     )
     add("--seconds", type=_number(float, 1), default=float("inf"), help="begin no further point after these")
+    add("--layout", choices=("expert", "rank"), default="expert", help="a row per expert, or one per rank")
     add("--tokens", type=_number(int, 1), default=4096)
     add("--hidden", type=_number(int, 128), default=7168)
     add("--experts", type=_number(int, 1), default=256)
@@ -148,7 +151,7 @@ def measure_all(args: argparse.Namespace) -> dict:
     if args.wire != "peer":
         for name, value in OF_NVSHMEM.items():
             os.environ.setdefault(f"NVSHMEM_{name}", value)
-    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "topk")}
+    sizes = {name: getattr(args, name) for name in SIZES}
     run = {"machine": describe_machine(), "wire": args.wire, "nodes": args.nodes, "ranks_per_node": per_node}
     run |= {**sizes, "at": args.at, "points": []}
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +222,7 @@ def chunks_of(chunks: tuple[int, ...] | None) -> Iterator[None]:
 def measure(rank: int, per_node: int, wire: str, point: Point, sizes, graphs):
     """Return the microseconds of each graph's operations on this rank, and the bytes of one."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    tokens, hidden, experts, topk = (sizes[name] for name in ("tokens", "hidden", "experts", "topk"))
+    tokens, hidden, experts, topk, layout = (sizes[name] for name in SIZES)
     idx, weights = (t.cuda() for t in make_routing("uniform", tokens, experts, topk, seed=rank))
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda")
     with switches(WIRE=wire, WIRE_GBPS=point.rate, RAIL_SMS=point.rail_sms), chunks_of(point.chunks):
@@ -238,22 +241,23 @@ def measure(rank: int, per_node: int, wire: str, point: Point, sizes, graphs):
         assert found and found[2].lower() == wire.removesuffix("-puts"), f"one node, or another wire: {buffer!r}"
         operations = {
             name: {"bytes": sent_by(buffer, run), "us": time(run, graphs)}
-            for name, run in operations_of(buffer, x, idx, weights).items()
+            for name, run in operations_of(buffer, x, idx, weights, layout).items()
         }
         buffer.check()
     return {"rail_sms": int(found[1]), "operations": operations}
 
 
-def operations_of(buffer: ep.Buffer, x, idx, weights) -> dict[str, Callable[[], object]]:
+def operations_of(buffer: ep.Buffer, x, idx, weights, layout: str) -> dict[str, Callable[[], object]]:
     """The operations by name. All make outputs of the same number of rows on all ranks, so no host waits."""
-    received = buffer.dispatch(x, idx, weights)
+    received = buffer.dispatch(x, idx, weights, layout=layout)
     rows = int(largest_over_ranks([len(received.x)])[0])
-    pair, handle = ep.quantize(x), buffer.dispatch(x, idx, weights, max_recv_rows=rows).handle
+    given = dict(layout=layout, max_recv_rows=rows)
+    pair, handle = ep.quantize(x), buffer.dispatch(x, idx, weights, **given).handle
     y = x.new_zeros(rows, x.shape[1])
     y[: len(received.x)] = received.x
     return {
-        "dispatch": lambda: buffer.dispatch(x, idx, weights, max_recv_rows=rows),
-        "dispatch FP8": lambda: buffer.dispatch(pair, idx, weights, max_recv_rows=rows),
+        "dispatch": lambda: buffer.dispatch(x, idx, weights, **given),
+        "dispatch FP8": lambda: buffer.dispatch(pair, idx, weights, **given),
         "combine": lambda: buffer.combine(y, handle),
     }
 
@@ -288,6 +292,7 @@ def table(run: dict) -> str:
     machine = run["machine"]
     ranks = f"{run['nodes']} virtual nodes of {run['ranks_per_node']} on {len(machine['gpus'])} x {machine['gpus'][0]}"
     sizes = f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}"
+    sizes += f", {run['layout']} layout"
     lines = [f"{ranks}, {run['wire']} wire, {sizes}, build {machine['git_commit']}, {machine['date'][:10]}:", ""]
     titles = ("operation", "SMs", "for the wire", "GB/s", "us", "MB sent", "wire alone, us", "ratio")
     has_chunks = any("chunks" in p for p in run["points"])

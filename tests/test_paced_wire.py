@@ -31,7 +31,7 @@ def of_rank(us: float, num_bytes: int) -> dict:
 def made_up(script, argv: list[str]) -> dict:
     """Every operation sends 50 MB and takes 1.5 times as long as these alone; without a pace 500 us."""
     args = script.parse_args(argv)
-    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "topk")}
+    sizes = {name: getattr(args, name) for name in script.SIZES}
     run = {"machine": MACHINE, "wire": args.wire, "nodes": 2, "ranks_per_node": 1, **sizes, "at": args.at, "points": []}
     for sms, rate, *_ in script.points_of(args):
         us = 1.5 * 50e6 / rate / 1e3 if rate else 500
@@ -82,7 +82,8 @@ def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):
     assert "ratio" not in script.merge(ranks, 8, None)[0]
     assert "chunks" not in script.merge(ranks, 8, None)[0]
     with_chunks = {"machine": MACHINE, "wire": "peer", "nodes": 2, "ranks_per_node": 1, "at": 50.0}
-    with_chunks |= dict(tokens=1, hidden=128, experts=2, topk=1, points=script.merge(ranks, 8, 50.0, (256, 128, 64)))
+    with_chunks |= dict(tokens=1, hidden=128, experts=2, topk=1, layout="rank")
+    with_chunks["points"] = script.merge(ranks, 8, 50.0, (256, 128, 64))
     assert "| dispatch | 8 | 1 | 50 | 110 | 5.0 | 100 | 1.10 | 256/128/64 |" in script.table(with_chunks)
 
 
@@ -141,9 +142,11 @@ def test_without_a_gpu_it_says_why(tmp_path):
 
 
 @pytest.mark.skipif(cuda_problem() is not None, reason="no GPU")
-def test_a_run(tmp_path):
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_run(tmp_path, layout):
     out = tmp_path / "paced.json"
     sizes = "--tokens 64 --hidden 512 --experts 8 --topk 2 --ranks-per-node 1 --graphs 3".split()
+    sizes += ["--layout", layout]
     found = run_script(*sizes, "--sms", "4", "--rates", "0.1", "--sms-at", "4", "--at", "0.1", "--out", out)
     assert found.returncode == 0, found.stderr
     points = json.loads(out.read_text())["points"]
