@@ -1,5 +1,5 @@
-"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), of a paced wire, and of the
-steps of one operation."""
+"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), of a paced wire, of the
+steps of one operation, and of losses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def draw(runs: list[dict], title: str, colours: dict[str, str], unit: tuple[str,
     for axes, (field, pairs) in zip(panels[len(bars) :], grown.items()):
         _draw_growth(axes, pairs, field, unit)
     figure.suptitle(title)
-    figure.savefig(path, dpi=110, metadata={"Software": None})  # not the version of matplotlib
-    return path
+    return _save(figure, path)
 
 
 def _draw_bars(axes, run: dict, colours: dict[str, str], unit: tuple[str, float]) -> None:
@@ -145,8 +144,9 @@ def draw_paced(run: dict, limit: float, path: Path) -> Path:
 
 
 def _save(figure: Figure, path: Path) -> Path:
+    changing = ("Date", "Creator") if path.suffix == ".svg" else ("Software",)  # the version of matplotlib among them
     with rc_context({"svg.hashsalt": "ep_dispatcher"}):  # the same file from the same figures
-        figure.savefig(path, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, dpi=110, metadata=dict.fromkeys(changing))
     return path
 
 
@@ -175,4 +175,35 @@ def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=9)
+    return _save(figure, path)
+
+
+def draw_losses(runs: list[dict], title: str, path: Path) -> Path:
+    """Of benchmarks/loss_curves.py: a column for each seed, losses above, distances from its first run below."""
+    smooth = 10  # iterations in one point of the distances
+    seeds, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("seed", "name"))
+    colours = {name: f"C{n}" for n, name in enumerate(names)}
+    figure = Figure(figsize=(6 * len(seeds), 7), layout="constrained")
+    grid = figure.subplots(2, len(seeds), squeeze=False, sharex=True)
+    for column, seed in enumerate(seeds):
+        upper, lower = grid[0][column], grid[1][column]
+        first, *others = (run for run in runs if run["seed"] == seed)
+        for run in (first, *others):
+            upper.plot(
+                list(run["losses"]), list(run["losses"].values()), color=colours[run["name"]], label=run["name"], lw=1
+            )
+        for run in others:
+            both = sorted(run["losses"].keys() & first["losses"].keys())
+            apart = [abs(run["losses"][n] - first["losses"][n]) / first["losses"][n] * 100 for n in both]
+            points = [statistics.fmean(apart[max(0, n - smooth + 1) : n + 1]) for n in range(len(apart))]
+            lower.plot(both, points, color=colours[run["name"]], label=run["name"], lw=1)
+        upper.set_title(seed)
+        upper.set_ylabel("loss")
+        lower.set_ylabel(f"% from {first['name']}, mean of {smooth} iterations")
+        lower.set_xlabel("iteration")
+        lower.set_ylim(bottom=0)
+        for axes in (upper, lower):
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
+    figure.suptitle(title)
     return _save(figure, path)

@@ -17,8 +17,7 @@ import statistics
 import sys
 from pathlib import Path
 
-LINE = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([\d.E+-]+)")
-SMOOTH = 10  # iterations in one point of the lower chart
+from megatron_log import iterations
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     distances(runs, args.tail)
     args.figures.write_text(json.dumps(dict(title=args.title, tail=args.tail, runs=runs), indent=1) + "\n")
     print(table(runs, args.tail))
-    draw(runs, args.title, args.chart)
+    import charts  # it needs matplotlib
+
+    print(f"chart: {charts.draw_losses(runs, args.title, args.chart)}")
     return 0
 
 
@@ -52,7 +53,7 @@ def losses_of(logs: list[Path]) -> dict[int, float]:
     """Return the loss of each iteration, in ascending order."""
     found: dict[int, float] = {}
     for log in logs:
-        found |= {int(n): float(loss) for n, loss in LINE.findall(log.read_text(errors="replace"))}
+        found |= {one.number: one.loss for one in iterations(log)}
     return dict(sorted(found.items()))
 
 
@@ -82,39 +83,6 @@ def table(runs: list[dict], tail: int) -> str:
         lines.append(f"| {run['seed']} | {run['name']} | {run['final']:.4f} | {distance} |")
         previous = run["seed"]
     return "\n".join(lines)
-
-
-def draw(runs: list[dict], title: str, path: Path) -> None:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    seeds, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("seed", "name"))
-    colours = {name: f"C{n}" for n, name in enumerate(names)}
-    figure = Figure(figsize=(6 * len(seeds), 7), layout="constrained")
-    grid = figure.subplots(2, len(seeds), squeeze=False, sharex=True)
-    for column, seed in enumerate(seeds):
-        upper, lower = grid[0][column], grid[1][column]
-        first, *others = (run for run in runs if run["seed"] == seed)
-        for run in (first, *others):
-            upper.plot(
-                list(run["losses"]), list(run["losses"].values()), color=colours[run["name"]], label=run["name"], lw=1
-            )
-        for run in others:
-            both = sorted(run["losses"].keys() & first["losses"].keys())
-            apart = [abs(run["losses"][n] - first["losses"][n]) / first["losses"][n] * 100 for n in both]
-            points = [statistics.fmean(apart[max(0, n - SMOOTH + 1) : n + 1]) for n in range(len(apart))]
-            lower.plot(both, points, color=colours[run["name"]], label=run["name"], lw=1)
-        upper.set_title(seed)
-        upper.set_ylabel("loss")
-        lower.set_ylabel(f"% from {first['name']}, mean of {SMOOTH} iterations")
-        lower.set_xlabel("iteration")
-        lower.set_ylim(bottom=0)
-        for axes in (upper, lower):
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
-    figure.suptitle(title)
-    with rc_context({"svg.hashsalt": "ep_dispatcher"}):  # the same file from the same figures
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LINE = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
+from megatron_log import iterations
+
 LAUNCHER = "ep_dispatcher.integrations.megatron"
 TURN = "--turn"
 POLL_S = 0.05
@@ -71,8 +72,8 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
     def read(self) -> None:
-        found = LINE.findall(self.log.read_text(errors="replace"))
-        self.milliseconds, self.losses = [float(ms) for _, ms, _ in found], [float(loss) for *_, loss in found]
+        found = iterations(self.log)
+        self.milliseconds, self.losses = [one.ms for one in found], [one.loss for one in found]
 
 
 def main(argv: list[str]) -> int:

@@ -408,6 +408,7 @@ def check_buffer(buffer: Buffer) -> None:
         checks.fail("buffer", type(buffer).__name__, "an ep_dispatcher.Buffer")
 
 
+_LAYOUTS = ("expert", "rank")
 _NO_DECODE = "decode layout has no gradients: use buffer.dispatch and buffer.combine"
 
 
@@ -443,6 +444,10 @@ def dispatch(
     refuse_transforms(x=x, topk_weights=topk_weights)
     if decode.is_decode(layout, handle):
         checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_DECODE}")
+    if not set(_LAYOUTS) <= set(buffer._live_engine().layouts):
+        checks.fail("buffer", "one with mask_late_ranks=True, which has decode layout alone", f"another: {_NO_DECODE}")
+    if handle is None:
+        checks.one_of("layout", layout, _LAYOUTS)
     out = buffer._checked_dispatch(
         partial(_run_dispatch, buffer),
         x,

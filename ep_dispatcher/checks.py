@@ -1,6 +1,6 @@
 """Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones.
 
-Functions that raise run before anything is sent. Functions that return a text word a mistake found by an engine.
+Functions that raise run before anything is sent. Functions that return an error word a mistake found by an engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ep_dispatcher.errors import TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -204,13 +205,14 @@ def reuse(
         fail("max_recv_rows", max_recv_rows, f"None, or the handle's {handle.num_rows} rows")
 
 
-def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> str:
+def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError:
     """Word an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
     if repeated:
-        return mistake(where, f"expert {expert} again", "every expert at most once in a row")
-    return mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
+        return ValueError(mistake(where, f"expert {expert} again", "every expert at most once in a row"))
+    text = mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
+    return UnknownExpertError(text, token) if expert >= num_experts else ValueError(text)
 
 
 def _plan(epoch: int) -> str:
@@ -233,32 +235,32 @@ AGREED: dict[str, Callable[[int], str]] = {
 }
 
 
-def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> str:
+def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
     """Word a difference in a field of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
     say = AGREED[field]
     verb = "is in" if field == "operation" else "gave"
-    return (
+    return ValueError(
         f"{field}: rank {rank} {verb} {say(theirs)}, rank {other} {verb} {say(ours)}; "
         f"all ranks must {'call' if field == 'operation' else 'give'} the same"
     )
 
 
-def too_few_rows(needs: Iterable[tuple[int, int]]) -> str:
+def too_few_rows(needs: Iterable[tuple[int, int]]) -> TooFewRowsError:
     """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
-    short = [
-        f"rank {rank} needs {needed} rows, given {given}"
-        for rank, (needed, given) in enumerate(needs)
-        if needed > given >= 0
-    ]
-    return "max_recv_rows: too small: " + "; ".join(short)
+    short = {rank: (needed, given) for rank, (needed, given) in enumerate(needs) if needed > given >= 0}
+    each = (f"rank {rank} needs {needed} rows, given {given}" for rank, (needed, given) in short.items())
+    text = "max_recv_rows: too small: " + "; ".join(each)
+    return TooFewRowsError(text, max(needed for needed, _ in short.values()))
 
 
-def too_many_rows(alignment: int, rank: int, needed: int) -> str:
-    return (
+def too_many_rows(alignment: int, rank: int, needed: int) -> ValueError:
+    return ValueError(
         f"expert_alignment: given {alignment}, with which rank {rank} receives {needed} rows; allowed: up to {MAX_INT} "
         "rows of a rank in one dispatch"
     )
 
 
-def too_many_choices(rank: int, choices: int) -> str:
-    return f"topk_idx: rank {rank} is given {choices} choices; allowed: up to {MAX_INT} of a rank in one dispatch"
+def too_many_choices(rank: int, choices: int) -> ValueError:
+    return ValueError(
+        f"topk_idx: rank {rank} is given {choices} choices; allowed: up to {MAX_INT} of a rank in one dispatch"
+    )

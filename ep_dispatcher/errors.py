@@ -1,4 +1,4 @@
-"""The error of a peer that does not arrive."""
+"""The error of a peer that does not arrive, and mistakes of a caller that an engine finds."""
 
 from __future__ import annotations
 
@@ -62,3 +62,34 @@ class PeerTimeoutError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:  # by default an exception is copied from its message alone
         args = (self.operation, self.epoch, self.phase, self.rank, self.late_ranks, self.waited_s, self.reason)
         return PeerTimeoutError, args, {"note": self.note}
+
+
+class _FoundError(ValueError):
+    """A text and a fact, which is an attribute of its own in each class."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class TooFewRowsError(_FoundError):
+    """More rows arrive than max_recv_rows. ``needed_rows``: the most that a rank needs."""
+
+    @property
+    def needed_rows(self) -> int:
+        return self.args[1]
+
+
+class UnknownExpertError(_FoundError):
+    """topk_idx has an expert above the last one. ``token``: whose."""
+
+    @property
+    def token(self) -> int:
+        return self.args[1]
+
+
+def again(error: ValueError, more: str = "") -> ValueError:
+    """Return a new error with the same facts, and more text.
+
+    Raise it where the first one is kept: an error that is raised holds the frames that it passed, and their tensors.
+    """
+    return type(error)(f"{error}{more}", *error.args[1:])

@@ -283,6 +283,7 @@ def wrong_arguments(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         for call, given, options, words in wrong:
             text = error_of(call, *given, **options)
             assert words in text and "allowed:" in text, text
+        assert error_of(ep.dispatch, buffer, x, idx, layout="dense").endswith("allowed: 'expert', 'rank'")
         assert operations_so_far(buffer) == before, "something was sent"
         buffer.combine(y, out.handle, weights=weights)
 

@@ -392,10 +392,12 @@ def wrong_calls(rank: int, engine: str) -> None:
         x, topk_idx, weights = inputs(rank, device=device(buffer))
         for call in (
             lambda: buffer.dispatch(x, topk_idx, weights),
-            lambda: ep.dispatch(buffer, x, topk_idx, weights),
             lambda: buffer.plan(topk_idx),
         ):
             assert "layout: given 'expert', allowed: 'decode'" in error_of(call)
+        for layout in ("expert", "dense"):
+            text = error_of(lambda layout=layout: ep.dispatch(buffer, x, topk_idx, weights, layout=layout))
+            assert text.startswith("buffer: given one with mask_late_ranks=True") and "no gradients" in text
         assert error_of(buffer.mask_rank, rank).startswith(f"rank: given {rank}, which is this rank")
         assert error_of(buffer.mask_rank, 2).startswith("rank: given 2, allowed: an integer from 0 to 1")
         assert not any(buffer.mask.tolist())

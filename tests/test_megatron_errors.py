@@ -23,6 +23,8 @@ from megatron_layer import (
 )
 
 import ep_dispatcher as ep
+from ep_dispatcher import checks
+from ep_dispatcher.errors import again
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
@@ -114,11 +116,18 @@ def test_a_token_with_more_than_topk_experts_is_found_without_the_host(topk, lay
 
 
 def other_errors(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import overfull
+    from ep_dispatcher.integrations.megatron import limits, overfull
 
-    for text in ("x: given 3", "max_recv_rows: too small: rank 0 needs 5 rows", "a topk_idx[0, 1]: given 8, allowed"):
-        error = ValueError(text)
+    repeated, negative = (checks.bad_entry((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
+    for error in (ValueError("topk_idx[0, 1]: given 8, allowed: 7"), checks.too_few_rows([(5, 4)]), repeated, negative):
         assert overfull.explained(error, 2) is error
+    with environment(EP_DISPATCHER_GROUPED_EXPERTS="1", EP_DISPATCHER_RANK_CAPACITY_FACTOR="1"):
+        for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
+            assert limits.explained(error, 4) is error
+        ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
+        assert str(limits.explained(ended, 4)).endswith(
+            "It ends. EP_DISPATCHER_RANK_CAPACITY_FACTOR=1.75 is enough for this routing"
+        )
 
 
 def test_other_errors_stay_as_they_are():

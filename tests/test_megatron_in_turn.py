@@ -3,18 +3,16 @@
 A package of a few lines plays megatron.training. Its steps write down when they ran.
 """
 
-import importlib.util
+import importlib
 import json
 import os
-import sys
 
 import pytest
 from commands import ROOT
 
-SPEC = importlib.util.spec_from_file_location("megatron_in_turn", ROOT / "benchmarks/megatron_in_turn.py")
-in_turn = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = in_turn  # its dataclasses look for their module
-SPEC.loader.exec_module(in_turn)
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    in_turn = importlib.import_module("megatron_in_turn")
 
 TRAINING = """
 import os, time

@@ -31,7 +31,7 @@ from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.rendezvous import OwnKeys
 from ep_dispatcher.engines.trace import trace_of
 from ep_dispatcher.engines.waiter import Message
-from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.errors import PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CompletedEvent
 
@@ -368,7 +368,7 @@ class CpuEngine:
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
         if entry is not None:
-            raise ValueError(checks.bad_entry(entry, self._config.num_experts))
+            raise checks.bad_entry(entry, self._config.num_experts)
 
     def _tag(self, kind: int) -> int:
         """Return the tag of a message: epoch and kind. So a message never meets the receive of another kind.
@@ -412,7 +412,7 @@ class CpuEngine:
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
             if refused is not None:  # by every rank, so the buffer stays usable
-                raise ValueError(refused)
+                raise again(refused)
 
     def _end_masked(self, name: str, epoch: int, phase: str, waited_s: float) -> Exception:
         """End the buffer's use on this rank: what it has read may be overwritten."""
@@ -440,14 +440,14 @@ class CpuEngine:
         self._health.end(named, replace=True)
         return named()
 
-    def _end_out_of_step(self, refused: str) -> None:
+    def _end_out_of_step(self, refused: ValueError) -> None:
         """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find that."""
-        failure = partial(ValueError, f"{refused}. This leaves the ranks of other nodes behind; destroy() this buffer")
+        failure = partial(again, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
         self._health.end(failure)
         raise failure()
 
 
-def _word(refusal: _C_cpu.Refused) -> str:
+def _word(refusal: _C_cpu.Refused) -> ValueError:
     """The facts that csrc/cpu/call.h lists, in words."""
     facts = refusal.facts
     if refusal.kind == "disagreement":

@@ -9,7 +9,7 @@ from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.masks import Masks
-from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.errors import PeerTimeoutError, again
 
 # Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
 _SHOWN = {"row_bytes": "x: bytes per row", "scale_bytes": "x: bytes of scales"}
@@ -36,10 +36,10 @@ class KernelReports:
             if mistake is None and late is None:
                 return
             if mistake is not None and late is None and not ends:
-                raise ValueError(mistake)
+                raise again(mistake)
             if mistake is not None:
-                text = f"{mistake}. Found when other operations had begun, which leaves ranks out of step; "
-                self._health.end(partial(ValueError, text + "destroy() this buffer"))
+                text = ". Found when other operations had begun, which leaves ranks out of step; destroy() this buffer"
+                self._health.end(partial(again, mistake, text))
             elif late is not None:
                 self._end_late(*late)
         self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
@@ -60,7 +60,7 @@ class KernelReports:
         error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks=late_ranks, waited_s=waited_s)
         self._health.end(error)
 
-    def _take_mistake(self) -> str | None:
+    def _take_mistake(self) -> ValueError | None:
         """The caller's mistake, in words; each is found once."""
         found = self._engine.take_mistake()
         if found is None:

@@ -48,7 +48,10 @@ def is_warm_up() -> bool:
 
 
 def check_replays() -> None:
-    """Wait for the step's operations where graphs may contain some, and raise what they have found. On all ranks."""
+    """Wait for the step's operations where graphs may contain some, and raise what they have found.
+
+    On all ranks of a buffer's group. Ranks of other groups hear nothing: that would take a collective of all.
+    """
     if _are_used and not stream_is_captured():
         buffers.check_buffers(NOTE)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 
 import torch
 
 from ep_dispatcher import checks, envs
+from ep_dispatcher.errors import TooFewRowsError
 
 # Fields that say how many multiprocessors communication may use. 0.19 added the first, and the others set it there.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
-_TOO_FEW_ROWS = re.compile(r"needs (\d+) rows, given \d+")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -130,10 +129,10 @@ def explained(error: ValueError, num_choices: int) -> ValueError:
 
     num_choices: tokens of a rank x choices of a token, at most; they times the factor are the limit
     """
-    needed = [int(rows) for rows in _TOO_FEW_ROWS.findall(str(error))]
+    needed = error.needed_rows if isinstance(error, TooFewRowsError) else 0
     if not needed or envs.rank_capacity_factor() is None or not envs.grouped_experts():
         return error
-    enough = math.ceil(100 * max(needed) / num_choices) / 100
+    enough = math.ceil(100 * needed / num_choices) / 100
     told = ValueError(f"{error}. EP_DISPATCHER_RANK_CAPACITY_FACTOR={enough:g} is enough for this routing")
     told.__cause__ = error
     return told

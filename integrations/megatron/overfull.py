@@ -7,13 +7,10 @@ dispatch itself, or from a later call where the number of rows is given. ``expla
 
 from __future__ import annotations
 
-import re
-
 from torch import Tensor
 
 from ep_dispatcher import checks
-
-_BAD_ENTRY = re.compile(r"topk_idx\[(\d+), \d+\]: given \d+,")
+from ep_dispatcher.errors import UnknownExpertError
 
 
 def host_looks(routing_map: Tensor) -> bool:
@@ -34,10 +31,9 @@ def mark(topk_idx: Tensor, is_overfull: Tensor, num_experts: int) -> None:
 
 def explained(error: ValueError, topk: int) -> ValueError:
     """Return the error. If it is about a marked token, return one in Megatron's terms, caused by it."""
-    found = _BAD_ENTRY.match(str(error))
-    if found is None:
+    if not isinstance(error, UnknownExpertError):
         return error
-    given = f"token {found[1]} with more than {topk} experts"
+    given = f"token {error.token} with more than {topk} experts"
     mistake = checks.mistake("routing_map", given, f"--moe-router-topk {topk}")
     told = ValueError(f"{mistake} (the engine was given an expert that does not exist: {error})")
     told.__cause__ = error
