@@ -196,14 +196,12 @@ def draw_losses(runs: list[dict], title: str, path: Path) -> Path:
             both = sorted(run["losses"].keys() & first["losses"].keys())
             apart = [abs(run["losses"][n] - first["losses"][n]) / first["losses"][n] * 100 for n in both]
             points = [statistics.fmean(apart[max(0, n - smooth + 1) : n + 1]) for n in range(len(apart))]
-            lower.plot(both, points, color=colours[run["name"]], label=run["name"], lw=1)
+            lower.plot(both, points, color=colours[run["name"]], lw=1)
         upper.set_title(seed)
         upper.set_ylabel("loss")
         lower.set_ylabel(f"% from {first['name']}, mean of {smooth} iterations")
         lower.set_xlabel("iteration")
         lower.set_ylim(bottom=0)
-        for axes in (upper, lower):
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
+        upper.legend(fontsize=8)  # the colours below are the same, and there is no room there
     figure.suptitle(title)
     return _save(figure, path)
