@@ -3,12 +3,14 @@
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
+    python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --paths serial overlap overlap:24,8,132 overlap:16,12,24
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
 beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
-NCCL's splits are fixed: its host knows all counts in advance (all_to_all_layer.py). It needs a GPU for each rank.
+overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms). NCCL's splits are fixed: its
+host knows all counts in advance (all_to_all_layer.py). It needs a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -72,13 +74,28 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE")
     parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
-    parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
+    parser.add_argument(
+        "--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=f"{', '.join(PATHS)}, overlap:A,B,C"
+    )
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
     parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
     return parser.parse_args(argv)
+
+
+def _path(text: str) -> str:
+    name, _, sms = text.partition(":")
+    numbers = sms.split(",")
+    if name not in PATHS or (sms and (name != "overlap" or len(numbers) != 3 or not all(map(str.isdigit, numbers)))):
+        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {', '.join(PATHS)}, overlap:PULL,PUSH,SUM")
+    return text
+
+
+def _kind(path: str) -> str:
+    """The path without its multiprocessors."""
+    return path.partition(":")[0]
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
@@ -156,17 +173,29 @@ def sides_of(
             rows = x.index_select(0, torch.arange(sum(plain.received), device=x.device) % len(x))
             calls[path], calls["grouped_mm"] = (plain, given), (plain.experts, [rows, w1, w2])
             continue
-        calls[path] = partial(layer, path == "overlap"), given
+        calls[path] = partial(layer, _kind(path) == "overlap"), given
         calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
-        if path == "overlap":
+        if _kind(path) == "overlap":
             for name, wants_gradients in zip(PASSES, (False, True)):
                 chosen = "overlap" if waves.can_overlap(buffer, wants_gradients) else "serial"
                 ran[name, path] = f"chose {chosen}, "
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():
-        sides[PASSES[0], path] = partial(forward, call, [t.detach() for t in arguments])
-        sides[PASSES[1], path] = partial(both, call, [t.detach().requires_grad_() for t in arguments])
+        once = partial(forward, call, [t.detach() for t in arguments])
+        back = partial(both, call, [t.detach().requires_grad_() for t in arguments])
+        sides |= {(name, path): partial(with_sms, path, run) for name, run in zip(PASSES, (once, back))}
     return sides, ran
+
+
+def with_sms(path: str, run: Callable[[], None]) -> None:
+    """Run it with the multiprocessors that the path names."""
+    usual, (_, _, sms) = waves.SMS, path.partition(":")
+    if sms:
+        waves.SMS = waves.Sms(*map(int, sms.split(",")))
+    try:
+        run()
+    finally:
+        waves.SMS = usual
 
 
 def forward(call: Callable[..., Tensor], given: list[Tensor]) -> None:
@@ -210,13 +239,13 @@ def lines(case: Case, measured: Measured) -> list[str]:
     rest = f"{case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
     shown = [f"{sizes}, {rest}: us"]
     for name in PASSES:
-        for path, alone in PATHS.items():
-            if (name, path) in measured.times:
-                us, gemms = measured.times[name, path], measured.times[name, alone]
-                how = measured.ran[name, path]
-                shown.append(
-                    f"  {name:16} {path:8}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
-                )
+        for path in (path for of, path in measured.times if of == name and _kind(path) in PATHS):
+            alone = PATHS[_kind(path)]
+            us, gemms = measured.times[name, path], measured.times[name, alone]
+            how = measured.ran[name, path]
+            shown.append(
+                f"  {name:16} {path:20}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
+            )
     return shown
 
 

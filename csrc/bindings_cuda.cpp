@@ -96,7 +96,9 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("window_chunks", &Config::window_chunks);
 
   py::class_<Waves> waves(m, "Waves", py::module_local());
-  waves.def(py::init<>()).def_readwrite("pieces_of_row", &Waves::pieces_of_row);
+  waves.def(py::init<>())
+      .def_readwrite("pieces_of_row", &Waves::pieces_of_row)
+      .def_readwrite("num_blocks", &Waves::num_blocks);
   address(waves, "begun", &Waves::begun);
   address(waves, "done", &Waves::done);
 
@@ -203,7 +205,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
-      .def("stamp_into", [](Engine& e, Address stamps) { e.stamp_into(pointer<uint64_t>(stamps)); })
+      .def("stamp_into",
+           [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).

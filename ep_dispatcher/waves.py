@@ -5,17 +5,19 @@
                    GEMM 1, experts ascending: each tile    ◀── pull rows, those of low experts first
                      waits for its rows
                    activation (after the pull)
-                   GEMM 2, experts descending: counts      ──▶ combine: a token's partial sum leaves when the last of
+                   GEMM 2, experts descending: counts      ──▶ push: a token's partial sum leaves when the last of
                      the rows that it has written              its experts here has written its row
+                   sums of the partial sums
     backward       stage gradients
                    GEMM: gradient of the activation        ◀── pull gradients, as above
                    gradients of the activation's input,
                      GEMM: gradients of rows
                    GEMMs: gradients of w2 and w1           ──▶ combine: gradients of x and topk_weights
 
-Pull and combine hold few multiprocessors; the GEMMs' programs take all others, one tile at a time, and all of them once
-the communication is over. Before a GEMM that waits, or that a combine waits for, the main stream makes sure that all
-blocks of the communication have begun: no GEMM may take their multiprocessors.
+Pull, pushes and combine hold few multiprocessors; the GEMMs' programs take all others, one tile at a time, and all of
+them once the communication is over. Before a GEMM that waits, or that pushes wait for, the main stream makes sure that
+all blocks of the communication have begun: no GEMM may take their multiprocessors. Pushes hold theirs for the whole
+GEMM, so they have fewer. The sums behind it have all.
 
 Tiles and sums are those of the steps one after the other, so every bit is the same.
 """
@@ -26,7 +28,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +50,17 @@ MIN_TOKENS = 2048
 # [bytes] Without gradients only longer rows gain. 2 H200, 4096 tokens, us: forward with hidden 7168 7903 -> 7468, with
 # hidden 2048 1067 -> 1089; forward and backward 27135 -> 26542 and 2815 -> 2682.
 LONG_ROW = 8192
+
+
+class Sms(NamedTuple):
+    """The most multiprocessors of each launch."""
+
+    pull: int = 24  # beside a GEMM, so at most the buffer's num_sms
+    push: int = 16  # the same
+    sum: int = 1 << 16  # behind all GEMMs, so all that the GPU has
+
+
+SMS = Sms()
 
 
 def can_overlap(buffer: Buffer, wants_gradients: bool) -> bool:
@@ -127,10 +140,12 @@ class _Mlp(torch.autograd.Function):
             w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the combine and the GEMM that it waits for
             y = torch.empty_like(rows)
             pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
-            written = layer.counters()._replace(pieces_of_row=pieces)
-            kernels.load(activated, w2, ends, y, written.done)
-            combined = layer.combine(CombineRequest(y, handle.plan, None, handle.num_tokens, "expert"), written)
-            kernels.multiply(activated, w2, ends, y, transposed=True, written=written.done)
+            begun, written = layer.counters()
+            kernels.load(activated, w2, ends, y, written)
+            request = CombineRequest(y, handle.plan, None, handle.num_tokens, "expert")
+            combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))
+            kernels.multiply(activated, w2, ends, y, transposed=True, written=written)
+            layer.sum()
         kept = activated if call.keep_activated else None
         ctx.save_for_backward(rows, row_weights, hidden_rows, kept, ends, handle.plan, *weights)
         ctx.num_tokens, ctx.buffer_id, ctx.call = handle.num_tokens, buffer.id, call
@@ -166,14 +181,14 @@ class _Mlp(torch.autograd.Function):
 class _Layer:
     """What forward and backward share: operations in the side stream, and their counters.
 
-    At the end the main stream waits for the side stream, so memory of either may be used again. After an error a
-    combine may wait for a GEMM that nobody launches: then the buffer ends, and its kernels with it.
+    At the end the main stream waits for the side stream, so memory of either may be used again. After an error pushes
+    may wait for a GEMM that nobody launches: then the buffer ends, and its kernels with it.
     """
 
     def __init__(self, buffer: Buffer, rows: Tensor):
         self.buffer, self.engine, self.rows = buffer, cast("CudaEngine", buffer._live_engine()), rows
         self.main, self.side = torch.cuda.current_stream(rows.device), self.engine.side_stream()
-        self.is_awaited = False  # whether a combine waits for a GEMM
+        self.is_awaited = False  # whether pushes wait for a GEMM
 
     def __enter__(self) -> _Layer:
         return self
@@ -185,38 +200,53 @@ class _Layer:
             self.engine.give_up("launched the experts of a layer", error)
         self.join()
 
-    def counters(self) -> Waves:
-        """Counters of an operation that delivers or takes these rows."""
+    def counters(self) -> tuple[Tensor, Tensor]:
+        """Counters of an operation that delivers or takes these rows: Waves.begun, Waves.done."""
         groups = -(-self.rows.shape[0] // grouped_gemm.WAVE_ROWS)
         zeros = torch.zeros(1 + groups, dtype=torch.int32, device=self.rows.device)
-        return Waves(zeros[:1], zeros[1:])
+        return zeros[:1], zeros[1:]
+
+    def beside(self, most: int, begun: Tensor, done: Tensor, pieces_of_row: int = 1) -> Waves:
+        """Describe a launch beside a GEMM, with at most so many blocks."""
+        return Waves(min(most, self.engine.num_sms), begun, done, pieces_of_row)
 
     def receive(self) -> Tensor:
         """Let the rows of the dispatch that was sent arrive beside what follows. Return their counters."""
-        waves = self.counters()
+        begun, arrived = self.counters()
+        waves = self.beside(SMS.pull, begun, arrived)
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             self.buffer._explaining(self.engine.receive, waves)
         self._begin_after(waves)
-        return waves.done
+        return arrived
 
     def combine(self, request: CombineRequest, waves: Waves | None = None) -> Combined:
-        """Run a combine beside what follows. With waves it takes rows of y as they are counted."""
+        """Run a combine beside what follows. With waves only its pushes: they take rows of y as they are counted."""
         self.side.wait_stream(self.main)
-        self.is_awaited = waves is not None
         with torch.cuda.stream(self.side):
-            combined = self.buffer._launch_combine(request, waves=waves)
+            combined = self.buffer._launch_combine(request, only_sends=waves is not None, waves=waves)
         for t in combined:
             if t is not None:
                 t.record_stream(self.main)
-        if waves is not None:
-            self._begin_after(waves)
         return combined
+
+    def push(self, request: CombineRequest, waves: Waves) -> Combined:
+        """Run the pushes of a combine beside the GEMM that follows. The outputs are complete after `sum`."""
+        self.is_awaited = True
+        combined = self.combine(request, waves)
+        self._begin_after(waves)
+        return combined
+
+    def sum(self) -> None:
+        """Run the rest of the combine on all multiprocessors: nothing is beside it."""
+        self.join()
+        self.buffer._explaining(self.engine.receive, Waves(min(SMS.sum, self.engine.all_sms)))
 
     def _begin_after(self, waves: Waves) -> None:
         """Let the main stream go on once the operation of these counters has its multiprocessors."""
+        assert waves.begun is not None
         limit_s = self.buffer._config.timeout_s
-        grouped_gemm.kernels().wait_until_begun(waves.begun, self.engine.num_blocks, limit_s)
+        grouped_gemm.kernels().wait_until_begun(waves.begun, waves.num_blocks, limit_s)
 
     def join(self) -> None:
         """Let the main stream wait for the operation beside it."""

@@ -13,6 +13,7 @@ from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.testing import make_routing
 
 BENCHMARKS = str(ROOT / "benchmarks")
+SWEPT = "overlap:24,8,132"
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 8, 8, 3, 20
 
 
@@ -67,7 +68,8 @@ def all_sides(rank: int) -> tuple[list, dict]:
     moe_mlp._nccl[:] = [dist.group.WORLD]
     idx, leaves = given_to(rank, "uniform", torch.bfloat16)
     with make_buffer(torch.bfloat16) as buffer:
-        sides, ran = moe_mlp.sides_of(buffer, list(moe_mlp.PATHS), idx, [t.detach() for t in leaves])
+        paths = [*moe_mlp.PATHS, SWEPT]
+        sides, ran = moe_mlp.sides_of(buffer, paths, idx, [t.detach() for t in leaves])
         for side in sides.values():
             side()
     return list(sides), ran
@@ -77,9 +79,24 @@ def test_every_side_runs(pools, script):
     """Each path and each path's GEMMs alone, in both passes; the choice is that of moe_mlp."""
     for sides, ran in pools(2).run(all_sides):
         assert set(sides) == {
-            (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values()}
+            (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values(), SWEPT}
         }
-        assert ran == {(name, "overlap"): "chose serial, " for name in script.PASSES}
+        assert ran == {(name, path): "chose serial, " for name in script.PASSES for path in ("overlap", SWEPT)}
+
+
+def test_the_multiprocessors_of_a_path(script):
+    usual, seen = script.waves.SMS, []
+    script.with_sms(SWEPT, lambda: seen.append(script.waves.SMS))
+    script.with_sms("overlap", lambda: seen.append(script.waves.SMS))
+    assert seen == [(24, 8, 132), usual] and script.waves.SMS == usual
+    assert script.parse_args(["--paths", "serial", SWEPT]).paths == ["serial", SWEPT]
+
+
+@pytest.mark.parametrize("given", ["fast", "overlap:1,2", "overlap:1,2,x", "serial:1,2,3"])
+def test_wrong_paths(script, capsys, given):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--paths", given])
+    assert f"given {given!r}, allowed: serial, overlap, nccl, overlap:PULL,PUSH,SUM" in capsys.readouterr().err
 
 
 def test_lines(script):

@@ -233,9 +233,9 @@ def test_stamps_are_read_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     compiled = SimpleNamespace(has_stamps=True, stamped_operations=8, stamped_warps=16, steps=STEPS)
     given = []
-    engine = SimpleNamespace(_compiled=compiled, _stamps=None, _num_sms=3, _device="cpu")
-    engine._c = SimpleNamespace(stamp_into=given.append)
-    assert not CudaEngine.stamps(engine).any() and given == [engine._stamps.data_ptr()]
+    engine = SimpleNamespace(_compiled=compiled, _stamps=None, all_sms=3, _device="cpu")
+    engine._c = SimpleNamespace(stamp_into=lambda *them: given.append(them))
+    assert not CudaEngine.stamps(engine).any() and given == [(engine._stamps.data_ptr(), 3)]
     engine._stamps[3, 1, 15, 26] = 7
     found = CudaEngine.stamps(engine)
     assert found.shape == (8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[3, 1, 15, 26]]

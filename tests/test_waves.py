@@ -1,8 +1,8 @@
 """moe_mlp with its communication under the GEMMs: the bits of one step after the other, and an end to every wait."""
 
 import contextlib
-import functools
 import time
+import types
 
 import pytest
 import torch
@@ -59,9 +59,10 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def both_ways(rank: int, kinds: list[str]) -> None:
+def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS) -> None:
     device_of("cuda", rank)
-    with make_buffer() as buffer:
+    with make_buffer() as buffer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waves, "SMS", sms)
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, seed=step)
@@ -80,6 +81,12 @@ def both_ways(rank: int, kinds: list[str]) -> None:
 def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
     """Whatever the routing, and whatever the tokens of the ranks; none among them."""
     pools(num_ranks).run(both_ways, ["uniform", "hot", "few", "one expert", "uniform", "uniform"])
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("pull, push, sum", [(1, 1, 1), (3, 8, 24), (1000, 1000, 40)])
+def test_launches_of_any_size(pools, engine, pull, push, sum):
+    pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(pull, push, sum))
 
 
 def in_a_graph(rank: int) -> None:
@@ -272,7 +279,7 @@ class KernelsOnACpu:
 
 
 class LayerOnACpu:
-    """Stand for waves._Layer: a combine that waits for rows runs when its result is asked for."""
+    """Stand for waves._Layer: a combine that waits for rows runs once the GEMM is behind it."""
 
     def __init__(self, buffer, rows):
         self.buffer = buffer
@@ -290,20 +297,20 @@ class LayerOnACpu:
         pass
 
     def counters(self):
-        return Waves(None, None)
+        return None, None
 
-    def combine(self, request, waves=None):
-        layer = self
+    def beside(self, most, begun, done, pieces_of_row=1):
+        return Waves(1, begun, done, pieces_of_row)
 
-        class Late:
-            @functools.cached_property
-            def done(self):
-                return layer.buffer._launch_combine(request)
+    def combine(self, request):
+        return self.buffer._launch_combine(request)
 
-            x = property(lambda late: late.done.x)
-            topk_weights = property(lambda late: late.done.topk_weights)
+    def push(self, request, waves):
+        self.request, self.result = request, types.SimpleNamespace()
+        return self.result
 
-        return Late() if waves is not None else self.buffer._launch_combine(request)
+    def sum(self):
+        vars(self.result).update(self.combine(self.request)._asdict())
 
 
 def with_stand_ins(rank: int, kind: str) -> None:

@@ -134,8 +134,9 @@ __device__ void count_bytes(const Op& op, const CombineParams& params) {
   op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
-// Launched by Engine::combine: num_sms blocks, all resident at the same time, because they wait for each other. The
-// last block to arrive completes the operation. After an abort there is none, and the operation never completes.
+// Launched by Engine::combine: all blocks are resident at the same time, because they wait for each other. The second
+// of two launches may have more: its blocks wait only for peers. The last block to arrive completes the operation.
+// After an abort there is none, and the operation never completes.
 template <class Summing>
 __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   bool ok = true;
   if (threadIdx.x < 32) {
     if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
-    stamp(op, Step::kFree);
+    if (params.pushes) stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   } else {
     constexpr int kStep = Pipeline::kThreads - 32;
@@ -249,7 +250,8 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
   Context context = context_;
   context.wait_ns = args.wait_ns;
   const auto run = [&](auto summing) {
-    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, memory(), stream, context, params);
+    launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, memory(), stream, context,
+           params);
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);

@@ -130,7 +130,7 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
       num_items * (params.args.row_bytes + params.tail_bytes);
 }
 
-// Launched by Engine::dispatch: num_sms blocks, all resident at the same time. The rail blocks come last.
+// Launched by Engine::dispatch: all blocks are resident at the same time. The rail blocks come last.
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ Context context, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(1024) char shared[];
@@ -225,7 +225,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
   params.counters_at = static_cast<uint32_t>(shared);
   Context context = context_;
   context.wait_ns = args.wait_ns;
-  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
+  launch(dispatch_kernel, num_blocks(args.waves), kBlockThreads, shared + counters, stream, context, params);
 }
 
 }  // namespace ep::cuda

@@ -19,6 +19,7 @@ struct Waves {
   // pieces_of_row. Null: there are no waves.
   int32_t* done = nullptr;
   int32_t pieces_of_row = 1;
+  int32_t num_blocks = 0;  // of one launch of two: of a pull, of pushes, or of the rest of a combine; 0: num_sms
 };
 
 // One dispatch. All addresses are of device memory.
@@ -101,11 +102,12 @@ class Engine {
   // [host] Allow kernels to publish the next mistake.
   void clear_mistake() const { context_.report->mistake = 0; }
   const Config& config() const { return context_.config; }
-  // [host] Let later launches write their stamps to device memory: [kStampedOperations, num_sms, kStampedWarps,
-  // kNumSteps], as in Context::stamps. Only builds with stamps do.
-  void stamp_into([[maybe_unused]] uint64_t* stamps) {
+  // [host] Let later launches write their stamps to device memory: [kStampedOperations, num_blocks, kStampedWarps,
+  // kNumSteps], as in Context::stamps. Only builds with stamps do. No launch may have more blocks.
+  void stamp_into([[maybe_unused]] uint64_t* stamps, [[maybe_unused]] int num_blocks) {
 #ifdef EP_STAMPS
     context_.stamps = stamps;
+    context_.stamped_blocks = num_blocks;
 #endif
   }
 
@@ -115,6 +117,9 @@ class Engine {
   void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   template <bool kWithExtras>
   void launch_combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+
+  // [host] Return the blocks of a launch.
+  int num_blocks(const Waves& waves) const { return waves.num_blocks > 0 ? waves.num_blocks : num_sms_; }
 
   // [host] Return whether rows and sums go straight to all other nodes, or there is none.
   bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }

@@ -42,7 +42,7 @@ template <class Op>
 __device__ __forceinline__ void stamp([[maybe_unused]] const Op& op, [[maybe_unused]] Step step) {
 #ifdef EP_STAMPS
   if (threadIdx.x % 32 != 0 || op.context.stamps == nullptr) return;
-  const uint32_t block = static_cast<uint32_t>(op.epoch % kStampedOperations) * gridDim.x + blockIdx.x;
+  const uint32_t block = static_cast<uint32_t>(op.epoch % kStampedOperations) * op.context.stamped_blocks + blockIdx.x;
   const uint32_t warp = block * kStampedWarps + threadIdx.x / 32;
   op.context.stamps[warp * kNumSteps + static_cast<int>(step)] = ptx::nanoseconds();
   asm volatile("" ::: "memory");  // later accesses come after it

@@ -96,11 +96,15 @@ def address_of(t: Tensor | None) -> int:
 
 
 class Waves(NamedTuple):
-    """Counters between an operation and the kernels of the experts beside it; all 0 at first. A group is 64 rows."""
+    """One launch of two beside the experts, or behind them: its blocks, and counters between it and their kernels.
 
-    begun: Tensor  # int32 [1]: blocks of the operation that have begun. Experts take the other multiprocessors
+    Counters are 0 at first. A group is 64 rows. None: nothing is beside the launch.
+    """
+
+    num_blocks: int  # of this launch
+    begun: Tensor | None = None  # int32 [1]: blocks that have begun. Experts take the other multiprocessors
     # int32 [groups]. Dispatch: rows that have arrived. Combine: pieces of rows of y that are written.
-    done: Tensor
+    done: Tensor | None = None
     pieces_of_row: int = 1
 
 
@@ -145,7 +149,7 @@ class Engine(Protocol):
     ) -> Received: ...
 
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
-    # `waves`: rows of y leave as soon as they are written.
+    # `waves`: rows of y leave as soon as they are written. With `only_sends`.
     def combine(
         self,
         request: CombineRequest,
@@ -154,7 +158,7 @@ class Engine(Protocol):
         waves: Waves | None = None,
     ) -> Combined: ...
 
-    # `waves`: count the rows of a dispatch as they arrive.
+    # `waves`: count the rows of a dispatch as they arrive; or take so many blocks for the rest of a combine.
     def receive(self, waves: Waves | None = None) -> None: ...
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``

@@ -134,7 +134,7 @@ class CudaEngine:
         def allocate() -> None:
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
-            self._state = torch.zeros(compiled.state_bytes(c, self._num_sms), dtype=torch.uint8, device=self._device)
+            self._state = torch.zeros(compiled.state_bytes(c, self.num_sms), dtype=torch.uint8, device=self._device)
             self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, pin_memory=True)
             self._counted_rows = self._report[compiled.counted_rows_offset :].view(torch.int64)
             torch.cuda.synchronize(self._device)
@@ -164,7 +164,7 @@ class CudaEngine:
                 state=self._state.data_ptr(),
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
-                num_sms=self._num_sms,
+                num_sms=self.num_sms,
                 rail_blocks=rail_blocks,
             )
         except BaseException:  # a kept exception keeps this object, but not its memory
@@ -172,7 +172,7 @@ class CudaEngine:
                 self.__dict__.pop(name, None)
             self.__dict__.pop("_regions").abandon()
             raise
-        self.summary = f"CUDA engine, {self._num_sms} multiprocessors"
+        self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
         if topology.num_nodes > 1:
             self.summary += f", {rail_blocks} of them for the {self._regions.wire} wire between nodes"
             if self._regions.wire == "NVSHMEM":
@@ -199,10 +199,10 @@ class CudaEngine:
         """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._num_sms = self.num_blocks = min(self._config.num_sms or DEFAULT_SMS, num_sms)
-        self.has_waves = 2 * self._num_sms <= num_sms  # a combine holds them while it waits for GEMMs
+        self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
+        self.has_waves = 2 * self.num_sms <= num_sms  # a combine holds them while it waits for GEMMs
         self._wire_rate = (envs.wire_gbps() or 0) * 1e9
-        return _rail_sms(self._topology, self._num_sms)
+        return _rail_sms(self._topology, self.num_sms)
 
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
@@ -343,10 +343,10 @@ class CudaEngine:
 
     def _set_waves(self, args: _C_cuda.DispatchArgs | _C_cuda.CombineArgs, waves: Waves | None) -> None:
         if waves is not None:
-            counters = self._compiled.Waves()
-            counters.begun, counters.done = address_of(waves.begun), address_of(waves.done)
-            counters.pieces_of_row = waves.pieces_of_row
-            args.waves = counters
+            launch = self._compiled.Waves()
+            launch.begun, launch.done = address_of(waves.begun), address_of(waves.done)
+            launch.pieces_of_row, launch.num_blocks = waves.pieces_of_row, waves.num_blocks
+            args.waves = launch
 
     def receive(self, waves: Waves | None = None) -> None:
         assert self._unreceived is not None  # the caller has seen to it
@@ -398,7 +398,7 @@ class CudaEngine:
     def stamps(self) -> Tensor:
         """Return when each warp ended each step of the last operations, and clear that.
 
-        int64 [operations, num_sms, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is nothing.
+        int64 [operations, blocks, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is nothing.
         Operations are those of the last epochs, by epoch modulo their number; the module's ``steps`` names steps. The
         host waits for the device. The first call begins: operations launched or captured before it leave nothing.
         benchmarks/time_line.py draws them.
@@ -407,9 +407,9 @@ class CudaEngine:
         if not compiled.has_stamps:
             raise RuntimeError("built without stamps: EP_DISPATCHER_STAMPS=1 python setup.py build_ext --inplace")
         if self._stamps is None:
-            shape = (compiled.stamped_operations, self._num_sms, compiled.stamped_warps, len(compiled.steps))
+            shape = (compiled.stamped_operations, self.all_sms, compiled.stamped_warps, len(compiled.steps))
             self._stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
-            self._c.stamp_into(self._stamps.data_ptr())
+            self._c.stamp_into(self._stamps.data_ptr(), self.all_sms)
         torch.cuda.synchronize(self._device)
         found = self._stamps.to("cpu", copy=True)
         self._stamps.zero_()
