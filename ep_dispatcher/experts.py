@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from ep_dispatcher import checks, grouped_gemm, waves
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
 from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.grouped_gemm import Matrices
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.handle import DispatchOutput
 
 ACTIVATIONS = ("swiglu",)
 
@@ -75,20 +79,45 @@ def moe_mlp(
     has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
     if has_kernels:
         w1, w2 = _aligned(w1), _aligned(w2)
-    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w1, w2))
-    if overlap and has_kernels and waves.can_overlap(buffer, wants_gradients):
-        with torch.cuda.device_of(x):
-            return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows)
+    if has_kernels:
+        send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, overlap=overlap)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
     ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-    if has_kernels:
-        with torch.cuda.device_of(x):
-            y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2)
-        return combine(buffer, y, out.handle)
     hidden_rows = _grouped_linear(out.x, w1, ends)
     activated = _WeightedSwiglu.apply(hidden_rows, out.topk_weights)
     return combine(buffer, _grouped_linear(activated, w2, ends), out.handle)
+
+
+def run_layer(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    send: Callable[[], DispatchOutput],
+    *,
+    overlap: bool,
+    **options: Any,
+) -> Tensor:
+    """``moe_mlp`` in grouped GEMMs, with overlap where ``waves.why_not`` has nothing against it. The rest is checked.
+
+    send: dispatches x and topk_weights, where the steps run one after the other
+    w1, w2, options: as grouped_swiglu_mlp takes them; all matrices of a layer require gradients, or none
+    """
+    one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in one_of_each)
+    with torch.cuda.device_of(x):
+        if overlap and waves.can_overlap(buffer, wants_gradients):
+            return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
+        out = send()
+        assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
+        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
+        return combine(buffer, y, out.handle)
 
 
 def _aligned(weight: Tensor) -> Tensor:

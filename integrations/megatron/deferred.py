@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm, waves
+from ep_dispatcher import grouped_gemm
 from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.experts import run_layer
 from ep_dispatcher.grouped_gemm import Matrices
-from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,8 @@ class Deferred:
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
         """
-        wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (tokens, probs, w1[0], w2[0]))
-        if (
-            not self.has_plan
-            and grouped_gemm.has_kernels(tokens)
-            and not is_observed((tokens, probs, self.topk_idx))
-            and waves.can_overlap(self.buffer, wants_gradients)
-        ):
-            given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
-            with torch.cuda.device_of(tokens):
-                return waves.overlapped_mlp(*given, **options)
-        out = self.send(tokens, probs, self.max_rows)
-        assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as tokens and probs were given
-        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
-        return ep.combine(self.buffer, y, out.handle)
+        send = partial(self.send, tokens, probs, self.max_rows)
+        is_plain = not is_observed((tokens, probs, self.topk_idx))
+        overlap = not self.has_plan and grouped_gemm.has_kernels(tokens) and is_plain
+        given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows, send
+        return run_layer(*given, overlap=overlap, **options)
