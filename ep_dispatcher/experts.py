@@ -47,11 +47,11 @@ def moe_mlp(
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
     overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same; the same on all
-                   ranks. It needs a GPU, bfloat16 or float16, one node, max_tokens_per_rank of 2048 or more, and at
-                   most half of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more
-                   than 8192 bytes, because shorter ones gain nothing. Else it changes nothing. Set it to False where
-                   kernels run one at a time, as under compute-sanitizer. The last sums then take all
-                   multiprocessors, as the GEMMs do
+                   ranks. It needs a GPU, bfloat16 or float16, max_tokens_per_rank of 2048 or more, and at most half
+                   of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192
+                   bytes, because shorter ones gain nothing. With several nodes only the combine of a backward runs
+                   under GEMMs. Else it changes nothing. Set it to False where kernels run one at a time, as under
+                   compute-sanitizer. The last sums take all multiprocessors, as the GEMMs do
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
     then rounded. The second GEMM follows.

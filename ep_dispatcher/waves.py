@@ -19,6 +19,9 @@ them once the communication is over. Before a GEMM that waits, or that pushes wa
 all blocks of the communication have begun: no GEMM may take their multiprocessors. Pushes hold theirs for the whole
 GEMM, so they have fewer. The sums behind it have all.
 
+With several nodes only the combine of the backward runs beside GEMMs: rows and sums cross in the order of tokens, not
+of experts.
+
 Tiles and sums are those of the steps one after the other, so every bit is the same.
 """
 
@@ -73,11 +76,12 @@ def why_not(buffer: Buffer, wants_gradients: bool) -> str | None:
     config, engine = buffer._config, buffer._live_engine()
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
-    if config.topology.num_nodes > 1:
-        return f"its ranks are {config.topology.num_nodes} nodes"
+    has_nodes = config.topology.num_nodes > 1
+    if has_nodes and not wants_gradients:
+        return f"its ranks are {config.topology.num_nodes} nodes, and there are no gradients"
     if config.max_tokens_per_rank < MIN_TOKENS:
         return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
-    if not engine.has_waves:
+    if not engine.has_waves and not has_nodes:
         return "num_sms is more than half of the GPU's multiprocessors, or ranks can be masked"
     if not wants_gradients and config.hidden * config.dtype.itemsize <= LONG_ROW:
         return f"rows of at most {LONG_ROW} bytes without gradients"
@@ -117,8 +121,9 @@ class _Mlp(torch.autograd.Function):
         anchor: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
+        has_waves = buffer._live_engine().has_waves
         out = buffer._checked_dispatch(
-            partial(buffer._launch_dispatch, only_sends=True, by_expert=True),
+            partial(buffer._launch_dispatch, only_sends=has_waves, by_expert=has_waves),
             x,
             topk_idx,
             topk_weights,
@@ -133,19 +138,23 @@ class _Mlp(torch.autograd.Function):
         kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
         with _Layer(buffer, rows) as layer:
             hidden_rows = rows.new_empty(rows.shape[0], call.w1[0].shape[0])
-            arrived = layer.receive()
+            arrived = layer.receive() if has_waves else None
             kernels.multiply(rows, call.w1, ends, hidden_rows, transposed=True, arrived=arrived)
             layer.join()  # the weights of rows come with the last of them
             activated = kernels.weighted_swiglu(hidden_rows, row_weights, ends)
-            w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the combine and the GEMM that it waits for
             y = torch.empty_like(rows)
-            pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
-            begun, written = layer.counters()
-            kernels.load(activated, w2, ends, y, written)
             request = CombineRequest(y, handle.plan, None, handle.num_tokens, "expert")
-            combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))
-            kernels.multiply(activated, w2, ends, y, transposed=True, written=written)
-            layer.sum()
+            if has_waves:
+                w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
+                pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
+                begun, written = layer.counters()
+                kernels.load(activated, w2, ends, y, written)
+                combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))
+                kernels.multiply(activated, w2, ends, y, transposed=True, written=written)
+                layer.sum()
+            else:
+                kernels.multiply(activated, call.w2, ends, y, transposed=True)
+                combined = buffer._launch_combine(request)
         kept = activated if call.keep_activated else None
         ctx.save_for_backward(rows, row_weights, hidden_rows, kept, ends, handle.plan, *weights)
         ctx.num_tokens, ctx.buffer_id, ctx.call = handle.num_tokens, buffer.id, call
@@ -159,11 +168,12 @@ class _Mlp(torch.autograd.Function):
         (w1, w2), buffer, kernels = call.saved(weights), find_buffer(ctx.buffer_id), grouped_gemm.kernels()
         check_saved_plan(plan)
         request = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
-        of_y = buffer._launch_dispatch(request, only_sends=True).rows
+        has_waves = buffer._live_engine().has_waves
+        of_y = buffer._launch_dispatch(request, only_sends=has_waves).rows
         with _Layer(buffer, of_y) as layer:
             of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
             of_rows = torch.empty_like(rows)
-            arrived = layer.receive()
+            arrived = layer.receive() if has_waves else None
             kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
             of_hidden, of_weights = kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
             kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -59,9 +60,9 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS) -> None:
+def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
     device_of("cuda", rank)
-    with make_buffer() as buffer, pytest.MonkeyPatch.context() as patch:
+    with make_buffer(**changes) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
@@ -87,6 +88,13 @@ def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
 @pytest.mark.parametrize("pull, push, sum", [(1, 1, 1), (3, 8, 24), (1000, 1000, 40)])
 def test_launches_of_any_size(pools, engine, pull, push, sum):
     pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(pull, push, sum))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks, ranks_per_node", [(2, 1), (4, 2)])
+def test_between_nodes(pools, engine, num_ranks, ranks_per_node):
+    """Only the combine of the backward runs beside GEMMs."""
+    pools(num_ranks).run(partial(both_ways, ranks_per_node=ranks_per_node), ["uniform", "hot", "few", "uniform"])
 
 
 def in_a_graph(rank: int) -> None:
@@ -325,7 +333,9 @@ def with_stand_ins(rank: int, kind: str) -> None:
         patch.setattr(buffer, "_launch_dispatch", lambda request, by_expert=False, **rest: launch(request, **rest))
         patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu)
         patch.setattr(waves, "_Layer", LayerOnACpu)
-        for overlaps in (False, True):
+        # The steps one after the other; only the combine of the backward beside GEMMs; all.
+        for overlaps, has_waves in ((False, False), (True, False), (True, True)):
+            patch.setattr(type(buffer._engine), "has_waves", has_waves)
             tensors = [t.clone() for t in (x, probs, w1, w2)]
             weights, taken = tensors[2:], []
             if kind != "one tensor":
@@ -353,7 +363,8 @@ def with_stand_ins(rank: int, kind: str) -> None:
             assert len(taken) == ("take_grads" in options)
             results.append(found)
     assert len(results[0]) >= 5 and all(t is not None for t in results[0])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 
 
 @pytest.mark.parametrize(
