@@ -11,7 +11,8 @@ a job takes longer than its steps. So jobs of a batch start together, and each w
 ready and those before it have ended. The GPUs hold weights and optimizer states of a whole batch (--at-once).
 
 A job has a name, variables and arguments of its own. What follows the script goes to all jobs. Jobs with a variable or
-an argument of ep_dispatcher are started through its launcher. The script lies in the folder of Megatron-LM.
+an argument of ep_dispatcher are started through its launcher; -m MODULE before the arguments names another launcher.
+The script lies in the folder of Megatron-LM.
 
 Printed are the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to the
 first job's, and losses. Logs and JSON lie in --out: benchmarks/loss_curves.py draws them. Exit code 1 if a job failed.
@@ -45,6 +46,7 @@ class Job:
     name: str
     variables: dict[str, str]
     arguments: list[str]
+    launcher: str | None  # the module that runs the script
 
     @classmethod
     def parse(cls, text: str) -> Job:
@@ -54,13 +56,16 @@ class Job:
         while words and re.fullmatch(r"\w+=.*", words[0]):
             variable, _, value = words.pop(0).partition("=")
             variables[variable] = value
-        if not colon or not re.fullmatch(r"[\w.-]+", name):
-            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: 'NAME: [VARIABLE=VALUE ...] [ARGUMENT ...]'")
-        return cls(name, variables, words)
-
-    @property
-    def is_ours(self) -> bool:
-        return "ep_dispatcher" in self.arguments or any(name.startswith("EP_DISPATCHER_") for name in self.variables)
+        launcher = None
+        if "ep_dispatcher" in words or any(name.startswith("EP_DISPATCHER_") for name in variables):
+            launcher = LAUNCHER
+        named = words[:1] == ["-m"]
+        if named:
+            launcher, words = " ".join(words[1:2]), words[2:]
+        if not colon or not re.fullmatch(r"[\w.-]+", name) or (named and not launcher):
+            allowed = "'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'"
+            raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {allowed}")
+        return cls(name, variables, words, launcher)
 
 
 @dataclass
@@ -153,7 +158,7 @@ def start(number: int, run: Run, count: int, folder: Path, args: argparse.Namesp
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command += ["-m", LAUNCHER] if run.job.is_ours else []
+    command += ["-m", run.job.launcher] if run.job.launcher else []
     command += [str(Path(__file__).resolve()), TURN, str(folder.resolve()), str(number), str(count)]
     command += [str(args.script.resolve()), *args.arguments, *run.job.arguments]
     path = os.pathsep.join(filter(None, [str(args.script.resolve().parent), os.environ.get("PYTHONPATH")]))

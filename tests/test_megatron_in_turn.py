@@ -90,14 +90,29 @@ def test_a_job_that_fails_does_not_hold_up_the_others(script, capsys):
 def test_what_is_a_job_of_ep_dispatcher():
     plain = in_turn.Job.parse("alltoall: A=1 --moe-token-dispatcher-type alltoall")
     assert (plain.variables, plain.arguments) == ({"A": "1"}, ["--moe-token-dispatcher-type", "alltoall"])
-    assert not plain.is_ours and in_turn.Job.parse("x: EP_DISPATCHER_GROUPED_EXPERTS=1").is_ours
-    assert in_turn.Job.parse("x: --moe-flex-dispatcher-backend ep_dispatcher").is_ours
+    assert plain.launcher is None
+    for ours in ("x: EP_DISPATCHER_GROUPED_EXPERTS=1", "x: --moe-flex-dispatcher-backend ep_dispatcher"):
+        assert in_turn.Job.parse(ours).launcher == "ep_dispatcher.integrations.megatron"
+    other = in_turn.Job.parse("x: EP_DISPATCHER_NUM_SMS=8 -m a.launcher --moe-flex-dispatcher-backend deepep")
+    assert other.launcher == "a.launcher" and other.arguments == ["--moe-flex-dispatcher-backend", "deepep"]
+
+
+def test_a_job_runs_through_the_launcher_that_it_names(script):
+    (script.parent / "a_launcher.py").write_text(
+        "import os, runpy, sys\n"
+        "os.environ['NAME'] = 'launched'\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    code, events = run(script, "a: -m a_launcher 7", at_once=1)
+    assert code == 0 and {line.split()[0] for line in events} == {"launched"}
 
 
 @pytest.mark.parametrize(
     "given,said",
     [
-        (["--job", "no colon", "--ranks", "2"], "allowed: 'NAME: [VARIABLE=VALUE ...] [ARGUMENT ...]'"),
+        (["--job", "no colon", "--ranks", "2"], "allowed: 'NAME: [VARIABLE=VALUE ...] [-m MODULE] [ARGUMENT ...]'"),
+        (["--job", "a: -m", "--ranks", "2"], "given 'a: -m', allowed: 'NAME: [VARIABLE=VALUE ...] [-m MODULE]"),
         (["--job", "a:", "--job", "a:", "--ranks", "2"], "given the names a, a, allowed: each name once"),
         (["--job", "a:", "--ranks", "0"], "--ranks: given 0, allowed: at least 1"),
     ],
