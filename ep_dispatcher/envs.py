@@ -146,7 +146,8 @@ SWITCHES = (
         "0",
         "0, 1",
         "with 1 deep_ep programs also get what DeepEP's own tests look at: rank_prefix_matrix and recv_src_idx in "
-        "handles, and sums of weights of experts on other ranks; a small operation more in every such call",
+        "handles, and sums of weights of experts on other ranks, for a small operation more in every such call; and "
+        "all of a low-latency handle, with DeepEP's float8 scales and sums, for many operations more",
         _one_of("0", "1"),
     ),
     Switch(

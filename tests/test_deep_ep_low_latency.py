@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import exhaustive
 from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, environment, make_data
 
 HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
@@ -24,14 +25,20 @@ def sent_to(data: Data, expert: int) -> list[torch.Tensor]:
     return [(idx == expert).any(1).nonzero().flatten() for idx in data.topk_idx]
 
 
-def check_handle(data: Data, rank: int, handle, recv_count) -> None:
+def check_handle(data: Data, rank: int, handle, recv_count, exact: bool) -> None:
     src_info, ranges, most, hidden, num_experts = handle
-    assert (most, hidden, num_experts) == (MOST, HIDDEN, EXPERTS)
+    assert (most, hidden, num_experts) == (MOST, HIDDEN, EXPERTS) and recv_count.dtype == torch.int32
+    for local in range(LOCAL):
+        assert int(recv_count[local]) == sum(map(len, sent_to(data, rank * LOCAL + local)))
+    if not exact:
+        for name, item in (("recv_src_info", src_info), ("recv_layout_range", ranges)):
+            with pytest.raises(NotImplementedError, match=f"{name} .*EP_DISPATCHER_DEEP_EP_EXACT"):
+                item[0]
+        return
     assert src_info.shape == (LOCAL, RANKS * MOST) and src_info.dtype == torch.int32
-    assert ranges.shape == (LOCAL, RANKS) and ranges.dtype == torch.int64 and recv_count.dtype == torch.int32
+    assert ranges.shape == (LOCAL, RANKS) and ranges.dtype == torch.int64
     for local in range(LOCAL):
         tokens = sent_to(data, rank * LOCAL + local)
-        assert int(recv_count[local]) == sum(map(len, tokens))
         for source, expected in enumerate(tokens):
             begin, count = int(ranges[local, source]) >> 32, int(ranges[local, source]) & LOW_32_BITS
             assert count == len(expected) and begin == sum(map(len, tokens[:source]))
@@ -41,14 +48,15 @@ def check_handle(data: Data, rank: int, handle, recv_count) -> None:
 def unquantized(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 rows of a pair as low_latency_dispatch gives it."""
     if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8).int()
+        exponents = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8).int()
         scales = (exponents << 23).view(torch.float32)
     return (packed.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
 
 
-def expected_scales(x: torch.Tensor, rounded: bool) -> torch.Tensor:
-    """By DeepEP's rule: the largest of a block, at least 1e-4, becomes 448; or the next power of two."""
-    scales = x.double().unflatten(-1, (-1, 128)).abs().amax(-1).clamp_min(1e-4) / 448
+def expected_scales(x: torch.Tensor, rounded: bool, exact: bool) -> torch.Tensor:
+    """The largest of a block becomes 448, or the next power of two; DeepEP takes at least 1e-4 for the largest."""
+    scales = x.double().unflatten(-1, (-1, 128)).abs().amax(-1) / 448
+    scales = scales.clamp_min(1e-4 / 448 if exact else torch.finfo(torch.float32).tiny)
     return torch.exp2(torch.log2(scales).ceil()) if rounded else scales
 
 
@@ -76,7 +84,7 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
         )
         receive() if hook else event.current_stream_wait()
         assert (receive is None) != hook and (event.event is None) == hook
-        check_handle(data, rank, handle, recv_count)
+        check_handle(data, rank, handle, recv_count, case.exact)
         assert stats.tolist() == [local + int(recv_count[local]) for local in range(LOCAL)]
         if not use_fp8:
             assert recv_x.shape == (LOCAL, RANKS * MOST, HIDDEN) and recv_x.dtype == torch.bfloat16
@@ -96,7 +104,7 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
                 continue
             rows, scales = (t[local, :num] for t in recv_x)
             got, wanted = unquantized(rows, scales), expected.float()
-            per_block = expected_scales(expected, round_scale)
+            per_block = expected_scales(expected, round_scale, case.exact)
             if not use_ue8m0:
                 assert torch.allclose(scales.double(), per_block, rtol=1e-6)
             # e4m3 keeps 4 bits of a number; below its smallest normal number its grid is 2^-9 scales wide.
@@ -105,15 +113,47 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
         buffer.destroy()
 
 
-@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("exact, ranks_per_node", [*((False, nodes) for nodes in NODES), exhaustive(True, None)])
 @pytest.mark.parametrize("hook", [False, True])
-def test_dispatch_of_bfloat16(pools, engine, ranks_per_node, hook):
-    pools(RANKS).run(run_dispatch, Case(engine, ranks_per_node), False, False, False, hook)
+def test_dispatch_of_bfloat16(pools, engine, exact, ranks_per_node, hook):
+    pools(RANKS).run(run_dispatch, Case(engine, ranks_per_node, exact), False, False, False, hook)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
-def test_dispatch_of_float8(pools, engine, round_scale, use_ue8m0):
-    pools(RANKS).run(run_dispatch, Case(engine), True, round_scale, use_ue8m0, True)
+def test_dispatch_of_float8(pools, engine, exact, round_scale, use_ue8m0):
+    pools(RANKS).run(run_dispatch, Case(engine, exact=exact), True, round_scale, use_ue8m0, True)
+
+
+def expected_sum(case: Case, idx: torch.Tensor, weights: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of this rank's tokens, where ``rows[k]`` are what the experts of choice k give for all of them.
+
+    Exact: in the order of k, rounded once. Else by (node, rank, expert): rounded for each rank, for each node but the
+    own one, and at the end.
+    """
+
+    def addends(expert: int | None, k: int) -> torch.Tensor:
+        chosen = idx[:, k] >= 0 if expert is None else idx[:, k] == expert
+        return (weights[:, k, None] * rows[k].float()).where(chosen[:, None], 0.0)
+
+    if case.exact:
+        return sum(addends(None, k) for k in range(idx.shape[1])).bfloat16()
+    per_node, rank = case.ranks_per_node or RANKS, dist.get_rank()
+    total = torch.zeros_like(rows[0], dtype=torch.float32)
+    for first in range(0, RANKS, per_node):
+        of_ranks = []
+        for other in range(first, first + per_node):
+            partial = torch.zeros_like(total)
+            for expert in range(other * LOCAL, (other + 1) * LOCAL):
+                for k in range(idx.shape[1]):
+                    partial += addends(expert, k)
+            of_ranks.append(partial.bfloat16().float())
+        if first // per_node == rank // per_node:
+            for partial in of_ranks:
+                total += partial
+        else:
+            total += sum(of_ranks).bfloat16().float()
+    return total.bfloat16()
 
 
 def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: bool):
@@ -140,36 +180,34 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
             )
             receive() if hook else event.current_stream_wait()
             assert out is None or combined.data_ptr() == out.data_ptr()
-            total = torch.zeros_like(data.x[rank], dtype=torch.float32)
-            for k in range(idx.shape[1]):
-                there = idx[:, k] >= 0
-                y_k = (data.x[rank][there] * (idx[there, k, None] + 1).bfloat16()).float()
-                total[there] += weights[there, k, None] * y_k
-            assert torch.equal(combined, total.bfloat16())  # the order and the rounding are promised
+            rows = [data.x[rank] * (idx[:, k, None] + 1).bfloat16() for k in range(idx.shape[1])]
+            assert torch.equal(combined, expected_sum(case, idx, weights, rows))  # order and rounding are promised
         buffer.destroy()
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("ranks_per_node", NODES)
 @pytest.mark.parametrize("zero_copy, use_out, hook", [(False, False, True), (True, True, False)])
-def test_combine(pools, engine, ranks_per_node, zero_copy, use_out, hook):
-    pools(RANKS).run(run_combine, Case(engine, ranks_per_node), zero_copy, use_out, hook)
+def test_combine(pools, engine, ranks_per_node, exact, zero_copy, use_out, hook):
+    pools(RANKS).run(run_combine, Case(engine, ranks_per_node, exact), zero_copy, use_out, hook)
 
 
 def run_with_choices_left_out(rank: int, case: Case):
     """The choices of a combine in other columns than those of the dispatch, and some of them left out."""
     data = make_data(case, rank, hidden=HIDDEN)
-    idx, weights = data.topk_idx[rank], data.weights[rank]
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
     with environment(case):
         buffer = make_buffer()
-        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(data.x[rank], idx, MOST, EXPERTS, use_fp8=False)
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
         fewer = idx.flip(1).clone()
         fewer[::2, 0] = -1
-        combined, _, _ = buffer.low_latency_combine(recv_x, fewer, weights, handle)
-        total = torch.zeros_like(data.x[rank], dtype=torch.float32)
-        for k in range(fewer.shape[1]):
-            total += torch.where(fewer[:, k] >= 0, weights[:, k], 0.0)[:, None] * data.x[rank].float()
-        assert torch.equal(combined, total.bfloat16())
-        if case.engine == "cpu":  # on a GPU an assert on the device; found when the rows are there, so the ranks agree
+        nans = weights.where(fewer >= 0, float("nan"))
+        for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), (idx.view(idx.shape), weights)):
+            combined, _, _ = buffer.low_latency_combine(recv_x, choices, given, handle)
+            assert torch.equal(combined, expected_sum(case, choices, given, [x] * choices.shape[1]))
+        # On a GPU an assert on the device. Exact it is found when the rows are there, else before: all ranks have to
+        # call the first, and those with a mistake the second.
+        if case.engine == "cpu" and (len(idx) or case.exact):
             others = torch.where(idx == 0, 1, 0) if len(idx) else idx
             with pytest.raises(ValueError, match="not dispatched to") if len(idx) else contextlib.nullcontext():
                 buffer.low_latency_combine(recv_x, others, weights, handle)
@@ -177,8 +215,9 @@ def run_with_choices_left_out(rank: int, case: Case):
         buffer.destroy()
 
 
-def test_combine_of_some_choices(pools, engine):
-    pools(RANKS).run(run_with_choices_left_out, Case(engine))
+@pytest.mark.parametrize("exact", [False, True])
+def test_combine_of_some_choices(pools, engine, exact):
+    pools(RANKS).run(run_with_choices_left_out, Case(engine, exact=exact))
 
 
 def run_with_other_operations(rank: int, case: Case):
@@ -199,15 +238,76 @@ def run_with_other_operations(rank: int, case: Case):
         buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **options)
         for one, idx, recv_x, handle, receive in trips:
             receive()
-            ones = torch.ones_like(one.weights[rank])
-            combined, _, _ = buffer.low_latency_combine(recv_x, idx, ones, handle, use_logfmt=True)
-            expected = one.x[rank].float() * (idx >= 0).sum(1, keepdim=True)
-            assert torch.equal(combined, expected.bfloat16())
+            weights = one.weights[rank]
+            combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle, use_logfmt=True)
+            assert torch.equal(combined, expected_sum(case, idx, weights, [one.x[rank]] * idx.shape[1]))
         buffer.destroy()
 
 
-def test_two_at_once(pools, engine):
-    pools(RANKS).run(run_with_other_operations, Case(engine))
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_at_once(pools, engine, exact):
+    pools(RANKS).run(run_with_other_operations, Case(engine, exact=exact))
+
+
+def run_many_hooks(rank: int, case: Case):
+    """More hooks than there are buffers, called late, twice and in another order; counts are added once."""
+    with environment(case):
+        buffer = make_buffer()
+        trips, stats = [], None
+        for seed in range(4):
+            one = make_data(case, rank, seed=seed, hidden=HIDDEN)
+            stats = torch.zeros(LOCAL, dtype=torch.int32, device=one.x[0].device) if stats is None else stats
+            recv_x, count, handle, _, receive = buffer.low_latency_dispatch(
+                one.x[rank], one.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
+            )
+            trips.append((one, recv_x, count, handle, receive))
+        for *_, receive in trips[::-1] * 2:
+            receive()
+        assert torch.equal(stats, sum(count for _, _, count, _, _ in trips))
+        sums = []
+        for one, recv_x, _, handle, _ in trips:
+            idx, weights = one.topk_idx[rank], one.weights[rank]
+            combined, _, receive = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=True)
+            expected = expected_sum(case, idx, weights, [one.x[rank]] * idx.shape[1])
+            sums.append((combined, expected, receive))
+        for combined, expected, receive in sums[::-1]:
+            receive()
+            assert torch.equal(combined, expected)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, exhaustive(True)])
+def test_many_hooks(pools, engine, exact):
+    pools(RANKS).run(run_many_hooks, Case(engine, exact=exact))
+
+
+def run_choices_changed_in_place(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    x, weights = data.x[rank], data.weights[rank]
+    with environment(case):
+        buffer = make_buffer()
+        for mode in (contextlib.nullcontext, torch.inference_mode):  # which counts no changes
+            with mode():
+                idx = data.topk_idx[rank].clone()
+                recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+                expected = expected_sum(case, idx, weights, [x] * idx.shape[1])
+                assert torch.equal(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], expected)
+        idx = data.topk_idx[rank].clone()
+        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+        idx[:, 0] = -1
+        if case.exact:
+            expected = expected_sum(case, idx, weights, [x] * idx.shape[1])
+            assert torch.equal(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], expected)
+        else:
+            for given in (idx, idx.clone()):
+                with pytest.raises(ValueError, match="changed in place .*EP_DISPATCHER_DEEP_EP_EXACT"):
+                    buffer.low_latency_combine(recv_x, given, weights, handle)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_choices_changed_in_place(pools, engine, exact):
+    pools(RANKS).run(run_choices_changed_in_place, Case(engine, exact=exact))
 
 
 def run_masks_and_errors(rank: int, case: Case):
@@ -276,8 +376,9 @@ def run_late(rank: int, case: Case) -> list[list[int]]:
     return [t.tolist() for t in waits]
 
 
-def test_wait_statistics(pools, engine):
-    for rank, waits in enumerate(pools(RANKS).run(run_late, Case(engine))):
+@pytest.mark.parametrize("exact", [False, exhaustive(True)])
+def test_wait_statistics(pools, engine, exact):
+    for rank, waits in enumerate(pools(RANKS).run(run_late, Case(engine, exact=exact))):
         for victim, waited in zip((2, 1), waits):
             assert waited[rank] == 1 and min(waited) >= 1
             if rank == victim:
@@ -324,13 +425,15 @@ def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
     return chosen
 
 
-def test_set_num_sms(pools, engine):
-    """Each of both operations makes a buffer, with the number that was chosen last."""
-    assert pools(RANKS).run(run_chosen_sms, Case(engine)) == [[14, 18]] * RANKS
+@pytest.mark.parametrize("exact, chosen", [(False, [14, 14]), (True, [14, 18])])
+def test_set_num_sms(pools, engine, exact, chosen):
+    """A dispatch makes two buffers, or exact each operation one, with the number that was chosen last."""
+    assert pools(RANKS).run(run_chosen_sms, Case(engine, exact=exact)) == [chosen] * RANKS
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 0)])
-def test_no_tokens_at_all(pools, engine, lengths):
+def test_no_tokens_at_all(pools, engine, lengths, exact):
     """Of one token the middle one is the token without experts."""
     assert len(LENGTHS) == len(lengths)
-    pools(RANKS).run(run_no_tokens, Case(engine, lengths=lengths))
+    pools(RANKS).run(run_no_tokens, Case(engine, exact=exact, lengths=lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 from weakref import WeakSet, WeakValueDictionary
@@ -31,6 +32,40 @@ class Sized(NamedTuple):
     max_tokens: int
 
 
+class HookedBuffer:
+    """A buffer of our engine in decode layout, and the hook of its last operation until that is called."""
+
+    def __init__(self, buffer: ep.Buffer):
+        self._buffer = buffer
+        self._hook: Callable[[], None] | None = None
+
+    def ready(self) -> ep.Buffer:
+        """The buffer, for an operation. Receive first what was sent before: one operation is under way at a time."""
+        if self._hook is not None:
+            self._hook()
+        return self._buffer
+
+    def hook(
+        self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], None] | None = None
+    ) -> Callable[[], None]:
+        """Return a hook that receives and completes, the first time; later the current stream waits for that."""
+        receive, received = out.hook, False
+        assert receive is not None  # as it was asked for
+
+        def hook() -> None:
+            nonlocal received
+            if received:
+                out.event.wait()
+                return
+            receive()
+            received, self._hook = True, None
+            if complete is not None:
+                complete()
+
+        self._hook = hook
+        return hook
+
+
 class Pool:
     """The buffers of one group. Every ``deep_ep.Buffer`` of the group and every handle keeps it alive.
 
@@ -43,7 +78,9 @@ class Pool:
         self.group = group
         self.users: WeakSet = WeakSet()  # of the deep_ep.Buffers that are not destroyed
         self.num_sms: int | None = None
+        self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
+        self._in_turn: dict[tuple[Key, int], list[HookedBuffer]] = {}  # by tokens per rank; the first was used last
 
     def sized(self, key: Key, max_tokens: int) -> Sized:
         """The buffer for ``max_tokens``, which all ranks give alike. Collective when it has to be made."""
@@ -51,17 +88,32 @@ class Pool:
         if not sized or sized[-1].max_tokens < max_tokens:
             if sized:
                 max_tokens = max(max_tokens, 2 * sized[-1].max_tokens)  # bounds what the old ones take together
-            buffer = ep.Buffer(
-                self.group,
-                hidden=key.kind.hidden,
-                dtype=key.kind.dtype,
-                num_experts=key.num_experts,
-                num_topk=key.num_topk,
-                max_tokens_per_rank=max_tokens,
-                num_sms=self.num_sms,
-            )
-            sized.append(Sized(buffer, max_tokens))
+            sized.append(Sized(self._make(key, max_tokens), max_tokens))
         return sized[-1]
+
+    def in_turn(self, key: Key, max_tokens: int) -> HookedBuffer:
+        """One of two buffers of exactly ``max_tokens``, by turns, as DeepEP has two: so many hooks may wait at a time.
+
+        Collective the first time, which makes both: later ones may be in a CUDA graph.
+        """
+        both = self._in_turn.get((key, max_tokens))
+        if both is None:
+            both = self._in_turn[key, max_tokens] = [HookedBuffer(self._make(key, max_tokens)) for _ in range(2)]
+        both.reverse()
+        return both[0]
+
+    def _make(self, key: Key, max_tokens: int) -> ep.Buffer:
+        buffer = ep.Buffer(
+            self.group,
+            hidden=key.kind.hidden,
+            dtype=key.kind.dtype,
+            num_experts=key.num_experts,
+            num_topk=key.num_topk,
+            max_tokens_per_rank=max_tokens,
+            num_sms=self.num_sms,
+        )
+        self._made.append(buffer)
+        return buffer
 
     def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
         """The buffer for a dispatch of ``num_tokens`` by this rank, and of other numbers by others."""
@@ -86,10 +138,10 @@ class Pool:
     def destroy(self) -> None:
         """Destroy all buffers; collective. Raise what their last operations have found late, once all are."""
         with ExitStack() as stack:
-            for sized in self._buffers.values():
-                for buffer, _ in sized:
-                    stack.callback(buffer.destroy)
-            self._buffers.clear()
+            for buffer in self._made:
+                stack.callback(buffer.destroy)
+            for known in (self._made, self._buffers, self._in_turn):
+                known.clear()
 
 
 _pools: WeakValueDictionary[ProcessGroup, Pool] = WeakValueDictionary()

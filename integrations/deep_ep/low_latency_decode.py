@@ -1,0 +1,99 @@
+"""Low latency by the engine's decode layout: one operation of the engine each way, and hooks that receive.
+
+Rows lie as DeepEP's do: a group of fixed size for every expert, without gaps. Sums are the engine's: those of a rank's
+experts are rounded to bfloat16 before the owner adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks, float8
+from ep_dispatcher.integrations.deep_ep.handle import Unavailable
+from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Routed, measured, same_experts
+from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
+from ep_dispatcher.integrations.deep_ep.rows import Kind
+
+_EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, with which low latency is built of slower operations"
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """The handle of our engine, and the choices that it was made from: the caller's own tensor."""
+
+    buffer: HookedBuffer
+    handle: ep.Handle
+    shape: tuple[int, int, int]
+    topk_idx: Tensor
+    version: int
+
+    src_info = Unavailable("recv_src_info", _EXACT)
+    layout_range = Unavailable("recv_layout_range", _EXACT)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.handle.plan, self.topk_idx
+
+    def combine(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        weights, buffer = self._weights(topk_idx, topk_weights), self.buffer.ready()
+        with measured(buffer, "combine", waits):
+            combined = buffer.combine(x, self.handle, weights=weights, out=out, return_hook=hook)
+        return combined.x, self.buffer.hook(combined) if hook else None
+
+    def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """The weights in the columns of the dispatch, of choices that may stand in other ones, or be left out."""
+        is_unchanged = _version(self.topk_idx) == self.version
+        if is_unchanged and _is_same_memory(topk_idx, self.topk_idx):
+            return topk_weights
+        if not is_unchanged:
+            allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
+            checks.fail("topk_idx", "a tensor that was changed in place after the dispatch", allowed)
+        same = same_experts(topk_idx, self.topk_idx)
+        return torch.where(same, topk_weights[:, :, None], 0.0).sum(1)
+
+
+def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
+    num_ranks, hidden = pool.group.size(), x.shape[1]
+    key = Key(Kind(hidden, torch.bfloat16), asked.num_experts, topk_idx.shape[1])
+    hooked = pool.in_turn(key, asked.max_tokens)
+    buffer = hooked.ready()
+    data: Tensor | tuple[Tensor, Tensor] = x
+    is_fused = asked.use_fp8 and asked.round_scale == asked.use_ue8m0  # no kernel makes rounded scales of float32
+    if asked.use_fp8 and not is_fused:
+        data = float8.quantize(x, powers_of_two=True)
+    with measured(buffer, "dispatch", asked.waits):
+        out = buffer.dispatch(
+            data,
+            topk_idx,
+            layout="decode",
+            quantize="e4m3_1x128" if is_fused else None,
+            scale_format="ue8m0" if asked.use_ue8m0 else "float32",
+            return_hook=asked.hook,
+        )
+    shape = (asked.num_experts // num_ranks, num_ranks * asked.max_tokens, hidden)
+    decoded = Decoded(hooked, out.handle, shape, topk_idx, _version(topk_idx))
+    recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
+    hook = None
+    if asked.hook:
+        hook = hooked.hook(out, partial(asked.count, out.tokens_per_expert))
+    else:
+        asked.count(out.tokens_per_expert)
+    return Routed(recv_x, out.tokens_per_expert, decoded, hook)
+
+
+def _version(t: Tensor) -> int:
+    """How often it was changed in place, as far as PyTorch counts that."""
+    return 0 if t.is_inference() else t._version
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or (
+        a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+    )

@@ -1,0 +1,99 @@
+"""What both ways of low latency share: what a dispatch asks for, what it leaves for combines, and choices in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.refuse import refuse
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a low_latency_dispatch asks for, beside rows and choices."""
+
+    max_tokens: int  # num_max_dispatch_tokens_per_rank
+    num_experts: int
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+    stats: Tensor | None  # int32 [num_local_experts], to which the counts are added
+    waits: Tensor | None  # int64 [num_ranks], to which the time waited for each rank is added
+    hook: bool
+
+    def count(self, counts: Tensor) -> None:
+        if self.stats is not None:
+            self.stats.add_(counts)
+
+
+class Route(Protocol):
+    """What a dispatch leaves for combines of its rows."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """num_local_experts, rows_per_group, hidden."""
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """[num_tokens, num_topk] of the tokens that this rank brought."""
+
+    @property
+    def src_info(self) -> object:
+        """int32 [num_local_experts, rows_per_group], a row's token on its source rank."""
+
+    @property
+    def layout_range(self) -> object:
+        """int64 [num_local_experts, num_ranks], first row << 32 | rows of each source."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What operations read of it."""
+
+    def combine(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
+    ) -> tuple[Tensor, Callable[[], None] | None]:
+        """The sums, and with ``hook`` the function to call before they are read."""
+
+
+class Routed(NamedTuple):
+    """The results of a low_latency_dispatch."""
+
+    x: Tensor | tuple[Tensor, Tensor]
+    counts: Tensor  # int32 [num_local_experts]
+    route: Route
+    hook: Callable[[], None] | None
+
+    def tensors(self) -> list[Tensor]:
+        rows = self.x if isinstance(self.x, tuple) else (self.x,)
+        return [*rows, self.counts, *self.route.tensors()]
+
+
+@contextmanager
+def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> Iterator[None]:
+    """Let one operation of our engine add what it waits for each rank."""
+    if waits is None:
+        yield
+        return
+    setattr(buffer, f"{operation}_wait_ns", waits)
+    try:
+        yield
+    finally:
+        setattr(buffer, f"{operation}_wait_ns", None)
+
+
+def same_experts(topk_idx: Tensor, dispatched: Tensor) -> Tensor:
+    """bool [num_tokens, k, num_topk]: choice k of a combine is choice j of its dispatch.
+
+    Refuse experts that the token was not dispatched to.
+    """
+    there = topk_idx >= 0
+    same = (topk_idx[:, :, None] == dispatched[:, None, :]) & there[:, :, None]
+    allowed = "experts that the token was dispatched to, or -1"
+    mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
+    refuse((same.any(2) != there).any(), ValueError(mistake))
+    return same
