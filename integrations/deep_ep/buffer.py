@@ -183,8 +183,9 @@ class Buffer(LowLatency):
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
                     checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
-                recv_x = rows.restore(_plans(handle).dispatch(rows))
-                operation.hand_over(*_flat(recv_x))
+                plans = _plans(handle)
+                recv_x = rows.restore(plans.dispatch(rows))
+                operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
                 routing = Routing(  # its check refuses None
@@ -240,7 +241,7 @@ class Buffer(LowLatency):
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
             if biases:
                 combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
-            operation.hand_over(combined_x, combined_weights)
+            operation.hand_over(combined_x, combined_weights, *plans.tensors())
         return combined_x, combined_weights, operation.event
 
     @staticmethod

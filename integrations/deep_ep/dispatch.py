@@ -92,7 +92,7 @@ def _gather(pool: Pool, routing: Routing) -> Tensor:
 def _counts(
     pool: Pool, out: ep.DispatchOutput, by_topk: bool, everyone: Tensor | None, expert_alignment: int
 ) -> list[int]:
-    """Rows of every local expert, each rounded up; the host waits for them."""
+    """Rows of every local expert, each rounded up; the host has waited for them."""
     if by_topk:
         return out.rows_on_host.tolist()
     num_ranks = pool.group.size()

@@ -82,8 +82,8 @@ class CommStream:
         Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked.
         """
         operation, before = Operation(), getattr(previous_event, "event", None)
-        on_gpu = any(t is not None and t.is_cuda for t in inputs)
-        if not on_gpu or not (async_finish or before is not None):
+        is_apart = async_finish or before is not None
+        if not is_apart or not any(t is not None and t.is_cuda for t in inputs):
             yield operation
             if async_finish:
                 operation.event = EventOverlap(EventHandle())

@@ -7,8 +7,8 @@ experts are rounded to bfloat16 before the owner adds them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, float8
 from ep_dispatcher.integrations.deep_ep.handle import Unavailable
+from ep_dispatcher.integrations.deep_ep.layout import is_same_memory
 from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Routed, measured, same_experts
 from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
@@ -23,8 +24,7 @@ from ep_dispatcher.integrations.deep_ep.rows import Kind
 _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, with which low latency is built of slower operations"
 
 
-@dataclass(frozen=True, eq=False)
-class Decoded:
+class Decoded(NamedTuple):
     """The handle of our engine, and the choices that it was made from: the caller's own tensor."""
 
     buffer: HookedBuffer
@@ -32,9 +32,8 @@ class Decoded:
     shape: tuple[int, int, int]
     topk_idx: Tensor
     version: int
-
-    src_info = Unavailable("recv_src_info", _EXACT)
-    layout_range = Unavailable("recv_layout_range", _EXACT)
+    src_info: object = Unavailable("recv_src_info", _EXACT)
+    layout_range: object = Unavailable("recv_layout_range", _EXACT)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.handle.plan, self.topk_idx
@@ -50,7 +49,7 @@ class Decoded:
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The weights in the columns of the dispatch, of choices that may stand in other ones, or be left out."""
         is_unchanged = _version(self.topk_idx) == self.version
-        if is_unchanged and _is_same_memory(topk_idx, self.topk_idx):
+        if is_unchanged and is_same_memory(topk_idx, self.topk_idx):
             return topk_weights
         if not is_unchanged:
             allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
@@ -82,18 +81,12 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
     recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
     hook = None
     if asked.hook:
-        hook = hooked.hook(out, partial(asked.count, out.tokens_per_expert))
+        hook = hooked.hook(out, partial(asked.add_counts, out.tokens_per_expert))
     else:
-        asked.count(out.tokens_per_expert)
+        asked.add_counts(out.tokens_per_expert)
     return Routed(recv_x, out.tokens_per_expert, decoded, hook)
 
 
 def _version(t: Tensor) -> int:
     """How often it was changed in place, as far as PyTorch counts that."""
     return 0 if t.is_inference() else t._version
-
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-    )

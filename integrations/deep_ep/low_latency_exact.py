@@ -112,7 +112,7 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
     else:
         recv_x = packed.pack(out.x)
     recv_count = counts.int()
-    asked.count(recv_count)
+    asked.add_counts(recv_count)
     return Routed(recv_x, recv_count, packed, _received if asked.hook else None)
 
 

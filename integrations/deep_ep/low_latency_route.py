@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -14,8 +13,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.refuse import refuse
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
+class Asked(NamedTuple):
     """What a low_latency_dispatch asks for, beside rows and choices."""
 
     max_tokens: int  # num_max_dispatch_tokens_per_rank
@@ -27,7 +25,7 @@ class Asked:
     waits: Tensor | None  # int64 [num_ranks], to which the time waited for each rank is added
     hook: bool
 
-    def count(self, counts: Tensor) -> None:
+    def add_counts(self, counts: Tensor) -> None:
         if self.stats is not None:
             self.stats.add_(counts)
 
@@ -73,12 +71,16 @@ class Routed(NamedTuple):
         return [*rows, self.counts, *self.route.tensors()]
 
 
+_PLAIN = nullcontext()
+
+
+def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> AbstractContextManager[None]:
+    """Let one operation of our engine add what it waits for each rank, where there are ``waits``."""
+    return _PLAIN if waits is None else _measured(buffer, operation, waits)
+
+
 @contextmanager
-def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> Iterator[None]:
-    """Let one operation of our engine add what it waits for each rank."""
-    if waits is None:
-        yield
-        return
+def _measured(buffer: ep.Buffer, operation: str, waits: Tensor) -> Iterator[None]:
     setattr(buffer, f"{operation}_wait_ns", waits)
     try:
         yield

@@ -1,0 +1,251 @@
+"""Times deep_ep on this engine against the engine itself: what do programs written for DeepEP pay?
+
+    python benchmarks/deep_ep_speed.py                          # a rank per GPU
+    python benchmarks/deep_ep_speed.py --engine cpu --ranks 4 --tokens 512 --hidden 1024 --experts 64
+
+Both sides do the same work in the same processes, and take turns. Their calls are those of the rank layout; those of
+low latency are compared with the decode layout. "host waits" are dispatches for which the host waits, as DeepEP's does
+without num_worst_tokens; the others leave the host alone. "ranks agree" is without EP_DISPATCHER_MAX_TOKENS_PER_RANK.
+
+Printed are medians over all rounds, of the slowest rank of each call. Device: by events around one call, with an empty
+L2 cache and with the host ahead. Host: until the call returns. Graph: the device's time of a CUDA graph of the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher.benchmark.clock import DeviceClock, HostClock, make_clock
+from ep_dispatcher.benchmark.ranks import attempt, largest_over_ranks
+from ep_dispatcher.integrations.deep_ep import Buffer
+from ep_dispatcher.testing import RankPool, make_routing
+
+SIDES = ("deep_ep", "engine")
+TURNS, WARMUP = 4, 3  # calls of a side in a row, and before its first
+MAX_TOKENS = "EP_DISPATCHER_MAX_TOKENS_PER_RANK"
+
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    engine: str
+    tokens: int
+    few_tokens: int  # of low latency
+    hidden: int
+    experts: int
+    topk: int
+    sms: int
+    rounds: int
+
+
+class Pair(NamedTuple):
+    """The same work by both; None where a side has none."""
+
+    deep_ep: Call
+    engine: Call | None
+    waits: bool = False  # a host waits, so no CUDA graph
+
+
+class Found(NamedTuple):
+    device: dict[tuple[str, str], float]  # microseconds, by operation and side
+    host: dict[tuple[str, str], float]
+    graph: dict[tuple[str, str], float]
+    notes: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    case = Case(*(getattr(args, name) for name in Case._fields))
+    backend = "gloo" if args.engine == "cpu" else "cpu:gloo,cuda:nccl"
+    with RankPool(args.ranks, timeout_s=300, backend=backend) as pool:
+        found = pool.run(measure, case)[0]
+    print("\n".join(lines(case, args.ranks, found)), flush=True)
+    if args.out:
+        tables = {name: [[*key, us] for key, us in getattr(found, name).items()] for name in Found._fields[:3]}
+        args.out.write_text(json.dumps(dict(case=case._asdict(), ranks=args.ranks, **tables, notes=found.notes)) + "\n")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
+    parser.add_argument("--ranks", type=int, default=gpus or 4)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--few-tokens", type=int, default=128, help="of low latency")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--sms", type=int, default=24, help="cuda: multiprocessors of a rank; default 24")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="a JSON file with the times")
+    args = parser.parse_args(argv)
+    for name in ("ranks", *Case._fields[1:]):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: given {getattr(args, name)}, allowed: at least 1")
+    if args.engine == "cuda" and args.ranks > gpus:
+        parser.error(f"--ranks: given {args.ranks} with --engine cuda, allowed: up to the {gpus} GPUs")
+    return args
+
+
+def measure(rank: int, case: Case) -> Found:
+    clock, found = make_clock(case.engine), Found({}, {}, {}, [])
+    os.environ |= {MAX_TOKENS: str(case.tokens), "EP_DISPATCHER_ENGINE": case.engine}
+    Buffer.set_num_sms(case.sms)
+    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms)
+    with (
+        ep.Buffer(max_tokens_per_rank=case.tokens, engine=case.engine, **sizes) as engine,
+        ep.Buffer(max_tokens_per_rank=case.few_tokens, engine=case.engine, **sizes) as decode,
+        torch.no_grad(),
+    ):
+        pairs = rank_layout(buffer, engine, case, rank, clock.device)
+        pairs |= low_latency(buffer, decode, case, rank, clock.device)
+        for name, pair in pairs.items():
+            calls = {side: getattr(pair, side) for side in SIDES if getattr(pair, side)}
+            time_in_turn(clock, name, calls, case.rounds, found)
+        if case.engine == "cuda":
+            time_graphs(clock, pairs, case.rounds, found)
+        engine.check()
+        decode.check()
+    buffer.destroy()
+    return found
+
+
+def rank_layout(buffer: Buffer, engine: ep.Buffer, case: Case, rank: int, device: torch.device) -> dict[str, Pair]:
+    x, idx, weights = inputs(case, case.tokens, rank, device)
+    pair = tuple(ep.quantize(x))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, case.experts)
+    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+    most = case.tokens * dist.get_world_size()
+
+    def theirs(x: Tensor | tuple[Tensor, Tensor], **options: int):
+        return buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout, **options)
+
+    def ours(x: Tensor | tuple[Tensor, Tensor], **options: int):
+        return engine.dispatch(x, idx, weights, layout="rank", **options)
+
+    def agreeing() -> object:
+        given = os.environ.pop(MAX_TOKENS)
+        try:
+            return theirs(x)
+        finally:
+            os.environ[MAX_TOKENS] = given
+
+    recv_x, *_, handle, _ = theirs(x, num_worst_tokens=most)
+    own = ours(x, max_recv_rows=most).handle
+    return {
+        "layout": Pair(lambda: buffer.get_dispatch_layout(idx, case.experts), None),
+        "dispatch, host waits": Pair(lambda: theirs(x), lambda: ours(x), True),
+        "dispatch, ranks agree": Pair(agreeing, lambda: ours(x), True),
+        "dispatch": Pair(lambda: theirs(x, num_worst_tokens=most), lambda: ours(x, max_recv_rows=most)),
+        "dispatch FP8, host waits": Pair(lambda: theirs(pair), lambda: ours(pair), True),
+        "dispatch FP8": Pair(lambda: theirs(pair, num_worst_tokens=most), lambda: ours(pair, max_recv_rows=most)),
+        "cached dispatch": Pair(lambda: buffer.dispatch(x, handle=handle), lambda: engine.dispatch(x, handle=own)),
+        "combine": Pair(lambda: buffer.combine(recv_x, handle), lambda: engine.combine(recv_x, own)),
+    }
+
+
+def low_latency(buffer: Buffer, decode: ep.Buffer, case: Case, rank: int, device: torch.device) -> dict[str, Pair]:
+    x, idx, weights = inputs(case, case.few_tokens, rank, device)
+
+    def theirs(use_fp8: bool, hook: bool = False):
+        return buffer.low_latency_dispatch(
+            x, idx, case.few_tokens, case.experts, use_fp8=use_fp8, return_recv_hook=hook
+        )
+
+    def ours(quantize: str | None, hook: bool = False):
+        return decode.dispatch(x, idx, layout="decode", quantize=quantize, return_hook=hook)
+
+    recv_x, _, handle, *_ = theirs(False)
+    own, sums = ours(None).handle, torch.empty_like(x)
+
+    def combine(hook: bool = False):
+        return buffer.low_latency_combine(recv_x, idx, weights, handle, out=sums, return_recv_hook=hook)
+
+    def own_combine(hook: bool = False):
+        return decode.combine(recv_x, own, weights=weights, out=sums, return_hook=hook)
+
+    e4m3 = "e4m3_1x128"
+    return {
+        "low-latency dispatch FP8": Pair(lambda: theirs(True), lambda: ours(e4m3)),
+        "low-latency dispatch FP8, hook": Pair(lambda: theirs(True, True)[-1](), lambda: ours(e4m3, True).hook()),
+        "low-latency dispatch": Pair(lambda: theirs(False), lambda: ours(None)),
+        "low-latency combine": Pair(combine, own_combine),
+        "low-latency combine, hook": Pair(lambda: combine(True)[-1](), lambda: own_combine(True).hook()),
+    }
+
+
+def inputs(case: Case, tokens: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    idx, weights = make_routing("uniform", tokens, case.experts, case.topk, seed=rank)
+    assert weights is not None
+    x = torch.randn(tokens, case.hidden, generator=torch.Generator().manual_seed(rank))
+    return x.to(device, torch.bfloat16), idx.to(device), weights.to(device)
+
+
+def time_in_turn(clock: HostClock | DeviceClock, name: str, calls: dict[str, Call], rounds: int, found: Found) -> None:
+    """Find the times of one operation on the device and on the host. Collective."""
+    device: dict[str, list[float]] = {side: [] for side in calls}
+    host: dict[str, list[float]] = {side: [] for side in calls}
+    for turn in range(rounds):
+        for side in list(calls) if turn % 2 == 0 else list(calls)[::-1]:
+            spent: list[float] = []
+            device[side] += clock.seconds(timed(calls[side], spent), TURNS, WARMUP if turn == 0 else 0)
+            host[side] += spent[-TURNS:]
+    for side in calls:
+        found.device[name, side] = median_us(device[side])
+        found.host[name, side] = median_us(host[side])
+
+
+def timed(call: Call, spent: list[float]) -> Call:
+    def run() -> None:
+        begin = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - begin)
+
+    return run
+
+
+def time_graphs(clock: DeviceClock, pairs: dict[str, Pair], rounds: int, found: Found) -> None:
+    for name, pair in pairs.items():
+        for side in SIDES:
+            call = None if pair.waits else getattr(pair, side)
+            if call is not None:
+                replay = attempt(f"{side}, {name}, CUDA graph", found.notes, lambda call=call: clock.capture(call))
+                if replay is None:
+                    return  # a capture that has failed may leave the device unusable
+                found.graph[name, side] = median_us(clock.seconds(replay, TURNS * rounds, WARMUP))
+
+
+def median_us(seconds: list[float]) -> float:
+    return round(statistics.median(largest_over_ranks(seconds)) * 1e6, 2)
+
+
+def lines(case: Case, ranks: int, found: Found) -> list[str]:
+    sizes = f"{ranks} ranks, engine {case.engine}, {case.tokens} tokens (low latency: {case.few_tokens})"
+    sizes += f", hidden {case.hidden}, {case.experts} experts, top-{case.topk}, {case.sms} SMs"
+    columns = "".join(f"{f'{kind}: deep_ep':>18}{'engine':>10}{'ratio':>8}" for kind in Found._fields[:3])
+    shown = [f"{sizes}; microseconds", f"{'operation':32}{columns}"]
+    for name in dict.fromkeys(name for name, _ in found.device):
+        row = f"{name:32}"
+        for kind in Found._fields[:3]:
+            theirs, own = (getattr(found, kind).get((name, side)) for side in SIDES)
+            row += f"{'' if theirs is None else f'{theirs:.1f}':>18}{'' if own is None else f'{own:.1f}':>10}"
+            row += f"{'' if theirs is None or own is None else f'{theirs / own:.3f}':>8}"
+        shown.append(row.rstrip())
+    return shown + found.notes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""benchmarks/deep_ep_speed.py: both sides do the same work, what it prints and refuses; with a GPU a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import ROOT
+from deep_ep_case import Case, environment
+
+import ep_dispatcher as ep
+from ep_dispatcher.engines import cuda_problem
+from ep_dispatcher.testing import device_of
+
+BENCHMARKS = str(ROOT / "benchmarks")
+SIZES = dict(tokens=24, few_tokens=8, hidden=512, experts=8, topk=3)
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()] + ["--rounds=2", "--sms=8"]
+NAMES = [
+    "layout",
+    "dispatch, host waits",
+    "dispatch, ranks agree",
+    "dispatch",
+    "dispatch FP8, host waits",
+    "dispatch FP8",
+    "cached dispatch",
+    "combine",
+    "low-latency dispatch FP8",
+    "low-latency dispatch FP8, hook",
+    "low-latency dispatch",
+    "low-latency combine",
+    "low-latency combine, hook",
+]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import deep_ep_speed
+
+    return deep_ep_speed
+
+
+def used(x: torch.Tensor | tuple, counts: list[int] | None) -> list[torch.Tensor]:
+    """Copies of all rows, or of those that experts got."""
+    parts = [t.float() for t in (x if isinstance(x, tuple) else (x,))]
+    if counts is None:
+        return [t.clone() for t in parts]
+    return [t[expert, :count].clone() for t in parts for expert, count in enumerate(counts)]
+
+
+def run_both(rank: int, engine: str) -> list[str]:
+    """Compare the results of both sides, where they return any. Return the names of what was compared."""
+    sys.path.insert(0, BENCHMARKS)
+    import deep_ep_speed
+    import torch.distributed as dist
+
+    case = deep_ep_speed.Case(engine=engine, **SIZES, sms=8, rounds=1)
+    device, compared = torch.device(device_of(engine, rank)), []
+    sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=case.topk, num_sms=case.sms, engine=engine)
+    with environment(Case(engine), EP_DISPATCHER_MAX_TOKENS_PER_RANK=str(case.tokens)):
+        buffer = deep_ep_speed.Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+        with (
+            ep.Buffer(max_tokens_per_rank=case.tokens, **sizes) as own,
+            ep.Buffer(max_tokens_per_rank=case.few_tokens, **sizes) as decode,
+        ):
+            pairs = deep_ep_speed.rank_layout(buffer, own, case, rank, device)
+            pairs |= deep_ep_speed.low_latency(buffer, decode, case, rank, device)
+            for name, pair in pairs.items():
+                if pair.engine is None or (theirs := pair.deep_ep()) is None:
+                    continue
+                counts = theirs[1].tolist() if name.startswith("low-latency dispatch") else None
+                found, wanted = used(theirs[0], counts), used(pair.engine().x, counts)
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
+                compared.append(name)
+        buffer.destroy()
+    return compared
+
+
+def test_both_sides_do_the_same(pools, engine):
+    without_results = {"layout", "low-latency dispatch FP8, hook", "low-latency combine, hook"}
+    for compared in pools(2).run(run_both, engine):
+        assert compared == [name for name in NAMES if name not in without_results]
+
+
+def test_a_run_on_the_cpu(script, tmp_path, capsys):
+    script.main(["--engine", "cpu", "--ranks", "2", "--out", str(tmp_path / "times.json"), *OPTIONS])
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 ranks, engine cpu, 24 tokens (low latency: 8), hidden 512, 8 experts, top-3, 8 SMs")
+    assert columns.split().count("ratio") == 3 and len(rows) == len(NAMES)
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert times["case"]["tokens"] == 24 and times["graph"] == times["notes"] == []
+    assert [name for name, side, _ in times["device"] if side == "deep_ep"] == NAMES
+    assert all(us > 0 for _, _, us in times["device"] + times["host"])
+
+
+def test_lines(script):
+    case = script.Case(engine="cuda", **SIZES, sms=8, rounds=1)
+    device = {("layout", "deep_ep"): 30.0, ("combine", "deep_ep"): 42.0, ("combine", "engine"): 40.0}
+    host = {("layout", "deep_ep"): 50.0, ("combine", "deep_ep"): 22.0, ("combine", "engine"): 20.0}
+    graph = {("combine", "deep_ep"): 41.0}
+    layout, combine, note = script.lines(case, 2, script.Found(device, host, graph, ["a note"]))[2:]
+    assert layout.split() == ["layout", "30.0", "50.0"] and note == "a note"
+    assert combine.split() == ["combine", "42.0", "40.0", "1.050", "22.0", "20.0", "1.100", "41.0"]
+
+
+@pytest.mark.parametrize("given, said", [("--tokens=0", "--tokens: given 0"), ("--rounds=-1", "--rounds: given -1")])
+def test_refused(script, capsys, given, said):
+    with pytest.raises(SystemExit):
+        script.parse_args([given, "--engine", "cpu"])
+    assert f"{said}, allowed: at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(cuda_problem()), reason=f"needs a usable GPU: {cuda_problem()}")
+def test_a_run_on_gpus(tmp_path):
+    command = [sys.executable, f"{BENCHMARKS}/deep_ep_speed.py", "--engine", "cuda", "--out", str(tmp_path / "x.json")]
+    command += ["--ranks", str(min(2, torch.cuda.device_count())), *OPTIONS]
+    subprocess.run(command, check=True, timeout=300)
+    times = json.loads((tmp_path / "x.json").read_text())
+    assert times["notes"] == [], "a capture has failed"
+    assert {(name, side) for name, side, _ in times["graph"]} == {
+        (name, side) for name, side, _ in times["device"] if "host waits" not in name and "agree" not in name
+    }
