@@ -1,0 +1,124 @@
+"""``deep_ep.Buffer`` on GPUs: CUDA graphs, hosts that wait for nothing, operations in another stream."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_case import EXPERTS, RANKS, Case, Data, environment, make_data
+
+from ep_dispatcher import engines
+
+pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
+HIDDEN, TOKENS = 512, 24
+CASE = Case("cuda", lengths=(TOKENS,) * RANKS)
+
+
+def make_buffer():
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    return Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+
+
+def given_to(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    data: Data = make_data(CASE, rank, seed=seed, hidden=HIDDEN)
+    return data.x[rank], data.topk_idx[rank], data.weights[rank]
+
+
+def step(buffer, x, idx, weights, hook: bool = False, **options) -> list[torch.Tensor]:
+    """Every operation for which no host waits, and what they give; unused rows are 0."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+    worst = dict(num_worst_tokens=RANKS * TOKENS)
+    wait = (lambda event: event.current_stream_wait()) if options else (lambda event: None)
+    rows, local_idx, row_weights, _, handle, event = buffer.dispatch(
+        x, topk_idx=idx, topk_weights=weights, **layout, **worst, **options
+    )
+    wait(event)
+    again, *_, event = buffer.dispatch(x * 2, handle=handle, **options)
+    wait(event)
+    sums, back, event = buffer.combine(rows, handle, topk_weights=row_weights, **options)
+    wait(event)
+    found = [per_rank, per_expert, in_rank, rows, local_idx, row_weights, again, sums, back]
+    stats = torch.zeros(EXPERTS // RANKS, dtype=torch.int32, device=x.device)
+    late = dict(return_recv_hook=True) if hook else options
+    for use_fp8 in (False, True):
+        recv_x, count, handle, event, receive = buffer.low_latency_dispatch(
+            x, idx, TOKENS, EXPERTS, stats, use_fp8=use_fp8, **late
+        )
+        receive() if hook else wait(event)
+        here = torch.arange(RANKS * TOKENS, device=x.device) < count[:, None]
+        parts = recv_x if use_fp8 else (recv_x,)
+        found += [count, *(part.float().where(here[:, :, None], 0.0) for part in parts)]
+        if not use_fp8:
+            out = torch.zeros_like(x)
+            _, event, receive = buffer.low_latency_combine(recv_x, idx, weights, handle, out=out, **late)
+            receive() if hook else wait(event)
+            found.append(out)
+    return [*found, stats]
+
+
+def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
+
+
+def replay(rank: int, hook: bool) -> None:
+    with environment(CASE):
+        buffer, given = make_buffer(), given_to(rank, 0)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step(buffer, *given, hook=hook)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            captured = step(buffer, *given, hook=hook)
+        for seed in range(1, 4):
+            fresh = given_to(rank, seed)
+            for t, new in zip(given, fresh):
+                t.copy_(new)
+            expected = step(buffer, *fresh)
+            graph.replay()
+            assert_same(captured, expected)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_graph_replays_with_new_routing(pools, hook):
+    pools(RANKS).run(replay, hook)
+
+
+def run_without_waiting(rank: int) -> None:
+    with environment(CASE):
+        buffer, given = make_buffer(), given_to(rank, 0)
+        asked = (dict(), dict(hook=True), dict(async_finish=True))
+        for options in asked:
+            step(buffer, *given, **options)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for options in asked:
+                step(buffer, *given, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        buffer.destroy()
+
+
+def test_no_host_waits(pools):
+    pools(RANKS).run(run_without_waiting)
+
+
+def run_in_another_stream(rank: int) -> None:
+    """Inputs that are late in the caller's stream, and memory that is given back at once."""
+    with environment(CASE):
+        buffer = make_buffer()
+        for seed in range(4):
+            x, idx, weights = given_to(rank, seed)
+            expected = step(buffer, x, idx, weights)
+            torch.cuda._sleep(20_000_000 if rank == seed else 2_000_000)
+            found = step(buffer, x + 0, idx + 0, weights + 0, async_finish=True)
+            torch.full((1 << 24,), float("nan"), device=x.device)  # may get memory that is free by then
+            assert_same(found, expected)
+        buffer.destroy()
+
+
+def test_operations_in_another_stream(pools):
+    pools(RANKS).run(run_in_another_stream)
