@@ -143,7 +143,7 @@ def rank_layout(buffer: Buffer, engine: ep.Buffer, case: Case, rank: int, device
         finally:
             os.environ[MAX_TOKENS] = given
 
-    recv_x, *_, handle, _ = theirs(x, num_worst_tokens=most)
+    recv_x, _, recv_weights, _, handle, _ = theirs(x, num_worst_tokens=most)
     own = ours(x, max_recv_rows=most).handle
     return {
         "layout": Pair(lambda: buffer.get_dispatch_layout(idx, case.experts), None),
@@ -154,6 +154,10 @@ def rank_layout(buffer: Buffer, engine: ep.Buffer, case: Case, rank: int, device
         "dispatch FP8": Pair(lambda: theirs(pair, num_worst_tokens=most), lambda: ours(pair, max_recv_rows=most)),
         "cached dispatch": Pair(lambda: buffer.dispatch(x, handle=handle), lambda: engine.dispatch(x, handle=own)),
         "combine": Pair(lambda: buffer.combine(recv_x, handle), lambda: engine.combine(recv_x, own)),
+        "combine with weights": Pair(
+            lambda: buffer.combine(recv_x, handle, recv_weights),
+            lambda: engine.combine(recv_x, own, topk_weights=recv_weights),
+        ),
     }
 
 

@@ -25,6 +25,7 @@ NAMES = [
     "dispatch FP8",
     "cached dispatch",
     "combine",
+    "combine with weights",
     "low-latency dispatch FP8",
     "low-latency dispatch FP8, hook",
     "low-latency dispatch",

@@ -9,7 +9,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
-from ep_dispatcher.integrations.deep_ep.refuse import refuse
+from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
@@ -63,7 +63,7 @@ class Plans:
         self.pool = pool
         self.is_token_in_rank = is_token_in_rank
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
-        self._is_elsewhere = out.topk_idx < 0  # bool [num_recv_tokens, num_topk]: none of this rank's experts
+        self._is_here = out.topk_idx >= 0  # bool [num_recv_tokens, num_topk]: an expert of this rank
         self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
         self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
         # A combine brings weights back beside rows of this kind, so many a row; none by a routing of ranks.
@@ -71,7 +71,7 @@ class Plans:
 
     def tensors(self) -> list[Tensor]:
         """What operations read of it."""
-        return [self.is_token_in_rank, self._is_elsewhere, *(handle.plan for _, handle in self._known.values())]
+        return [self.is_token_in_rank, self._is_here, *(handle.plan for _, handle in self._known.values())]
 
     def dispatch(self, rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
         """The rows that this rank receives by the same routing."""
@@ -89,7 +89,7 @@ class Plans:
 
     def check_weights(self, topk_weights: Tensor) -> None:
         """Refuse weights that the engine would leave out of the sum, those of experts on other ranks."""
-        refuse((topk_weights.ne(0) & self._is_elsewhere).any(), NotImplementedError(_OTHER_WEIGHTS))
+        refuse_unless((topk_weights.eq(0) | self._is_here).all(), NotImplementedError(_OTHER_WEIGHTS))
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
         """Whether a combine of rows of this kind can bring so many weights a row back beside them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.refuse import refuse
+from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
     if not expert.is_cuda:  # there, scatter_add_ itself asserts that its places exist
         allowed = f"-1 (no expert), or an expert from 0 to {num_experts - 1}"
         mistake = checks.mistake("topk_idx", "an expert that does not exist", allowed)
-        refuse(((expert < -1) | (expert >= num_experts)).any(), ValueError(mistake))
+        refuse_unless(((expert >= -1) & (expert < num_experts)).all(), ValueError(mistake))
     # Few operations: on a GPU each takes about 2 us, and the host 5. What is not chosen counts in the first place.
     counted = expert.new_zeros(1 + num_experts, dtype=torch.int32)
     counted.scatter_add_(0, (expert + 1).flatten(), counted.new_ones(1).expand(expert.numel()))
@@ -74,7 +74,7 @@ def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Ten
     *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
     allowed = "what get_dispatch_layout gives for it"
     mistake = checks.mistake("is_token_in_rank", "another routing than topk_idx", allowed)
-    refuse((expected != is_token_in_rank).any(), ValueError(mistake))
+    refuse_unless((expected == is_token_in_rank).all(), ValueError(mistake))
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep.refuse import refuse
+from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 
 
 class Asked(NamedTuple):
@@ -97,5 +97,5 @@ def same_experts(topk_idx: Tensor, dispatched: Tensor) -> Tensor:
     same = (topk_idx[:, :, None] == dispatched[:, None, :]) & there[:, :, None]
     allowed = "experts that the token was dispatched to, or -1"
     mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
-    refuse((same.any(2) != there).any(), ValueError(mistake))
+    refuse_unless((same.any(2) == there).all(), ValueError(mistake))
     return same

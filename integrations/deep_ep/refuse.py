@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def refuse(mistaken: Tensor, error: Exception) -> None:
-    """Raise the error where ``mistaken``, a bool without dimensions, is true.
+def refuse_unless(right: Tensor, error: Exception) -> None:
+    """Raise the error where ``right``, a bool without dimensions, is false.
 
     On a GPU, where a host that waits would cost more than the operation, this is an assert on the device.
     """
-    if mistaken.is_cuda:
-        torch._assert_async(~mistaken, str(error))
-    elif mistaken:
+    if right.is_cuda:
+        torch._assert_async(right, str(error))
+    elif not right:
         raise error
