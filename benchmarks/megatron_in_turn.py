@@ -184,7 +184,8 @@ def take_turn(folder: Path, number: int, count: int, script: str, arguments: lis
 
     training.train = train_in_turn
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
+    own, its = str(Path(__file__).resolve().parent), str(Path(script).parent)
+    sys.path[:] = [its if path == own else path for path in sys.path]  # in its place: launchers may put theirs first
     runpy.run_path(script, run_name="__main__")
 
 

@@ -98,14 +98,11 @@ def test_what_is_a_job_of_ep_dispatcher():
 
 
 def test_a_job_runs_through_the_launcher_that_it_names(script):
-    (script.parent / "a_launcher.py").write_text(
-        "import os, runpy, sys\n"
-        "os.environ['NAME'] = 'launched'\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    code, events = run(script, "a: -m a_launcher 7", at_once=1)
-    assert code == 0 and {line.split()[0] for line in events} == {"launched"}
+    """What a launcher puts in front of the path stays there: deep_ep is ours."""
+    text = "import deep_ep, os\nos.environ['NAME'] = deep_ep.Buffer.__module__\n"
+    script.write_text(text + script.read_text())
+    code, events = run(script, "a: -m ep_dispatcher.integrations.deep_ep 7", at_once=1)
+    assert code == 0 and {line.split()[0] for line in events} == {"ep_dispatcher.integrations.deep_ep.buffer"}
 
 
 @pytest.mark.parametrize(
