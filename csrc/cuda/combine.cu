@@ -62,7 +62,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   // Take the first items. This reads nothing of peers.
   Preparer preparer{memory.pipeline, num_teams};
   const bool agrees_first = params.shares_factors() || !params.pushes;
-  memory.sources.fill(op.context, params.plan.head->item_begin);
+  memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
   Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
   Reducer reducer(op, params, memory.tokens, for_others);
   if (pushers.has_block()) pusher.begin();
@@ -125,12 +125,11 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
   const int local = static_cast<int>(threadIdx.x) - 32;
   if (local < 0 || local >= op.ranks_per_node()) return;
-  const int32_t* begin = params.plan.head->item_begin;
+  const PlanHead& head = *params.plan.head;
   const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
   uint64_t num_items = 0;
 #pragma unroll 1
-  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node())
-    num_items += begin[source + 1] - begin[source];
+  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node()) num_items += head.items_of(source);
   op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 

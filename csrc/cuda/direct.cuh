@@ -15,7 +15,6 @@ struct DirectPlan {
   uint32_t* chosen;        // [num_local_experts, words] a bit per token of the expert
   uint16_t* before;        // [num_local_experts, words] tokens of the expert before the word
   uint32_t* received;      // [words] a bit per token with an expert here
-  int32_t* items_before;   // [words] received tokens before the word
   uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
   int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout, where all rows fit; as the next
   int32_t* rank_items;     // [num_ranks] items of each rank
@@ -39,7 +38,6 @@ struct DirectPlan {
     p.chosen = c.take<uint32_t>(experts * p.words);
     p.before = c.take<uint16_t>(experts * p.words);
     p.received = c.take<uint32_t>(p.words);
-    p.items_before = c.take<int32_t>(p.words);
     p.sent = c.take<uint32_t>(ranks * p.source_words);
     p.expert_tokens = c.take<int32_t>(config.num_experts);
     p.rank_items = c.take<int32_t>(ranks);
@@ -64,14 +62,22 @@ struct DirectPlan {
     return choices + (static_cast<size_t>(source) * op.context.config.max_tokens + token) * choices_per_token;
   }
 
-  // [thread] Return the token of `source` with this number among its tokens received here.
+  // [thread] Return the number of tokens of `source` received here. The choices are counted.
+  __device__ int items_of(int source) const {
+    int num = 0;
+    for (int word = 0; word < source_words; ++word) num += __popc(received[source * source_words + word]);
+    return num;
+  }
+
+  // [thread] Return the token of `source` with this number among its tokens received here; there are more. The choices
+  // are counted.
   __device__ int token_of(int source, int number) const {
-    int word = source * source_words;
-    const int item = items_before[word] + number, end = word + source_words;
-    while (word + 1 < end && items_before[word + 1] <= item) ++word;
-    uint32_t left = received[word];
-    for (int skip = item - items_before[word]; skip > 0; --skip) left &= left - 1;
-    return (word - source * source_words) * 32 + __ffs(left) - 1;
+    const uint32_t* const words_of_source = received + source * source_words;
+    int word = 0, left = number;
+    for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
+    uint32_t bits = words_of_source[word];
+    for (; left > 0; --left) bits &= bits - 1;
+    return word * 32 + __ffs(bits) - 1;
   }
 };
 
@@ -249,14 +255,12 @@ __device__ void sum_bits(const uint32_t* bits, T* before, int words, int num_lis
   }
 }
 
-// [team] Sum the counts: tokens of this rank's experts, received items, and the output rows that each rank needs.
+// [team] Sum the counts: tokens of this rank's experts, and the output rows that each rank needs.
 // Called by the movers of a block. Ends with a barrier of the movers.
 __device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   sum_bits(plan.chosen, plan.before, plan.words, num_local, Movers::warp(), Movers::kWarps,
            [&](int e, int sum) { plan.expert_rows[e] = sum; });
-  if (Movers::warp() == Movers::kWarps - 1)
-    sum_bits(plan.received, plan.items_before, plan.words, 1, 0, 1, [&](int, int sum) { plan.head->num_items = sum; });
   const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
   for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
@@ -293,13 +297,14 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
   for (int i = lane; i < op.num_ranks() * plan.source_words; i += 32) addends += __popc(plan.sent[i]);
   addends = __reduce_add_sync(~0u, addends);
   PlanHead& head = *plan.head;
-  for (int source = lane; source < op.num_ranks(); source += 32)
-    head.item_begin[source] = usable ? plan.items_before[source * plan.source_words] : 0;
+  const int items = usable && lane < op.num_ranks() ? plan.items_of(lane) : 0, up_to = inclusive_sum(items);
+  if (lane < op.num_ranks()) head.item_begin[lane] = up_to - items;
+  const int num_items = __shfl_sync(~0u, up_to, 31);
   if (lane == 0) {
     plan.expert_begin[num_local] = begin;
-    if (!usable) head.num_items = 0;
-    head.item_begin[op.num_ranks()] = head.num_items;
-    head.num_rows = !usable ? 0 : params.args.layout == Layout::kRank ? head.num_items : begin;
+    head.num_items = num_items;
+    head.item_begin[op.num_ranks()] = num_items;
+    head.num_rows = !usable ? 0 : params.args.layout == Layout::kRank ? num_items : begin;
     head.num_addends = usable ? addends : 0;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
@@ -329,9 +334,11 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   report_rows(op, params, plan.head->num_rows);
 }
 
-// [team] Make the plan of this block, once this rank's choices are sent. Called by the movers of each block. Return as
-// make_plan.
-__device__ inline Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// [team] Make the plan of this block, once this rank's choices are sent. Call `counted()` in every warp once the
+// choices are counted. Called by the movers of each block. Return as make_plan.
+template <class Counted>
+__device__ Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan,
+                                const Counted& counted) {
   // Clear the counters: `chosen` to `rank_items`. The barriers of first_warp_waits follow.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
        word += Movers::kThreads)
@@ -350,6 +357,7 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
   stamp(op, Step::kAgreed);
   if (verdict == Verdict::kAgree) {
     count_choices(op, params, plan);
+    counted();
     sum_choices(op, params, plan);
     stamp(op, Step::kCounted);
   }
@@ -368,10 +376,11 @@ __device__ inline Verdict plan_choices(const Op& op, const DispatchParams& param
 }
 
 // [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block. Return as make_plan.
-__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared) {
+// block. `counted` and the result as in plan_choices.
+template <class Counted>
+__device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, const Counted& counted) {
   const DirectPlan plan = DirectPlan::at(op, shared);
-  const Verdict verdict = plan_choices(op, params, plan);
+  const Verdict verdict = plan_choices(op, params, plan, counted);
   if (!params.pulls) return verdict;
   if (threadIdx.x == 0) *plan.verdict = verdict;
   Movers::sync();

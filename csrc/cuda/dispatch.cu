@@ -50,9 +50,12 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
+  int started = 0;  // loads of this mover's first pieces
   if (params.direct) {
     if (params.pulls) Puller::make_places(op, params, shared);
-    verdict = make_direct_plan(op, params, shared);
+    verdict = make_direct_plan(op, params, shared, [&] {
+      if (params.pulls) started = start_loads(op, params, shared);
+    });
     stamp(op, Step::kPlanned);
   } else if (plans) {
     if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
@@ -68,8 +71,13 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   if (verdict != Verdict::kAgree || !params.pulls) return verdict;
   if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
   stamp(op, Step::kListed);
-  if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
-  return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
+  if (verdict != Verdict::kAgree) return verdict;
+  const bool usable = plan_here(op, params, shared).head->usable;
+  if (!usable && started == 0) return verdict;
+  Puller puller(op, params, shared, started);
+  if (usable) return puller.run() ? verdict : Verdict::kAborted;
+  puller.drain();
+  return verdict;
 }
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
@@ -121,11 +129,10 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
   const int local = static_cast<int>(threadIdx.x) - 32;
   if (local < 0 || local >= config.ranks_per_node) return;
-  const int32_t* begin = params.plan.head->item_begin;
+  const PlanHead& head = *params.plan.head;
   uint64_t num_items = 0;
 #pragma unroll 1
-  for (int source = local; source < op.num_ranks(); source += config.ranks_per_node)
-    num_items += begin[source + 1] - begin[source];
+  for (int source = local; source < op.num_ranks(); source += config.ranks_per_node) num_items += head.items_of(source);
   op.context.state->bytes_read[op.first_local_rank() + local] +=
       num_items * (params.args.row_bytes + params.tail_bytes);
 }
