@@ -335,9 +335,9 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 }
 
 // [team] Make the plan of this block, once this rank's choices are sent. Call `counted()` in every warp once the
-// choices are counted. Called by the movers of each block. Return as make_plan.
+// choices are counted. Called by the movers of each block. `is_free` as in wait_for_free_staging. Return as make_plan.
 template <class Counted>
-__device__ Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan,
+__device__ Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool is_free,
                                 const Counted& counted) {
   // Clear the counters: `chosen` to `rank_items`. The barriers of first_warp_waits follow.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
@@ -345,7 +345,8 @@ __device__ Verdict plan_choices(const Op& op, const DispatchParams& params, cons
     *word = 0;
   if (params.stages && op.block == 0) {
     send_choices(op, params, plan);
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
+    if (is_free) Movers::sync();  // `called` covers the choices of all movers
     stamp(op, Step::kFree);
     announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
@@ -376,11 +377,12 @@ __device__ Verdict plan_choices(const Op& op, const DispatchParams& params, cons
 }
 
 // [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block. `counted` and the result as in plan_choices.
+// block. `is_free`, `counted` and the result as in plan_choices.
 template <class Counted>
-__device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, const Counted& counted) {
+__device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free,
+                                    const Counted& counted) {
   const DirectPlan plan = DirectPlan::at(op, shared);
-  const Verdict verdict = plan_choices(op, params, plan, counted);
+  const Verdict verdict = plan_choices(op, params, plan, is_free, counted);
   if (!params.pulls) return verdict;
   if (threadIdx.x == 0) *plan.verdict = verdict;
   Movers::sync();

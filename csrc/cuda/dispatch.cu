@@ -45,25 +45,26 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 
 // [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
 // after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
-// is unusable or another launch pulls. In all cases no load of the movers is under way.
-__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
+// is unusable or another launch pulls. In all cases no load of the movers is under way. `is_free` as in
+// wait_for_free_staging.
+__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
   int started = 0;  // loads of this mover's first pieces
   if (params.direct) {
     if (params.pulls) Puller::make_places(op, params, shared);
-    verdict = make_direct_plan(op, params, shared, [&] {
+    verdict = make_direct_plan(op, params, shared, is_free, [&] {
       if (params.pulls) started = start_loads(op, params, shared);
     });
     stamp(op, Step::kPlanned);
   } else if (plans) {
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
     verdict = make_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
     announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
@@ -82,12 +83,12 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
 // helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written: zeros if
-// the ranks differ or the plan is unusable.
-__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
+// the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
+__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   bool ok = true;
   if (params.stages) {
-    ok = wait_for_free_staging<Helpers>(op);
+    ok = wait_for_free_staging<Helpers>(op, is_free);
     stamp(op, Step::kFree);
     if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
     stamp(op, Step::kStaged);
@@ -148,12 +149,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
-  // Do the work of this warp. All threads begin, or none.
+  // Look whether staging is free: mostly it is, and nobody has to wait. Loads are under way together. Do the work of
+  // this warp. All threads begin, or none.
+  const bool aborted = has_aborted(context);
+  const bool is_free = __syncthreads_and(!params.stages ||
+                                         is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
-  if (!__syncthreads_or(has_aborted(context)))
+  if (!__syncthreads_or(aborted))
     verdict = op.block >= op.num_blocks ? run_rail(op, params, shared)
-              : Movers::has_thread()    ? move(op, params, shared)
-                                        : help(op, params, shared);
+              : Movers::has_thread()    ? move(op, params, shared, is_free)
+                                        : help(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no
   // block is the last one, because this block does not count itself in.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
