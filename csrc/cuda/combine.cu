@@ -144,9 +144,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
+  // These loads are under way together: the abort flag, the head of the plan, the flags of free slots.
   const bool aborted = has_aborted(context);
-  const Part pushers{op.block, num_push_blocks(op, params)};  // both loads are under way together
-  if (__syncthreads_or(aborted)) return;                      // all threads of the block, or none
+  const Part pushers{op.block, num_push_blocks(op, params)};
+  const bool sees_free =
+      !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
+  if (__syncthreads_or(aborted)) return;  // all threads of the block, or none
+  FactorCopy factors(op, params, op.block == 0 && params.shares_factors());
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
@@ -154,10 +158,12 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Wait for free slots before the first push, and announce. Meanwhile the other warps initialise shared memory.
+  // Wait for free slots before the first push, if they were not free at first sight, and announce. Meanwhile the other
+  // warps initialise shared memory.
   bool ok = true;
   if (threadIdx.x < 32) {
-    if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
+    if (pushes && !__all_sync(~0u, sees_free))
+      ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   } else {
@@ -169,7 +175,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   }
   if (!__syncthreads_and(ok)) return;
   if (op.block == 0 && params.shares_factors()) {
-    share_factors(op, params);
+    factors.store(op);
     __syncthreads();
     if (threadIdx.x < 32) announce_combine(op, params);
     stamp(op, Step::kSent);

@@ -15,24 +15,41 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.max_far_chunks + num_item_chunks(most);
 }
 
-// [block] Write the factors of own tokens to this rank's inbox, where the ranks of the node and the senders read them.
-// Called in block 0, once slots are free: then nobody reads factors of an earlier combine. `called` covers them.
-__device__ inline void share_factors(const Op& op, const CombineParams& params) {
-  const Context& context = op.context;
-  float* const to = context.inbox_for(context.node, &Inbox::weights);
-  const int num = params.args.num_tokens * context.config.num_topk;
-  constexpr int kTogether = 4;  // loads of a thread under way
-#pragma unroll 1
-  for (int begin = threadIdx.x; begin < num; begin += kTogether * Pipeline::kThreads) {
-    float values[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      values[i] = __ldg(params.args.factors + min(begin + i * Pipeline::kThreads, num - 1));
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+// The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them.
+// The first ones are loaded to registers while slots are awaited.
+struct FactorCopy {
+  static constexpr int kTogether = 4, kStep = kTogether * Pipeline::kThreads;  // loads of a thread under way
+
+  const float* const from;
+  const int num;
+  float values[kTogether];
+
+  // [thread] Start to load the first factors. `has_any`: whether this block writes them.
+  __device__ FactorCopy(const Op& op, const CombineParams& params, bool has_any)
+      : from(params.args.factors), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
+    load(threadIdx.x);
   }
-}
+
+  // [block] Write all factors. Called in block 0, once slots are free: then nobody reads factors of an earlier combine.
+  // `called` covers them.
+  __device__ void store(const Op& op) {
+    float* const to = op.context.inbox_for(op.context.node, &Inbox::weights);
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < num; begin += kStep) {
+      if (begin >= kStep) load(begin);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+    }
+  }
+
+ private:
+  __device__ void load(int begin) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin < num) values[i] = __ldg(from + min(begin + i * Pipeline::kThreads, num - 1));
+  }
+};
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
 // Calls. Return false after an abort of this rank.
