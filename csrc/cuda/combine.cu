@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   stamp(op, Step::kArrived);
   if (!params.reduces) return;
-  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  if (!last_block<Block, true>(&context.state->combine_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);

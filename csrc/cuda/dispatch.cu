@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!params.pulls) return;
   if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
-  if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
+  if (!last_block<Block, true>(&context.state->pull_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
