@@ -275,24 +275,34 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
   Movers::sync();
 }
 
-// [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit; otherwise nobody reads the
-// groups, and the head has none. Called in one warp of a block, after sum_choices.
+// [warp] Lay out the expert groups, each lane some of them. `usable`: whether the rows fit; otherwise nobody reads the
+// groups. Called in one warp of a block, after sum_choices.
 __device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
-  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-  const uint32_t alignment = params.args.expert_alignment;
-  int begin = 0;
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, per_lane = (num_local + 31) / 32;
+  const auto rows_of = [&](int e) {
+    return static_cast<int>(padded_rows(plan.expert_rows[e], params.args.expert_alignment));
+  };
+  const int first = lane * per_lane, end = min(first + per_lane, num_local);
+  int rows = 0;
 #pragma unroll 1
-  for (int first = 0; first < num_local; first += 32) {
-    const int e = first + lane;
-    const uint32_t tokens = e < num_local ? plan.expert_rows[e] : 0;
-    const int padded = static_cast<int>(padded_rows(tokens, alignment));
-    const int up_to = begin + inclusive_sum(padded);
-    if (e < num_local) {
-      plan.expert_begin[e] = up_to - padded;
-      plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : up_to - padded;
-    }
-    begin = __shfl_sync(~0u, up_to, 31);
+  for (int e = first; e < end; ++e) rows += rows_of(e);
+  const int up_to = inclusive_sum(rows);
+  int begin = up_to - rows;
+#pragma unroll 1
+  for (int e = first; e < end; ++e) {
+    plan.expert_begin[e] = begin;
+    plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : begin;
+    begin += rows_of(e);
   }
+  if (lane != 31) return;
+  plan.expert_begin[num_local] = up_to;
+  if (params.args.layout != Layout::kRank) plan.head->num_rows = usable ? up_to : 0;
+}
+
+// [warp] Write the head, but for the rows of expert groups. Without `usable` the plan has no items. Called in one warp
+// of a block, while another one lays out the groups.
+__device__ inline void finish_head(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
+  const int lane = threadIdx.x % 32;
   int addends = 0;
   for (int i = lane; i < op.num_ranks() * plan.source_words; i += 32) addends += __popc(plan.sent[i]);
   addends = __reduce_add_sync(~0u, addends);
@@ -301,16 +311,14 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
   if (lane < op.num_ranks()) head.item_begin[lane] = up_to - items;
   const int num_items = __shfl_sync(~0u, up_to, 31);
   if (lane == 0) {
-    plan.expert_begin[num_local] = begin;
     head.num_items = num_items;
     head.item_begin[op.num_ranks()] = num_items;
-    head.num_rows = !usable ? 0 : params.args.layout == Layout::kRank ? num_items : begin;
+    if (params.args.layout == Layout::kRank) head.num_rows = num_items;
     head.num_addends = usable ? addends : 0;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
     head.usable = usable;
   }
-  __syncwarp();
 }
 
 // [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
@@ -362,7 +370,7 @@ __device__ Verdict plan_choices(const Op& op, const DispatchParams& params, cons
     sum_choices(op, params, plan);
     stamp(op, Step::kCounted);
   }
-  if (threadIdx.x < 32 && verdict != Verdict::kAborted) {
+  if (Movers::warp() < 2 && verdict != Verdict::kAborted) {
     bool fits = verdict == Verdict::kAgree;
     if (fits && params.args.layout != Layout::kDecode) {
       Scratch scratch{};
@@ -370,9 +378,14 @@ __device__ Verdict plan_choices(const Op& op, const DispatchParams& params, cons
       scratch.max_rows = plan.max_rows;
       fits = rows_fit(op, params, scratch, keeps);
     }
-    lay_out(op, params, plan, fits);
-    if (op.block == 0 && !params.pulls) publish_plan(op, params, plan);
+    if (Movers::warp() == 0)
+      lay_out(op, params, plan, fits);
+    else
+      finish_head(op, params, plan, fits);
   }
+  if (params.pulls) return verdict;
+  Movers::sync();
+  if (Movers::warp() == 0 && verdict != Verdict::kAborted) publish_plan(op, params, plan);
   return verdict;
 }
 
