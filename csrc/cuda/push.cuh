@@ -298,7 +298,6 @@ struct Pusher {
     const Milestones milestones = milestones_of(context);
     // Lane i fills a work with the i-th item of the batch.
     Work work{};
-    const float* weights = nullptr;  // of the item's token
     const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
     const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
     const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == milestones.far;
@@ -312,19 +311,26 @@ struct Pusher {
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
       work.has_factors = params.args.factors != nullptr;
-      weights = context.inbox_of(position.source, &Inbox::weights) +
-                static_cast<size_t>(item.token()) * context.config.num_topk;
     }
     if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
-    preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
-      for (int j = 0; j < work.num_rows; ++j) {
+    const auto fill = [&](const char** addends) {
+#pragma unroll 1
+      for (int j = 0; j < work.num_rows; ++j)
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        // A factor lies at the source, more than a microsecond away: all of them are under way together.
-        if (work.has_factors) ptx::start_copy(factors + j, weights + item.k(j));
-      }
-      if (work.has_factors) ptx::wait_for_copies();
-    });
+    };
+    const auto give = [&](float* factors) {
+      // Read again: few registers are left.
+      const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
+      const int source = memory.positions[(n + lane) % (2 * kBatch)].source;
+      const float* const weights =
+          context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * context.config.num_topk;
+      // A factor lies at the source, more than a microsecond away: all of them are under way together.
+#pragma unroll 1
+      for (int j = 0; j < item.num_copies(); ++j) ptx::start_copy(factors + j, weights + item.k(j));
+      ptx::wait_for_copies();
+    };
+    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, give);
     return true;
   }
 
