@@ -69,14 +69,13 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
     stamp(op, Step::kSent);
   }
   // Pull.
-  if (verdict != Verdict::kAgree || !params.pulls) return verdict;
+  if ((verdict != Verdict::kAgree && started == 0) || !params.pulls) return verdict;
   if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
   stamp(op, Step::kListed);
-  if (verdict != Verdict::kAgree) return verdict;
-  const bool usable = plan_here(op, params, shared).head->usable;
+  const bool usable = verdict == Verdict::kAgree && plan_here(op, params, shared).head->usable;
   if (!usable && started == 0) return verdict;
   Puller puller(op, params, shared, started);
-  if (usable) return puller.run() ? verdict : Verdict::kAborted;
+  if (usable) return puller.run() ? Verdict::kAgree : Verdict::kAborted;
   puller.drain();
   return verdict;
 }
