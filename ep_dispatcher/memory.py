@@ -329,9 +329,9 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
     for count in flags:
         c.take(FLAGS, 8 * count)
+    c.take("choices", 2 * 4 * s.choices if s.plans_directly else 0)  # 4 of them and their epoch take 16 bytes
     c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
     c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # counts
-    c.take("choices", 2 * 2 * s.choices if s.plans_directly else 0)
     c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
     c.repeat(s.num_nodes, _carve_inbox, s)
     if others:

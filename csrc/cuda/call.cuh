@@ -148,25 +148,32 @@ __device__ bool comes_too_late(const Op& op) {
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
 // may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
-// not for peers.
+// not for peers. With one node thread 0 raises them without a fence: last_block with kThenRaises has come before.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;
   State* state = context.state;
+  const bool one_node = context.config.num_nodes == 1;
   // Wait until all puts have read their source: a flag below lets peers overwrite it.
-  if (context.config.num_nodes > 1) {
+  if (!one_node) {
     if (Block::thread() == 0) Wire{context}.quiet();
     Block::sync();
   }
   // Raise the flags. The mistake is read meanwhile.
   const int32_t mistake = kept_mistake(context);
+  const auto raise = [&](uint64_t* flag) {
+    if (!one_node)
+      team_raises<Block>(op, flag);
+    else if (Block::thread() == 0)
+      raise_on_node(context, flag, op.epoch);
+  };
   if (differs) {
-    team_raises<Block>(op, context.own.consumed + context.local);
-    team_raises<Block>(op, context.own.slots_free + context.local);
+    raise(context.own.consumed + context.local);
+    raise(context.own.slots_free + context.local);
   } else {
-    team_raises<Block>(op, context.own.*released + context.local);
+    raise(context.own.*released + context.local);
   }
-  Block::sync();
+  if (!one_node) Block::sync();
   if (Block::thread() != 0) return;
   // Finish the state for the next operation.
   if (differs)

@@ -62,7 +62,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   // Take the first items. This reads nothing of peers.
   Preparer preparer{memory.pipeline, num_teams};
   const bool agrees_first = params.shares_factors() || !params.pushes;
-  memory.sources.fill(op.context, params.plan.head->item_begin);
+  memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
   Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
   Reducer reducer(op, params, memory.tokens, for_others);
   if (pushers.has_block()) pusher.begin();
@@ -125,12 +125,11 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
   const int local = static_cast<int>(threadIdx.x) - 32;
   if (local < 0 || local >= op.ranks_per_node()) return;
-  const int32_t* begin = params.plan.head->item_begin;
+  const PlanHead& head = *params.plan.head;
   const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
   uint64_t num_items = 0;
 #pragma unroll 1
-  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node())
-    num_items += begin[source + 1] - begin[source];
+  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node()) num_items += head.items_of(source);
   op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
 }
 
@@ -146,9 +145,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
+  // These loads are under way together: the abort flag, the head of the plan, the flags of free slots.
   const bool aborted = has_aborted(context);
-  const Part pushers{op.block, num_push_blocks(op, params)};  // both loads are under way together
-  if (__syncthreads_or(aborted)) return;                      // all threads of the block, or none
+  const Part pushers{op.block, num_push_blocks(op, params)};
+  const bool sees_free =
+      !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
+  if (__syncthreads_or(aborted)) return;  // all threads of the block, or none
+  FactorCopy factors(op, params, op.block == 0 && params.shares_factors());
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
@@ -156,10 +159,12 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   Cursor c(shared);
   CombineMemory memory = CombineMemory::carve(c, params, context);
 
-  // Wait for free slots before the first push, and announce. Meanwhile the other warps initialise shared memory.
+  // Wait for free slots before the first push, if they were not free at first sight, and announce. Meanwhile the other
+  // warps initialise shared memory.
   bool ok = true;
   if (threadIdx.x < 32) {
-    if (pushes) ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
+    if (pushes && !__all_sync(~0u, sees_free))
+      ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (params.pushes) stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   } else {
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   }
   if (!__syncthreads_and(ok)) return;
   if (op.block == 0 && params.shares_factors()) {
-    share_factors(op, params);
+    factors.store(op);
     __syncthreads();
     if (threadIdx.x < 32) announce_combine(op, params);
     stamp(op, Step::kSent);
@@ -207,7 +212,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   stamp(op, Step::kArrived);
   if (!params.reduces) return;
-  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  if (!last_block<Block, true>(&context.state->combine_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);

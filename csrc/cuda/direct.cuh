@@ -1,10 +1,11 @@
 // A plan of few tokens. Every rank sends its choices of experts to all ranks of the node; then every block of every
-// rank makes the same plan from them, in its own shared memory. No list of items travels, and no block waits for
-// another block's part: this takes about half the time of make_plan.
+// rank makes the same plan from them, in its own shared memory. Choices carry their epoch, so no flag has to follow
+// them: most movers, the planners, take them as they arrive, while the first warp waits for the Calls and compares
+// them. No list of items travels, and no block waits for another block's part: this takes about half the time of
+// make_plan.
 //
 // Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
 #pragma once
-#include "cuda/copy.cuh"
 #include "cuda/plan.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -15,7 +16,6 @@ struct DirectPlan {
   uint32_t* chosen;        // [num_local_experts, words] a bit per token of the expert
   uint16_t* before;        // [num_local_experts, words] tokens of the expert before the word
   uint32_t* received;      // [words] a bit per token with an expert here
-  int32_t* items_before;   // [words] received tokens before the word
   uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
   int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout, where all rows fit; as the next
   int32_t* rank_items;     // [num_ranks] items of each rank
@@ -25,7 +25,8 @@ struct DirectPlan {
   int32_t* expert_rows;    // as in Plan
   int32_t* expert_begin;   // as in Plan
   PlanHead* head;          // as in Plan
-  Verdict* verdict;        // of the movers, for the helpers
+  Verdict* verdict;        // of the movers, for the helpers. Before: of the Calls, for the planners
+  int* decided;            // 1: `verdict` is that of the Calls
   int choices_per_token, source_words, words;
 
   // [host] [thread] Lay the plan out, or measure it.
@@ -39,7 +40,6 @@ struct DirectPlan {
     p.chosen = c.take<uint32_t>(experts * p.words);
     p.before = c.take<uint16_t>(experts * p.words);
     p.received = c.take<uint32_t>(p.words);
-    p.items_before = c.take<int32_t>(p.words);
     p.sent = c.take<uint32_t>(ranks * p.source_words);
     p.expert_tokens = c.take<int32_t>(config.num_experts);
     p.rank_items = c.take<int32_t>(ranks);
@@ -50,6 +50,7 @@ struct DirectPlan {
     p.expert_begin = c.take<int32_t>(experts + 1);
     p.head = c.take<PlanHead>(1);
     p.verdict = c.take<Verdict>(1);
+    p.decided = c.take<int>(1);
     return p;
   }
 
@@ -64,14 +65,22 @@ struct DirectPlan {
     return choices + (static_cast<size_t>(source) * op.context.config.max_tokens + token) * choices_per_token;
   }
 
-  // [thread] Return the token of `source` with this number among its tokens received here.
+  // [thread] Return the number of tokens of `source` received here. The choices are counted.
+  __device__ int items_of(int source) const {
+    int num = 0;
+    for (int word = 0; word < source_words; ++word) num += __popc(received[source * source_words + word]);
+    return num;
+  }
+
+  // [thread] Return the token of `source` with this number among its tokens received here; there are more. The choices
+  // are counted.
   __device__ int token_of(int source, int number) const {
-    int word = source * source_words;
-    const int item = items_before[word] + number, end = word + source_words;
-    while (word + 1 < end && items_before[word + 1] <= item) ++word;
-    uint32_t left = received[word];
-    for (int skip = item - items_before[word]; skip > 0; --skip) left &= left - 1;
-    return (word - source * source_words) * 32 + __ffs(left) - 1;
+    const uint32_t* const words_of_source = received + source * source_words;
+    int word = 0, left = number;
+    for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
+    uint32_t bits = words_of_source[word];
+    for (; left > 0; --left) bits &= bits - 1;
+    return word * 32 + __ffs(bits) - 1;
   }
 };
 
@@ -89,11 +98,14 @@ __device__ inline Plan plan_here(const Op& op, const DispatchParams& params, cha
 // A barrier between the movers, who arrive with a direct plan, and the helpers, who wait for it.
 constexpr int kDirectPlanBarrier = 3;
 
+// All movers but the first warp.
+using Planners = Team<4, 32, Movers::kThreads - 32>;
+
 // [thread] Return the choices of `source` in the memory of local rank `local`, for this operation.
-__device__ inline int16_t* choices_at(const Op& op, int local, int source) {
+__device__ inline Choices* choices_at(const Op& op, int local, int source) {
   const Config& config = op.context.config;
-  const size_t index = op.epoch % 2 * op.num_ranks() + source;
-  return op.context.peers.at(op.context.own.choices, local) + index * config.max_tokens * config.choices_per_token();
+  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * config.max_tokens * config.choices_per_token();
+  return op.context.peers.at(op.context.own.choices, local) + index / Choices::kNum;
 }
 
 // [thread] Call f(k, expert) for all choices of a token. `choices`: int16 [choices_per_token], whole vectors.
@@ -152,52 +164,86 @@ __device__ inline uint4 check_choices(const Context& context, const int64_t* fro
   return {words[0], words[1], words[2], words[3]};
 }
 
-// [team] Write this rank's choices to every rank of the node, in all warps but the first one: it waits for free staging
-// meanwhile. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by the movers of
-// block 0. A barrier of the movers and `announce` must follow.
+// [team] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers do
+// not know their number yet. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by
+// the planners of block 0.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  static_assert(kChoices == 2 * Choices::kNum);
   const int num_topk = op.context.config.num_topk, num_vectors = plan.choices_per_token / kChoices;
-  if (threadIdx.x < 32) return;
 #pragma unroll 1
-  for (int token = threadIdx.x - 32; token < params.args.num_tokens; token += Movers::kThreads - 32) {
+  for (int token = Planners::thread(); token < op.context.config.max_tokens; token += Planners::kThreads) {
     const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
 #pragma unroll 1
     for (int v = 0; v < num_vectors; ++v) {
-      const uint4 vector = check_choices(op.context, from, token, v * kChoices);
+      uint4 vector{~0u, ~0u, ~0u, ~0u};
+      if (token < params.args.num_tokens) vector = check_choices(op.context, from, token, v * kChoices);
 #pragma unroll 1
-      for (int local = 0; local < op.ranks_per_node(); ++local)
-        reinterpret_cast<uint4*>(choices_at(op, local, op.rank()))[token * num_vectors + v] = vector;
+      for (int local = 0; local < op.ranks_per_node(); ++local) {
+        Choices* const to = choices_at(op, local, op.rank()) + 2 * (token * num_vectors + v);
+        ptx::store_pair(to, op.epoch, vector.x | static_cast<uint64_t>(vector.y) << 32);
+        ptx::store_pair(to + 1, op.epoch, vector.z | static_cast<uint64_t>(vector.w) << 32);
+      }
     }
   }
 }
 
-// [team] Take the choices of all ranks to shared memory, and count: for this rank's experts, for this rank's tokens,
-// and unless the layout is decode for all experts. Called by the movers of a block, after `called` of all ranks; the
-// counters are 0. Ends with a barrier of the movers.
+// [team] Take the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
+// ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
+// Calls: its verdict ends every wait, because `called` covers the choices. Barriers of the planners before and after.
+__device__ __noinline__ inline void take_choices(Op op, char* shared) {
+  const DirectPlan plan = DirectPlan::at(op, shared);
+  constexpr int kTogether = 4;  // loads of a thread under way
+  const auto decided = [&] { return *static_cast<volatile int*>(plan.decided) != 0; };
+  // Choices of absent ranks never come. Who is absent is known with the verdict.
+  uint32_t absent = 0;
+  if (has_masks(op.context)) {
+    while (!decided()) {
+    }
+    ptx::fence_block();
+    absent = absent_ranks(op);
+  }
+  Planners::sync();
+  const Choices* const from = choices_at(op, op.context.local, 0);
+  const int of_source = op.context.config.max_tokens * plan.choices_per_token / Choices::kNum;
+  const int num = op.num_ranks() * of_source;
+#pragma unroll 1
+  for (int begin = Planners::thread(); begin < num; begin += kTogether * Planners::kThreads) {
+    uint32_t missing = 0;  // a bit per load
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) missing |= (begin + i * Planners::kThreads < num) << i;
+    while (missing != 0) {
+      // Read the verdict before the choices.
+      const bool ends = decided() && *static_cast<volatile Verdict*>(plan.verdict) != Verdict::kAgree;
+      uint64_t epochs[kTogether], experts[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (missing >> i & 1) ptx::load_pair(from + begin + i * Planners::kThreads, epochs[i], experts[i]);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = begin + i * Planners::kThreads;
+        if ((missing >> i & 1) == 0) continue;
+        const bool none = ends || (absent != 0 && (absent >> at / of_source & 1));
+        if (!none && epochs[i] < op.epoch) continue;  // a later one: this rank is masked, and aborts at the end
+        reinterpret_cast<uint64_t*>(plan.choices)[at] = none ? ~uint64_t{0} : experts[i];
+        missing &= ~(1u << i);
+      }
+    }
+  }
+  Planners::sync();
+}
+
+// [team] Count the choices: for this rank's experts, for this rank's tokens, and unless the layout is decode for all
+// experts. Called by the planners of a block, after take_choices; the counters are 0. Ends with a barrier of the
+// planners.
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Config& config = op.context.config;
   const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
-  const int lane = threadIdx.x % 32, num = op.num_ranks() * config.max_tokens;
+  const int num = op.num_ranks() * config.max_tokens;
   const bool counts_all = params.args.layout != Layout::kDecode;
   const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
-  // Copy the choices, each warp a share. Lane i takes the number of tokens of rank i along.
-  static_assert(kMaxLocal <= 32, "a lane per rank of the one node");
-  const uint32_t absent = absent_ranks(op);
-  const bool takes_part = lane < op.num_ranks() && !(absent >> lane & 1);
-  const int tokens_of_lane = takes_part ? __ldcg(&call_at(op, lane)->num_tokens) : 0;
-  const int num_vectors = num * plan.choices_per_token / kChoices;
-  const int begin = num_vectors * Movers::warp() / Movers::kWarps;
-  const int end = num_vectors * (Movers::warp() + 1) / Movers::kWarps;
-  copy_words<uint4, 4>(reinterpret_cast<uint4*>(plan.choices) + begin,
-                       reinterpret_cast<const uint4*>(choices_at(op, op.context.local, 0)) + begin,
-                       static_cast<uint32_t>((end - begin) * sizeof(uint4)));
-  Movers::sync();
-  // Count. All lanes of a warp make the same turns.
 #pragma unroll 1
-  for (int first = threadIdx.x - lane; first < num; first += Movers::kThreads) {
-    const int i = min(first + lane, num - 1), source = i / config.max_tokens, token = i - source * config.max_tokens;
-    const int num_tokens = __shfl_sync(~0u, tokens_of_lane, source);
-    if (first + lane >= num || token >= num_tokens) continue;
+  for (int i = Planners::thread(); i < num; i += Planners::kThreads) {
+    const int source = i / config.max_tokens, token = i - source * config.max_tokens;
     const int word = source * plan.source_words + token / 32;
     const uint32_t bit = 1u << token % 32;
     RankSet ranks;
@@ -216,7 +262,7 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
       if (source == op.rank()) atomicOr(plan.sent + rank * plan.source_words + token / 32, bit);
     }
   }
-  Movers::sync();
+  Planners::sync();
 }
 
 // [warp] Sum the bits of lists of `words` words, which lie one after the other: write the sum before each word, and
@@ -249,63 +295,88 @@ __device__ void sum_bits(const uint32_t* bits, T* before, int words, int num_lis
   }
 }
 
-// [team] Sum the counts: tokens of this rank's experts, received items, and the output rows that each rank needs.
-// Called by the movers of a block. Ends with a barrier of the movers.
+// [team] Sum the counts: tokens of this rank's experts, and the output rows that each rank needs. Called by the
+// planners of a block. Ends with a barrier of the planners.
 __device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-  sum_bits(plan.chosen, plan.before, plan.words, num_local, Movers::warp(), Movers::kWarps,
+  sum_bits(plan.chosen, plan.before, plan.words, num_local, Planners::warp(), Planners::kWarps,
            [&](int e, int sum) { plan.expert_rows[e] = sum; });
-  if (Movers::warp() == Movers::kWarps - 1)
-    sum_bits(plan.received, plan.items_before, plan.words, 1, 0, 1, [&](int, int sum) { plan.head->num_items = sum; });
   const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
-  for (int rank = Movers::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
-       rank += Movers::kWarps) {
+  for (int rank = Planners::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
+       rank += Planners::kWarps) {
     int64_t rows = 0;
     for (int e = lane; e < num_local; e += 32) rows += padded_rows(plan.expert_tokens[rank * num_local + e], alignment);
     rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
     if (lane != 0) continue;
     plan.needed[rank] = params.args.layout == Layout::kRank ? plan.rank_items[rank] : rows;
-    plan.max_rows[rank] = __ldcg(&call_at(op, rank)->max_rows);
   }
-  Movers::sync();
+  Planners::sync();
 }
 
-// [warp] Lay out the expert groups, and finish the head. `usable`: whether the rows fit; otherwise nobody reads the
-// groups, and the head has none. Called in one warp of a block, after sum_choices.
-__device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan, bool usable) {
-  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-  const uint32_t alignment = params.args.expert_alignment;
-  int begin = 0;
+// [warp] Lay out the expert groups, each lane some of them. Called in one warp of a block, after sum_choices.
+__device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, per_lane = (num_local + 31) / 32;
+  const auto rows_of = [&](int e) {
+    return static_cast<int>(padded_rows(plan.expert_rows[e], params.args.expert_alignment));
+  };
+  const int first = lane * per_lane, end = min(first + per_lane, num_local);
+  int rows = 0;
 #pragma unroll 1
-  for (int first = 0; first < num_local; first += 32) {
-    const int e = first + lane;
-    const uint32_t tokens = e < num_local ? plan.expert_rows[e] : 0;
-    const int padded = static_cast<int>(padded_rows(tokens, alignment));
-    const int up_to = begin + inclusive_sum(padded);
-    if (e < num_local) {
-      plan.expert_begin[e] = up_to - padded;
-      plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : up_to - padded;
-    }
-    begin = __shfl_sync(~0u, up_to, 31);
+  for (int e = first; e < end; ++e) rows += rows_of(e);
+  const int up_to = inclusive_sum(rows);
+  int begin = up_to - rows;
+#pragma unroll 1
+  for (int e = first; e < end; ++e) {
+    plan.expert_begin[e] = begin;
+    plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : begin;
+    begin += rows_of(e);
   }
+  if (lane != 31) return;
+  plan.expert_begin[num_local] = up_to;
+  if (params.args.layout != Layout::kRank) plan.head->num_rows = up_to;
+}
+
+// [warp] Write the head, but for the rows of expert groups: of a usable plan. Called in one warp of a block, while
+// another one lays out the groups.
+__device__ inline void write_direct_head(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  const int lane = threadIdx.x % 32;
   int addends = 0;
   for (int i = lane; i < op.num_ranks() * plan.source_words; i += 32) addends += __popc(plan.sent[i]);
   addends = __reduce_add_sync(~0u, addends);
   PlanHead& head = *plan.head;
-  for (int source = lane; source < op.num_ranks(); source += 32)
-    head.item_begin[source] = usable ? plan.items_before[source * plan.source_words] : 0;
+  const int items = lane < op.num_ranks() ? plan.items_of(lane) : 0, up_to = inclusive_sum(items);
+  if (lane < op.num_ranks()) head.item_begin[lane] = up_to - items;
+  const int num_items = __shfl_sync(~0u, up_to, 31);
   if (lane == 0) {
-    plan.expert_begin[num_local] = begin;
-    if (!usable) head.num_items = 0;
-    head.item_begin[op.num_ranks()] = head.num_items;
-    head.num_rows = !usable ? 0 : params.args.layout == Layout::kRank ? head.num_items : begin;
-    head.num_addends = usable ? addends : 0;
+    head.num_items = num_items;
+    head.item_begin[op.num_ranks()] = num_items;
+    if (params.args.layout == Layout::kRank) head.num_rows = num_items;
+    head.num_addends = addends;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
-    head.usable = usable;
+    head.usable = true;
   }
-  __syncwarp();
+}
+
+// [warp] Take a plan that is not usable out of the head: it has no items. Called in the first warp, once the head is
+// written.
+__device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
+  for (int source = threadIdx.x; source <= num_ranks; source += 32) head.item_begin[source] = 0;
+  if (threadIdx.x == 0) head.num_items = head.num_rows = head.num_addends = head.usable = 0;
+}
+
+// [warp] Wait for the Calls of all ranks and compare them, for the planners and for the whole team. Called in the first
+// warp of a block. `keeps` as in agree.
+__device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, bool keeps) {
+  const Verdict verdict = agree(op, keeps);
+  stamp(op, Step::kAgreed);
+  const int lane = threadIdx.x % 32;
+  if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = __ldcg(&call_at(op, lane)->max_rows);
+  if (lane != 0) return;
+  *static_cast<volatile Verdict*>(plan.verdict) = verdict;
+  ptx::fence_block();
+  *static_cast<volatile int*>(plan.decided) = 1;
 }
 
 // [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
@@ -329,51 +400,73 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   report_rows(op, params, plan.head->num_rows);
 }
 
-// [team] Make the plan of this block, once this rank's choices are sent. Called by the movers of each block. Return as
-// make_plan.
-__device__ inline Verdict plan_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  // Clear the counters: `chosen` to `rank_items`. The barriers of first_warp_waits follow.
+// [team] Plan from the choices of all ranks. Call `counted()` in every warp once they are counted. Called by the
+// planners of each block. Whether the ranks agree and the rows fit is not known yet.
+template <class Counted>
+__device__ void plan_choices(const Op& op, const DispatchParams& params, char* shared, const Counted& counted) {
+  const DirectPlan plan = DirectPlan::at(op, shared);
+  take_choices(op, shared);
+  stamp(op, Step::kChosen);
+  count_choices(op, params, plan);
+  counted();
+  sum_choices(op, params, plan);
+  stamp(op, Step::kCounted);
+  if (Planners::warp() == 0) lay_out(op, params, plan);
+  if (Planners::warp() == 1) write_direct_head(op, params, plan);
+}
+
+// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Call `counted()` in every
+// warp of the planners once the choices are counted. Called by the movers of each block. `is_free` as in
+// wait_for_free_staging. Return as make_plan.
+template <class Counted>
+__device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free,
+                                    const Counted& counted) {
+  const DirectPlan plan = DirectPlan::at(op, shared);
+  const bool sends = params.stages && op.block == 0;
+  // Send the choices of this rank. Clear the counters: `chosen` to `rank_items`.
+  if (sends && Planners::has_thread()) send_choices(op, params, plan);
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
        word += Movers::kThreads)
     *word = 0;
-  if (params.stages && op.block == 0) {
-    send_choices(op, params, plan);
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+  if (threadIdx.x == 0) *plan.decided = 0;
+  // Announce. After an abort of this rank the helpers wait for the movers too.
+  Verdict verdict = Verdict::kAgree;
+  if (sends && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
+  Movers::sync();  // `called` covers the choices of all movers
+  if (verdict == Verdict::kAgree && sends) {
     stamp(op, Step::kFree);
     announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
-  if (!params.pulls && (op.block != 0 || !params.counts())) return Verdict::kAgree;
-  // The second launch of a counted dispatch does not keep a mistake: the first one did.
-  const bool keeps = params.stages || !params.counts();
-  const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op, keeps); });
-  stamp(op, Step::kAgreed);
+  // Plan, and meanwhile compare the Calls.
   if (verdict == Verdict::kAgree) {
-    count_choices(op, params, plan);
-    sum_choices(op, params, plan);
-    stamp(op, Step::kCounted);
-  }
-  if (threadIdx.x < 32 && verdict != Verdict::kAborted) {
-    bool fits = verdict == Verdict::kAgree;
-    if (fits && params.args.layout != Layout::kDecode) {
-      Scratch scratch{};
-      scratch.needed = plan.needed;
-      scratch.max_rows = plan.max_rows;
-      fits = rows_fit(op, params, scratch, keeps);
+    if (!params.pulls && (op.block != 0 || !params.counts())) return verdict;
+    // The second launch of a counted dispatch does not keep a mistake: the first one did.
+    const bool keeps = params.stages || !params.counts();
+    if (Planners::has_thread())
+      plan_choices(op, params, shared, counted);
+    else
+      decide_on_calls(op, plan, keeps);
+    Movers::sync();
+    verdict = *plan.verdict;
+    // Find out in the first warp whether the plan is usable.
+    if (Movers::warp() == 0) {
+      bool fits = verdict == Verdict::kAgree;
+      if (fits && params.args.layout != Layout::kDecode) {
+        Scratch scratch{};
+        scratch.needed = plan.needed;
+        scratch.max_rows = plan.max_rows;
+        fits = rows_fit(op, params, scratch, keeps);
+      }
+      if (!fits) clear_head(*plan.head, op.num_ranks());
+      __syncwarp();
+      if (!params.pulls && verdict != Verdict::kAborted) publish_plan(op, params, plan);
     }
-    lay_out(op, params, plan, fits);
-    if (op.block == 0 && !params.pulls) publish_plan(op, params, plan);
+  } else if (threadIdx.x == 0) {
+    *plan.verdict = verdict;
   }
-  return verdict;
-}
-
-// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block. Return as make_plan.
-__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared) {
-  const DirectPlan plan = DirectPlan::at(op, shared);
-  const Verdict verdict = plan_choices(op, params, plan);
+  // Hand the plan over.
   if (!params.pulls) return verdict;
-  if (threadIdx.x == 0) *plan.verdict = verdict;
   Movers::sync();
   ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
   return verdict;

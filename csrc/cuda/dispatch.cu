@@ -45,41 +45,49 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 
 // [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
 // after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
-// is unusable or another launch pulls. In all cases no load of the movers is under way.
-__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared) {
+// is unusable or another launch pulls. In all cases no load of the movers is under way. `is_free` as in
+// wait_for_free_staging.
+__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
+  int started = 0;  // loads of this mover's first pieces
   if (params.direct) {
     if (params.pulls) Puller::make_places(op, params, shared);
-    verdict = make_direct_plan(op, params, shared);
+    verdict = make_direct_plan(op, params, shared, is_free, [&] {
+      if (params.pulls) started = start_loads(op, params, shared);
+    });
     stamp(op, Step::kPlanned);
   } else if (plans) {
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
     verdict = make_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
-    if (!wait_for_free_staging<Movers>(op)) return Verdict::kAborted;
+    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
     announce<Movers>(op, call_of(params));
     stamp(op, Step::kSent);
   }
   // Pull.
-  if (verdict != Verdict::kAgree || !params.pulls) return verdict;
+  if ((verdict != Verdict::kAgree && started == 0) || !params.pulls) return verdict;
   if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
   stamp(op, Step::kListed);
-  if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
-  return Puller(op, params, shared).run() ? verdict : Verdict::kAborted;
+  const bool usable = verdict == Verdict::kAgree && plan_here(op, params, shared).head->usable;
+  if (!usable && started == 0) return verdict;
+  Puller puller(op, params, shared, started);
+  if (usable) return puller.run() ? Verdict::kAgree : Verdict::kAborted;
+  puller.drain();
+  return verdict;
 }
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
 // helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written: zeros if
-// the ranks differ or the plan is unusable.
-__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared) {
+// the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
+__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   bool ok = true;
   if (params.stages) {
-    ok = wait_for_free_staging<Helpers>(op);
+    ok = wait_for_free_staging<Helpers>(op, is_free);
     stamp(op, Step::kFree);
     if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
     stamp(op, Step::kStaged);
@@ -121,11 +129,10 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
   const int local = static_cast<int>(threadIdx.x) - 32;
   if (local < 0 || local >= config.ranks_per_node) return;
-  const int32_t* begin = params.plan.head->item_begin;
+  const PlanHead& head = *params.plan.head;
   uint64_t num_items = 0;
 #pragma unroll 1
-  for (int source = local; source < op.num_ranks(); source += config.ranks_per_node)
-    num_items += begin[source + 1] - begin[source];
+  for (int source = local; source < op.num_ranks(); source += config.ranks_per_node) num_items += head.items_of(source);
   op.context.state->bytes_read[op.first_local_rank() + local] +=
       num_items * (params.args.row_bytes + params.tail_bytes);
 }
@@ -141,12 +148,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
-  // Do the work of this warp. All threads begin, or none.
+  // Look whether staging is free: mostly it is, and nobody has to wait. Loads are under way together. Do the work of
+  // this warp. All threads begin, or none.
+  const bool aborted = has_aborted(context);
+  const bool is_free = __syncthreads_and(!params.stages ||
+                                         is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
-  if (!__syncthreads_or(has_aborted(context)))
+  if (!__syncthreads_or(aborted))
     verdict = op.block >= op.num_blocks ? run_rail(op, params, shared)
-              : Movers::has_thread()    ? move(op, params, shared)
-                                        : help(op, params, shared);
+              : Movers::has_thread()    ? move(op, params, shared, is_free)
+                                        : help(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no
   // block is the last one, because this block does not count itself in.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
@@ -155,7 +166,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!params.pulls) return;
   if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
-  if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
+  if (!last_block<Block, true>(&context.state->pull_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);

@@ -50,15 +50,16 @@ struct SourceOrder {
     return {ranks, ranks + num_ranks};
   }
 
-  // [warp] Fill in the sources of this rank. Ends with __syncwarp.
-  __device__ void fill(const Context& context, const int32_t* item_begin) const {
+  // [warp] Fill in the sources of this rank; `items_of(rank)` returns the items of a source. Ends with __syncwarp.
+  template <class ItemsOf>
+  __device__ void fill(const Context& context, const ItemsOf& items_of) const {
     const int locals = context.config.ranks_per_node;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < context.num_ranks; i += 32) {
       const int node = (context.node + i / locals) % context.config.num_nodes;
       const int rank = node * locals + (context.local + i % locals) % locals;
       ranks[i] = rank;
-      num_items[i] = item_begin[rank + 1] - item_begin[rank];
+      num_items[i] = items_of(rank);
     }
     __syncwarp();
   }

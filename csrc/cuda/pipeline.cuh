@@ -54,7 +54,7 @@ struct Pipeline {
   int num_bays;
   uint32_t bay_bytes;
   // Four kinds of mbarriers. A round of each ends when:
-  uint64_t* full;        // [kQueue] the rows of the work have landed
+  uint64_t* full;        // [kQueue] the rows of the work have landed; with `factors`, the work has its factors too
   uint64_t* empty;       // [kQueue] its team has read them, so its bays are free
   uint64_t* prepared;    // [kBatches] the batch is in the queue
   uint64_t* issued;      // [kBatches] its loads are issued, so its place in `batches` and `addends` is free
@@ -92,7 +92,7 @@ struct Pipeline {
     constexpr int kWarps = kThreads / 32 - 1;
     for (int i = threadIdx.x % 32 * kWarps + threadIdx.x / 32 - 1; i < 2 * (kQueue + kBatches); i += 32 * kWarps) {
       uint64_t* const barrier = full + i;
-      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps
+      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps + (factors != nullptr)
                                  : barrier < prepared ? kSummingWarps / num_teams
                                  : barrier < issued   ? 1
                                                       : kIssuingWarps);
@@ -113,9 +113,10 @@ struct Preparer {
   int num_works = 0, num_batches = 0;
   int next_bay = 0;
 
-  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to, factors)` writes its addends
-  // and, for a work with factors, these. Sum `bytes` of each addend, from `offset` on. Wait until the batch before the
-  // last one is issued. Then its place is free, and so are the places of the works: those of kQueue works ago are done.
+  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
+  // of each addend, from `offset` on. Wait until the batch before the last one is issued. Then its place is free, and
+  // so are the places of the works: those of kQueue works ago are done. In a launch with factors `complete` must
+  // follow.
   template <class Fill>
   __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
@@ -131,8 +132,7 @@ struct Preparer {
       work.first_bay = static_cast<int16_t>((next_bay + end - work.num_rows) % pipeline.num_bays);
       const int in_queue = QueueRing::place(num_works + lane);
       pipeline.queue[in_queue] = work;
-      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends,
-           pipeline.factors + in_queue * pipeline.max_addends);
+      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     next_bay = (next_bay + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_bays;
@@ -143,17 +143,29 @@ struct Preparer {
     ++num_batches;
   }
 
-  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row. The earlier pieces carry the
-  // first lane's milestone, only the last piece its own: a milestone is reached after all pieces of the works before
-  // it.
-  template <class Fill>
-  __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill) {
+  // [warp] Let the teams have the last `num` works: `give(factors)` writes those of the lane's work. Their rows load
+  // meanwhile. In a launch without factors do nothing.
+  template <class Give>
+  __device__ void complete(int num, const Give& give) {
+    const int lane = threadIdx.x % 32;
+    if (pipeline.factors == nullptr || lane >= num) return;
+    const int in_queue = QueueRing::place(num_works - num + lane);
+    give(pipeline.factors + in_queue * pipeline.max_addends);
+    ptx::barrier_arrive(pipeline.full + in_queue);
+  }
+
+  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `give` as in `complete`. The
+  // earlier pieces carry the first lane's milestone, only the last piece its own: a milestone is reached after all
+  // pieces of the works before it.
+  template <class Fill, class Give>
+  __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Give& give) {
     const int milestone = work.milestone;
     work.milestone = __shfl_sync(~0u, milestone, 0);
     for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.bay_bytes) {
       const uint32_t rest = row_bytes - offset;
       if (rest <= pipeline.bay_bytes) work.milestone = milestone;
       prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill);
+      complete(num, give);
     }
   }
 
@@ -163,14 +175,15 @@ struct Preparer {
     Work work{};
     work.milestone = milestone;
     work.stops = stops;
-    prepare(work, num_teams, 0, 0, [](const char**, float*) {});
+    prepare(work, num_teams, 0, 0, [](const char**) {});
+    complete(num_teams, [](float*) {});
   }
 
   // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. Wait only for
   // places in the queue, as the other functions here.
   __device__ void end() {
     reach(0, true);
-    prepare(Work{}, 0, 0, 0, [](const char**, float*) {});
+    prepare(Work{}, 0, 0, 0, [](const char**) {});
   }
 };
 

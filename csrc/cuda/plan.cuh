@@ -263,11 +263,12 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
   report_rows(op, params, head.num_rows);
 }
 
-// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. Return false
-// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
+// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. `is_free`:
+// they had when this block began (is_free_at_first_sight); then there is no wait, and no barrier. Return false after an
+// abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
 template <class Team>
-__device__ bool wait_for_free_staging(const Op& op) {
-  return team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
+__device__ bool wait_for_free_staging(const Op& op, bool is_free) {
+  return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
 // [team] Make the plan. Called by the movers of the planning blocks, once staging is free. Return kAborted after an

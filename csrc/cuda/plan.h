@@ -21,6 +21,8 @@ struct PlanHead {
 #ifdef __CUDACC__
   // [thread] Return whether the output has a row for each local expert of a token: expert and decode layout.
   __device__ bool has_expert_layout() const { return layout != static_cast<int32_t>(Layout::kRank); }
+  // [thread] Return the number of items of a source.
+  __device__ int items_of(int source) const { return item_begin[source + 1] - item_begin[source]; }
 #endif
 };
 

@@ -128,7 +128,21 @@ __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// [thread] The same between the kernels of one GPU: add, after all earlier accesses of this thread; load.
+// [thread] Store and load two words as one: no reader ever sees only one of them. Without ordering of other memory,
+// visible to peers. Addresses are multiples of 16 bytes.
+__device__ __forceinline__ void store_pair(void* p, uint64_t first, uint64_t second) {
+  asm volatile("{\n .reg .b128 pair;\n mov.b128 pair, {%1, %2};\n st.relaxed.sys.global.b128 [%0], pair;\n}" ::"l"(p),
+               "l"(first), "l"(second)
+               : "memory");
+}
+__device__ __forceinline__ void load_pair(const void* p, uint64_t& first, uint64_t& second) {
+  asm volatile("{\n .reg .b128 pair;\n ld.relaxed.sys.global.b128 pair, [%2];\n mov.b128 {%0, %1}, pair;\n}"
+               : "=l"(first), "=l"(second)
+               : "l"(p)
+               : "memory");
+}
+
+// [thread] Between the kernels of one GPU: add, after all earlier accesses of this thread; load.
 __device__ __forceinline__ void add_release(int32_t* p, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

@@ -49,14 +49,13 @@ struct Puller {
   const DispatchParams& params;
   const Pieces& pieces;
   char* const shared;  // of the block
-  const PlanHead& head;
   const bool expert_layout;
   const int lane, first, step;  // this mover takes items first, first + step, ... of `order`
-  int num;                      // items of this mover
   PullMemory memory;
   const ItemOrder order;
-  PieceCursor load, store;  // next piece to load, and next piece to store
-  int room;                 // places free to be loaded
+  const int num_items, num;  // items in all, and of this mover
+  PieceCursor load, store;   // next piece to load, and next piece to store
+  int room;                  // places free to be loaded
   StagedFlags staged;
 
   // [warp] Create the mbarriers of this mover ahead of a direct plan, which lies elsewhere in shared memory.
@@ -67,24 +66,25 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, and
-  // the plan is usable.
-  __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
+  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, or
+  // for a direct plan the choices are counted. `started`: pieces that start_loads has begun to load.
+  __device__ Puller(const Op& op, const DispatchParams& params, char* shared, int started)
       : op(op),
         params(params),
         pieces(params.pulled),
         shared(shared),
-        head(*plan_here(op, params, shared).head),
-        expert_layout(head.has_expert_layout()),
+        expert_layout(params.args.layout != Layout::kRank),
         lane(threadIdx.x % 32),
         first(op.block + op.num_blocks * Movers::warp()),
         step(op.num_blocks * Movers::kWarps),
-        num(first < head.num_items ? (head.num_items - 1 - first) / step + 1 : 0),
-        memory(memory_of(op, params, head, shared)),
+        memory(memory_of(op, params, shared)),
         order(memory.sources, op.context),
-        room(pieces.num_places) {
+        num_items(params.direct ? order.num_in_first : params.plan.head->num_items),
+        num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
+        room(pieces.num_places - started) {
     if (params.direct) {
       memory.records.num = num;  // they are written here, not loaded: they need no mbarriers
+      for (; started > 0; --started) load.advance(pieces);
       return;
     }
     memory.records.begin(num);
@@ -93,11 +93,12 @@ struct Puller {
   }
 
   // [warp] Find this mover's shared memory, and fill in the order of the sources.
-  static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, const PlanHead& head,
-                                         char* shared) {
+  static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
-    memory.sources.fill(op.context, head.item_begin);
+    memory.sources.fill(op.context, [&](int source) {
+      return params.direct ? DirectPlan::at(op, shared).items_of(source) : params.plan.head->items_of(source);
+    });
     return memory;
   }
 
@@ -107,13 +108,19 @@ struct Puller {
   }
   __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
+  // [thread] Return the position of the mover's n-th item. With waves the last items come first: those of the lowest
+  // experts.
+  __device__ ItemOrder::Position position_of(int n) const {
+    const int at = first + n * step;
+    return order.at(params.has_waves() ? num_items - 1 - at : at, step);
+  }
+
   // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan. With a
   // direct plan write the items.
   __device__ void fetch_items() {
+    const PlanHead& head = *plan_here(op, params, shared).head;
     const auto find = [&](int n) {
-      const int at = first + n * step;
-      // With waves the last items come first: those of the lowest experts.
-      const ItemOrder::Position position = order.at(params.has_waves() ? head.num_items - 1 - at : at, step);
+      const ItemOrder::Position position = position_of(n);
       Origin& origin = origin_of(n);
       origin.index = head.item_begin[position.source] + position.number;
       origin.source = position.source;
@@ -149,11 +156,33 @@ struct Puller {
     __syncwarp();
   }
 
+  // [warp] Direct plan: start the loads of the mover's first pieces before the plan is complete, as far as they are
+  // staged and the ring has places. Wait for nothing. Return the number of pieces. The choices are counted.
+  __device__ int start() {
+    if (num == 0) return 0;
+    const int num_here = min(num, kBatch);
+    if (lane < num_here) {
+      const ItemOrder::Position position = position_of(lane);
+      origin_of(lane).source = position.source;
+      item_at(lane).begin(DirectPlan::at(op, shared).token_of(position.source, position.number), 0);
+    }
+    __syncwarp();
+    find_rows(0);
+    staged.look(op);
+    for (; load.item < num_here && room > 0; load.advance(pieces), --room) {
+      const Origin& origin = origin_of(load.item);
+      if (origin.chunk > staged.seen(origin.source)) break;
+      if (lane == 0) load_piece(pieces, memory.ring, memory.full, load, origin.row, origin.scales);
+    }
+    return static_cast<int>(pieces.num_places) - room;
+  }
+
   // [warp] Wait until an item's row is staged. Return false after an abort of this rank. After true, bulk loads may
   // read the row and its scales.
   __device__ bool wait_for_row(const Origin& origin) {
     if (origin.chunk <= staged.seen(origin.source)) return true;
     staged.look(op);
+    if (origin.chunk <= staged.seen(origin.source)) return true;
     const bool ok = staged.wait(op, origin.source, origin.chunk);
     stamp(op, Step::kRows);
     return ok;
@@ -215,10 +244,10 @@ struct Puller {
   // all rows of this mover are written, or after an abort some.
   __device__ bool run() {
     bool ok = true;
-    // Prefetch two batches of items. Meanwhile look for staged rows.
+    // Prefetch two batches of items. Meanwhile look for staged rows, unless all loads have started.
     fetch_items();
     fetch_items();
-    staged.look(op);
+    if (load.item < num) staged.look(op);
     stamp(op, Step::kFetched);
     while (store.item < num) {
       ok = fill_ring();
@@ -250,13 +279,18 @@ struct Puller {
     return ok;
   }
 
-  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block. Peers
-  // do not have to do anything for that: rows with started loads were staged.
+  // [warp] Wait for all loads under way, after an abort or with an unusable plan: nothing may land in the shared memory
+  // of an ended block. Peers do not have to do anything for that: rows with started loads were staged.
   __device__ void drain() {
     for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
     memory.records.drain();
   }
 };
+
+// [warp] Direct plan: start the first loads of this mover, as Puller::start.
+__device__ __noinline__ inline int start_loads(Op op, const DispatchParams& params, char* shared) {
+  return Puller(op, params, shared, 0).start();
+}
 
 }  // namespace ep::cuda::EP_KERNELS

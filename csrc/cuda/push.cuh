@@ -15,24 +15,41 @@ __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.max_far_chunks + num_item_chunks(most);
 }
 
-// [block] Write the factors of own tokens to this rank's inbox, where the ranks of the node and the senders read them.
-// Called in block 0, once slots are free: then nobody reads factors of an earlier combine. `called` covers them.
-__device__ inline void share_factors(const Op& op, const CombineParams& params) {
-  const Context& context = op.context;
-  float* const to = context.inbox_for(context.node, &Inbox::weights);
-  const int num = params.args.num_tokens * context.config.num_topk;
-  constexpr int kTogether = 4;  // loads of a thread under way
-#pragma unroll 1
-  for (int begin = threadIdx.x; begin < num; begin += kTogether * Pipeline::kThreads) {
-    float values[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      values[i] = __ldg(params.args.factors + min(begin + i * Pipeline::kThreads, num - 1));
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+// The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them.
+// The first ones are loaded to registers while slots are awaited.
+struct FactorCopy {
+  static constexpr int kTogether = 4, kStep = kTogether * Pipeline::kThreads;  // loads of a thread under way
+
+  const float* const from;
+  const int num;
+  float values[kTogether];
+
+  // [thread] Start to load the first factors. `has_any`: whether this block writes them.
+  __device__ FactorCopy(const Op& op, const CombineParams& params, bool has_any)
+      : from(params.args.factors), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
+    load(threadIdx.x);
   }
-}
+
+  // [block] Write all factors. Called in block 0, once slots are free: then nobody reads factors of an earlier combine.
+  // `called` covers them.
+  __device__ void store(const Op& op) {
+    float* const to = op.context.inbox_for(op.context.node, &Inbox::weights);
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < num; begin += kStep) {
+      if (begin >= kStep) load(begin);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
+    }
+  }
+
+ private:
+  __device__ void load(int begin) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (begin < num) values[i] = __ldg(from + min(begin + i * Pipeline::kThreads, num - 1));
+  }
+};
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
 // Calls. Return false after an abort of this rank.
@@ -281,7 +298,6 @@ struct Pusher {
     const Milestones milestones = milestones_of(context);
     // Lane i fills a work with the i-th item of the batch.
     Work work{};
-    const float* weights = nullptr;  // of the item's token
     const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
     const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
     const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == milestones.far;
@@ -295,19 +311,26 @@ struct Pusher {
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
       work.has_factors = params.args.factors != nullptr;
-      weights = context.inbox_of(position.source, &Inbox::weights) +
-                static_cast<size_t>(item.token()) * context.config.num_topk;
     }
     if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
-    preparer.prepare_rows(work, batch.num, context.row_bytes, [&](const char** addends, float* factors) {
-      for (int j = 0; j < work.num_rows; ++j) {
+    const auto fill = [&](const char** addends) {
+#pragma unroll 1
+      for (int j = 0; j < work.num_rows; ++j)
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        // A factor lies at the source, more than a microsecond away: all of them are under way together.
-        if (work.has_factors) ptx::start_copy(factors + j, weights + item.k(j));
-      }
-      if (work.has_factors) ptx::wait_for_copies();
-    });
+    };
+    const auto give = [&](float* factors) {
+      // Read again: few registers are left.
+      const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
+      const int source = memory.positions[(n + lane) % (2 * kBatch)].source;
+      const float* const weights =
+          context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * context.config.num_topk;
+      // A factor lies at the source, more than a microsecond away: all of them are under way together.
+#pragma unroll 1
+      for (int j = 0; j < item.num_copies(); ++j) ptx::start_copy(factors + j, weights + item.k(j));
+      ptx::wait_for_copies();
+    };
+    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, give);
     return true;
   }
 

@@ -181,10 +181,11 @@ struct Reducer {
     work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
     work.milestone = is_own ? 0 : milestones().summed(tokens.order);
     work.num_rows = static_cast<int8_t>(__popc(nodes));
+#pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_addend(local);
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
     const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
-    preparer.prepare_rows(work, tokens.num, context.row_bytes, [&](const char** addends, float*) {
+    const auto fill = [&](const char** addends) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
@@ -198,7 +199,8 @@ struct Reducer {
         *addends++ = slots + slot * context.slot_stride;
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
-    });
+    };
+    preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, [](float*) {});
     if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
     return true;
   }

@@ -24,6 +24,15 @@ struct Counts {
 #endif
 };
 
+// Some choices of a token, and the epoch of their operation. Stored and loaded as one: whoever sees the epoch has the
+// choices.
+struct alignas(16) Choices {
+  static constexpr int kNum = 4;
+
+  uint64_t epoch;
+  int16_t experts[kNum];  // -1 for none
+};
+
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
 // another node. A rail peer writes through the wire. On its own node a rank writes items, staging and tails to its own
 // inbox, and the receivers read them there. For another node the inbox of its rail peer there takes this role. Slots
@@ -72,6 +81,9 @@ struct Region {
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
   uint64_t* pushed;  // [ranks_per_node, max_pushed_chunks] the rank's partial sums of a chunk are in this rank's slots
   uint64_t* freed;   // [ranks_per_node, max_far_chunks] the rank has read its slots of a chunk of other nodes' tokens
+  // [2, num_ranks, max_tokens, choices_per_token / 4] by parity of the epoch: experts of the rank's tokens. Written by
+  // the rank, read by this one. Each is its own flag: it holds the epoch. Only with Config::plans_directly.
+  Choices* choices;
   // About another node. Raised by this rank, read by this rank.
   uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
@@ -83,9 +95,6 @@ struct Region {
   // About a rank, as the first flags: written by the rank or by its relay, read by this rank.
   Call* calls;      // [2, num_ranks] by parity of the epoch: a peer can be one operation ahead
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
-  // [2, num_ranks, max_tokens, choices_per_token] by parity of the epoch: experts of the rank's tokens, or -1. Only
-  // with Config::plans_directly.
-  int16_t* choices;
   char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
                 // Written by the receivers, read by this rank
   Inbox inbox;  // for node 0; the inbox for node n begins n * inbox_bytes later
@@ -137,10 +146,10 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.items_arrived = c.take<uint64_t>(others);
   region.rows_arrived = c.take<uint64_t>(others * config.max_token_chunks());
   region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
+  const size_t choices = ranks * config.max_tokens * config.choices_per_token() / Choices::kNum;
+  region.choices = c.take<Choices>(config.plans_directly ? 2 * choices : 0);
   region.calls = c.take<Call>(2 * ranks);
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
-  const size_t choices = ranks * config.max_tokens * config.choices_per_token();
-  region.choices = c.take<int16_t>(config.plans_directly ? 2 * choices : 0);
   region.slots = c.take<char>(locals * config.max_tokens * config.slot_stride(), kLine);
   // Parts with several copies begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {

@@ -18,13 +18,13 @@ constexpr bool kStamps = false;
 // The ends of steps. The first two begin an operation.
 // clang-format off
 enum class Step {
-  kDispatch, kCombine, kFree, kSent, kAgreed, kCounted, kPlanned, kListed, kFetched, kRows, kLanded, kPulled, kStored,
+  kDispatch, kCombine, kFree, kSent, kChosen, kAgreed, kCounted, kPlanned, kListed, kFetched, kRows, kLanded, kPulled, kStored,
   kStaged, kKept, kDelivered, kCleared, kQueued, kIssued, kPushed, kRaised, kSums, kReduced, kSummed, kArrived, kLast,
   kComplete
 };
 // Their names for Python, in the same order.
 constexpr const char* kStepNames[] = {
-    "dispatch", "combine", "memory free", "announced", "agreed", "choices counted", "planned", "items known",
+    "dispatch", "combine", "memory free", "announced", "choices here", "agreed", "choices counted", "planned", "items known",
     "items fetched", "rows staged by all", "first row landed", "rows landed", "rows stored", "staged", "table kept",
     "tails delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
     "partial sums here", "sums queued", "sums stored", "block ended", "last block", "complete"};

@@ -206,6 +206,14 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
   return wait_until(op, phase, local < op.ranks_per_node() ? flags + local : nullptr, expected, rank, rank);
 }
 
+// [thread] Return whether this thread's flag about a rank of the node has arrived; true in threads without one. Once
+// all of them return true and have met at a barrier, no wait_for_node for these flags is needed. The load is under way
+// together with others at the start of a kernel. flags [ranks_per_node].
+__device__ inline bool is_free_at_first_sight(const Op& op, const uint64_t* flags, uint64_t expected) {
+  const int local = threadIdx.x;
+  return local >= op.ranks_per_node() || ptx::load_acquire(flags + local) >= expected;
+}
+
 // [warp] Wait for one flag about `rank`, read by lane 0 only. Return as wait_until.
 __device__ inline bool wait_for_one(const Op& op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                     int raiser) {
