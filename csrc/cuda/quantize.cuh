@@ -30,27 +30,21 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   return max(most >> 16, most & 0xffff);
 }
 
-// A part of a bfloat16 row on its way to float8: up to kMost scale blocks of 128 elements, in the registers of a warp.
-// Each half of the warp has every second one. A half past the end repeats the last scale block and stores nothing.
-struct QuantizedPart {
-  static constexpr int kTogether = 7, kMost = 2 * kTogether;  // scale blocks of a half warp; of a part
-
-  uint4 vectors[kTogether];
-
-  // [warp] Start to load a part: `num` scale blocks from `from` on.
-  __device__ void load(const uint4* from, int num) {
-    const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(half + 2 * i, num - 1) * 16 + lane);
-  }
-
-  // [warp] Quantise the part: store float8 elements in `to`, and `num` scales.
-  __device__ void store(char* to, float* scales, int num) const {
-    constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-    constexpr int kElements = BFloat16::kElements;
-    const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+// [warp] Quantise one bfloat16 row: store float8 elements in `to`, and num_scale_blocks scales. Each half of the warp
+// takes every second scale block of 128 elements, kTogether at a time. Both halves make the same turns, because
+// shuffles need all lanes; a half past the end repeats the last scale block and stores nothing.
+__device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_scale_blocks) {
+  constexpr float kLargest = 448, kSmallest = 0x1p-126f;
+  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // scale blocks at a time
+  const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+#pragma unroll 1
+  for (int first = half; first - half < num_scale_blocks; first += 2 * kTogether) {
+    uint4 vectors[kTogether];
     uint32_t most = 0;  // largest magnitude of scale block `lane`, among those of this half
-                        // Find the largest magnitude of each scale block.
+
+    // Load, and find the largest magnitude of each scale block.
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const uint32_t its_most = largest_magnitude(vectors[i]);
@@ -63,7 +57,7 @@ struct QuantizedPart {
     const float reciprocal = __frcp_rn(scale);
     // Most rows lie in the range of `divide`.
     const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
-    if (lane < kTogether && half + 2 * lane < num) scales[half + 2 * lane] = scale;
+    if (lane < kTogether && first + 2 * lane < num_scale_blocks) scales[first + 2 * lane] = scale;
     // Divide, round and store.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -76,8 +70,8 @@ struct QuantizedPart {
       } else {
         divide_all(values, its_scale);
       }
-      const int scale_block = half + 2 * i;
-      if (scale_block >= num) continue;
+      const int scale_block = first + 2 * i;
+      if (scale_block >= num_scale_blocks) continue;
       uint32_t words[2];
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
@@ -88,6 +82,6 @@ struct QuantizedPart {
       reinterpret_cast<uint2*>(to)[scale_block * 16 + lane] = {words[0], words[1]};
     }
   }
-};
+}
 
 }  // namespace ep::cuda::EP_KERNELS

@@ -35,16 +35,16 @@ struct StagedChunks {
   }
 };
 
-// One warp's tokens, or parts of rows: every step-th one of the rank.
+// One warp's tokens: every step-th token of the rank.
 struct Share {
   int first, step, num;
 
-  // [warp] Find this warp's share of the rank's `num_in_all`.
-  __device__ Share(const Op& op, int num_in_all)
+  // [warp] Find this warp's tokens among the `num_tokens` of the rank.
+  __device__ Share(const Op& op, int num_tokens)
       : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps) {
-    num = first < num_in_all ? (num_in_all - 1 - first) / step + 1 : 0;
+    num = first < num_tokens ? (num_tokens - 1 - first) / step + 1 : 0;
   }
-  __device__ int at(int i) const { return first + i * step; }
+  __device__ int token(int i) const { return first + i * step; }
 };
 
 // One token's scales and weights on their way to its tail, in registers. Loaded before the token's row and stored after
@@ -82,68 +82,46 @@ struct TailCopy {
 };
 static_assert(kMaxTopk <= 32, "a lane per weight");
 
-// [warp] Stage the warp's rows as they are, and their tails. Finish chunks on the way. This function and the next one
-// are not inlined: together they need too many registers.
-__device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, StagedChunks chunks) {
-  const DispatchArgs& args = params.args;
-  char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
+// [warp] Stage the warp's tokens one by one, and finish chunks on the way. `stage_row(token, tail)` writes one staged
+// row, and the scales that it computes.
+template <class StageRow>
+__device__ void stage_tokens(const Op& op, const DispatchParams& params, const Share& share, StagedChunks& chunks,
+                             const StageRow& stage_row) {
   char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
-  const Share share(op, args.num_tokens);
 #pragma unroll 1
   for (int i = 0; i < share.num; ++i) {
-    const size_t token = share.at(i);
-    chunks.finish_before(share.at(i) >> op.context.config.log_token_chunk);
-    const TailCopy copy(op, args, token);
-    if (params.stages_rows) {
-      auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
-      copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
-    }
-    copy.store(reinterpret_cast<float*>(tails + token * params.tail_bytes), params.weights_at);
+    const size_t token = share.token(i);
+    chunks.finish_before(share.token(i) >> op.context.config.log_token_chunk);
+    auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
+    const TailCopy copy(op, params.args, token);
+    stage_row(token, tail);
+    copy.store(tail, params.weights_at);
   }
   chunks.finish_before(chunks.num_chunks);
 }
 
-// [warp] Stage bfloat16 rows as float8, and their tails: the warp's parts of rows one by one, the next one loading
-// meanwhile. Finish chunks on the way. Few tokens have fewer rows than there are warps, so a row's parts are shared
-// out.
-__device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, StagedChunks chunks) {
-  const Context& context = op.context;
+// [warp] Stage rows as they are. This function and the next one are not inlined: together they need too many registers.
+__device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
+                                                 StagedChunks chunks) {
   const DispatchArgs& args = params.args;
+  char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
+  stage_tokens(op, params, share, chunks, [&](size_t token, float*) {
+    if (!params.stages_rows) return;
+    auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
+    copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
+  });
+}
+
+// [warp] Stage bfloat16 rows as float8, and their scales in the tails.
+__device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
+                                                    StagedChunks chunks) {
+  const Context& context = op.context;
   char* const staging = context.inbox_of(op.rank(), &Inbox::staging);
-  char* const tails = context.inbox_of(op.rank(), &Inbox::tails);
-  const int lane = threadIdx.x % 32, num_topk = context.config.num_topk;
-  // Divide a row into as few parts as possible, of equal size.
-  const int num_scales = context.config.hidden / kScaleBlock;
-  const int num_parts = (num_scales + QuantizedPart::kMost - 1) / QuantizedPart::kMost;
-  const int most = (num_scales + num_parts - 1) / num_parts;
-  const Share share(op, args.num_tokens * num_parts);
-  struct Place {
-    int token, first, num;  // scale blocks of the part
-  };
-  const auto place_of = [&](int i) -> Place {
-    const int token = share.at(i) / num_parts, first = (share.at(i) - token * num_parts) * most;
-    return {token, first, min(most, num_scales - first)};
-  };
-  QuantizedPart next;
-  const auto load = [&](const Place& at) {
-    const char* const row = args.rows + static_cast<size_t>(at.token) * context.row_bytes;
-    next.load(reinterpret_cast<const uint4*>(row) + at.first * 16, at.num);
-  };
-  if (share.num > 0) load(place_of(0));
-#pragma unroll 1
-  for (int i = 0; i < share.num; ++i) {
-    const Place at = place_of(i);
-    const size_t token = at.token;
-    const QuantizedPart part = next;
-    if (i + 1 < share.num) load(place_of(i + 1));
-    chunks.finish_before(at.token >> context.config.log_token_chunk);
-    auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
-    const bool has_weight = args.topk_weights && at.first == 0 && lane < num_topk;
-    const float weight = has_weight ? __ldg(args.topk_weights + token * num_topk + lane) : 0;
-    part.store(staging + token * params.row_stride + at.first * kScaleBlock, tail + at.first, at.num);
-    if (has_weight) tail[params.weights_at + lane] = weight;
-  }
-  chunks.finish_before(chunks.num_chunks);
+  stage_tokens(op, params, share, chunks, [&](size_t token, float* tail) {
+    quantize_row(staging + token * params.row_stride, tail,
+                 reinterpret_cast<const uint4*>(params.args.rows + token * context.row_bytes),
+                 context.config.hidden / kScaleBlock);
+  });
 }
 
 // [team] Stage rows and tails of this block's tokens, chunk by chunk. Called by the helpers of each block, after
@@ -154,11 +132,12 @@ __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
   Helpers::sync();
   // Stage.
+  const Share share(op, params.args.num_tokens);
   const StagedChunks chunks(op, counters, params.args.num_tokens);
   if (params.args.quantizes)
-    stage_quantized(op, params, chunks);
+    stage_quantized(op, params, share, chunks);
   else
-    stage_copies(op, params, chunks);
+    stage_copies(op, params, share, chunks);
 }
 
 }  // namespace ep::cuda::EP_KERNELS
