@@ -165,7 +165,7 @@ def wait_until_begun(begun: Tensor, num_blocks: int, limit_s: float) -> None:
     _wait_until_begun[1,](begun, num_blocks, int(limit_s * 1e9), num_warps=1)
 
 
-@triton.jit(do_not_specialize=["limit_ns"])
+@triton.jit(do_not_specialize=["num_blocks", "limit_ns"])  # one kernel: none may be loaded while pushes wait
 def _wait_until_begun(begun, num_blocks, limit_ns: tl.int64):
     begin = globaltimer()
     seen = tl.atomic_add(begun, 0, sem="acquire")

@@ -392,7 +392,7 @@ def test_too_few_receive_rows_are_an_error_where_the_rows_do_not_fit(pools, engi
     with pytest.raises(RankError) as caught:
         pools(2).run(dispatch_into, engine, case, topk_idx, 39)
     name, message, _ = caught.value.failures[0]
-    assert name == "ValueError" and "max_recv_rows" in message and "39" in message and "40" in message
+    assert name == "TooFewRowsError" and "max_recv_rows" in message and "39" in message and "40" in message
 
 
 def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
