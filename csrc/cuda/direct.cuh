@@ -400,27 +400,22 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   report_rows(op, params, plan.head->num_rows);
 }
 
-// [team] Plan from the choices of all ranks. Call `counted()` in every warp once they are counted. Called by the
-// planners of each block. Whether the ranks agree and the rows fit is not known yet.
-template <class Counted>
-__device__ void plan_choices(const Op& op, const DispatchParams& params, char* shared, const Counted& counted) {
+// [team] Plan from the choices of all ranks. Called by the planners of each block. Whether the ranks agree and the rows
+// fit is not known yet.
+__device__ inline void plan_choices(const Op& op, const DispatchParams& params, char* shared) {
   const DirectPlan plan = DirectPlan::at(op, shared);
   take_choices(op, shared);
   stamp(op, Step::kChosen);
   count_choices(op, params, plan);
-  counted();
   sum_choices(op, params, plan);
   stamp(op, Step::kCounted);
   if (Planners::warp() == 0) lay_out(op, params, plan);
   if (Planners::warp() == 1) write_direct_head(op, params, plan);
 }
 
-// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Call `counted()` in every
-// warp of the planners once the choices are counted. Called by the movers of each block. `is_free` as in
-// wait_for_free_staging. Return as make_plan.
-template <class Counted>
-__device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free,
-                                    const Counted& counted) {
+// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
+// block. `is_free` as in wait_for_free_staging. Return as make_plan.
+__device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = DirectPlan::at(op, shared);
   const bool sends = params.stages && op.block == 0;
   // Send the choices of this rank. Clear the counters: `chosen` to `rank_items`.
@@ -444,7 +439,7 @@ __device__ Verdict make_direct_plan(const Op& op, const DispatchParams& params, 
     // The second launch of a counted dispatch does not keep a mistake: the first one did.
     const bool keeps = params.stages || !params.counts();
     if (Planners::has_thread())
-      plan_choices(op, params, shared, counted);
+      plan_choices(op, params, shared);
     else
       decide_on_calls(op, plan, keeps);
     Movers::sync();

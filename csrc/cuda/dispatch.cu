@@ -51,12 +51,9 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
-  int started = 0;  // loads of this mover's first pieces
   if (params.direct) {
     if (params.pulls) Puller::make_places(op, params, shared);
-    verdict = make_direct_plan(op, params, shared, is_free, [&] {
-      if (params.pulls) started = start_loads(op, params, shared);
-    });
+    verdict = make_direct_plan(op, params, shared, is_free);
     stamp(op, Step::kPlanned);
   } else if (plans) {
     if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
@@ -69,15 +66,11 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
     stamp(op, Step::kSent);
   }
   // Pull.
-  if ((verdict != Verdict::kAgree && started == 0) || !params.pulls) return verdict;
+  if (verdict != Verdict::kAgree || !params.pulls) return verdict;
   if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
   stamp(op, Step::kListed);
-  const bool usable = verdict == Verdict::kAgree && plan_here(op, params, shared).head->usable;
-  if (!usable && started == 0) return verdict;
-  Puller puller(op, params, shared, started);
-  if (usable) return puller.run() ? Verdict::kAgree : Verdict::kAborted;
-  puller.drain();
-  return verdict;
+  if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
+  return Puller(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
 }
 
 // [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the

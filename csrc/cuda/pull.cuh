@@ -66,9 +66,9 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, or
-  // for a direct plan the choices are counted. `started`: pieces that start_loads has begun to load.
-  __device__ Puller(const Op& op, const DispatchParams& params, char* shared, int started)
+  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, and
+  // the plan is usable.
+  __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
       : op(op),
         params(params),
         pieces(params.pulled),
@@ -79,12 +79,11 @@ struct Puller {
         step(op.num_blocks * Movers::kWarps),
         memory(memory_of(op, params, shared)),
         order(memory.sources, op.context),
-        num_items(params.direct ? order.num_in_first : params.plan.head->num_items),
+        num_items(plan_here(op, params, shared).head->num_items),
         num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
-        room(pieces.num_places - started) {
+        room(pieces.num_places) {
     if (params.direct) {
       memory.records.num = num;  // they are written here, not loaded: they need no mbarriers
-      for (; started > 0; --started) load.advance(pieces);
       return;
     }
     memory.records.begin(num);
@@ -96,9 +95,8 @@ struct Puller {
   static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
-    memory.sources.fill(op.context, [&](int source) {
-      return params.direct ? DirectPlan::at(op, shared).items_of(source) : params.plan.head->items_of(source);
-    });
+    const PlanHead& head = *plan_here(op, params, shared).head;
+    memory.sources.fill(op.context, [&](int source) { return head.items_of(source); });
     return memory;
   }
 
@@ -154,27 +152,6 @@ struct Puller {
       origin.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.tail_bytes);
     }
     __syncwarp();
-  }
-
-  // [warp] Direct plan: start the loads of the mover's first pieces before the plan is complete, as far as they are
-  // staged and the ring has places. Wait for nothing. Return the number of pieces. The choices are counted.
-  __device__ int start() {
-    if (num == 0) return 0;
-    const int num_here = min(num, kBatch);
-    if (lane < num_here) {
-      const ItemOrder::Position position = position_of(lane);
-      origin_of(lane).source = position.source;
-      item_at(lane).begin(DirectPlan::at(op, shared).token_of(position.source, position.number), 0);
-    }
-    __syncwarp();
-    find_rows(0);
-    staged.look(op);
-    for (; load.item < num_here && room > 0; load.advance(pieces), --room) {
-      const Origin& origin = origin_of(load.item);
-      if (origin.chunk > staged.seen(origin.source)) break;
-      if (lane == 0) load_piece(pieces, memory.ring, memory.full, load, origin.row, origin.scales);
-    }
-    return static_cast<int>(pieces.num_places) - room;
   }
 
   // [warp] Wait until an item's row is staged. Return false after an abort of this rank. After true, bulk loads may
@@ -244,10 +221,10 @@ struct Puller {
   // all rows of this mover are written, or after an abort some.
   __device__ bool run() {
     bool ok = true;
-    // Prefetch two batches of items. Meanwhile look for staged rows, unless all loads have started.
+    // Prefetch two batches of items. Meanwhile look for staged rows.
     fetch_items();
     fetch_items();
-    if (load.item < num) staged.look(op);
+    staged.look(op);
     stamp(op, Step::kFetched);
     while (store.item < num) {
       ok = fill_ring();
@@ -279,18 +256,13 @@ struct Puller {
     return ok;
   }
 
-  // [warp] Wait for all loads under way, after an abort or with an unusable plan: nothing may land in the shared memory
-  // of an ended block. Peers do not have to do anything for that: rows with started loads were staged.
+  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block. Peers
+  // do not have to do anything for that: rows with started loads were staged.
   __device__ void drain() {
     for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
     memory.records.drain();
   }
 };
-
-// [warp] Direct plan: start the first loads of this mover, as Puller::start.
-__device__ __noinline__ inline int start_loads(Op op, const DispatchParams& params, char* shared) {
-  return Puller(op, params, shared, 0).start();
-}
 
 }  // namespace ep::cuda::EP_KERNELS
