@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 # max_tokens_per_rank of a buffer: with fewer nothing was measured.
 MIN_TOKENS = 2048
-# [bytes] Without gradients shorter rows lose. 2 H200, 4096 tokens, us: hidden 2048 1026 -> 1078. Hidden 7168 7903 -> 7468
-# on one machine, 7694 -> 7706 on another; with gradients 27135 -> 26542 and 26633 -> 26181.
+# [bytes] Without gradients shorter rows lose. 2 H200, 4096 tokens, us: hidden 2048 1026 -> 1078. Hidden 7168
+# 7903 -> 7468 on one machine, 7694 -> 7706 on another; with gradients 27135 -> 26542 and 26633 -> 26181.
 LONG_ROW = 8192
 
 
