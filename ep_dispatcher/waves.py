@@ -145,8 +145,8 @@ class _Mlp(torch.autograd.Function):
             y = torch.empty_like(rows)
             request = CombineRequest(y, handle.plan, None, handle.num_tokens, "expert")
             if has_waves:
-                w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
-                pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
+                w2 = kernels.stacked(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
+                pieces = kernels.pieces_of_row(y.shape[0], len(ends), y.shape[1], transposed=True)
                 begun, written = layer.counters()
                 kernels.load(activated, w2, ends, y, written)
                 combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))

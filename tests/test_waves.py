@@ -281,7 +281,7 @@ class KernelsOnACpu:
     weighted_swiglu = staticmethod(grouped_gemm.weighted_swiglu)
     weighted_swiglu_grad = staticmethod(grouped_gemm.weighted_swiglu_grad)
     outer_products = staticmethod(grouped_gemm.linear_grad_weights)
-    in_one_piece = staticmethod(lambda weights: weights)
+    stacked = staticmethod(lambda weights: weights)
     pieces_of_row = staticmethod(lambda *given, **options: 1)
     load = staticmethod(lambda *given: None)
 
