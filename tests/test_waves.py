@@ -298,7 +298,7 @@ class LayerOnACpu:
     def __exit__(self, *error):
         pass
 
-    def receive(self):
+    def receive(self, most):
         self.buffer._live_engine().receive()
 
     def join(self):
@@ -307,10 +307,10 @@ class LayerOnACpu:
     def counters(self):
         return None, None
 
-    def beside(self, most, begun, done, pieces_of_row=1):
+    def beside(self, most, begun=None, done=None, pieces_of_row=1):
         return Waves(1, begun, done, pieces_of_row)
 
-    def combine(self, request):
+    def combine(self, request, waves=None):
         return self.buffer._launch_combine(request)
 
     def push(self, request, waves):

@@ -19,7 +19,7 @@ struct Waves {
   // pieces_of_row. Null: there are no waves.
   int32_t* done = nullptr;
   int32_t pieces_of_row = 1;
-  int32_t num_blocks = 0;  // of one launch of two: of a pull, of pushes, or of the rest of a combine; 0: num_sms
+  int32_t num_blocks = 0;  // of a pull, of pushes, of the rest of a combine, or of all of it on one node; 0: num_sms
 };
 
 // One dispatch. All addresses are of device memory.
