@@ -3,12 +3,13 @@
 import contextlib
 import time
 import types
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on
+from conftest import exhaustive, on
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm, waves
@@ -19,6 +20,7 @@ from ep_dispatcher.testing import device_of
 HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
 MAX_TOKENS = 3000  # too many for direct plans
 LIMIT_S = 8
+FEWEST = (1, 1, 1, 1, 1)  # waves.Sms
 
 
 def make_buffer(**changes) -> ep.Buffer:
@@ -60,10 +62,17 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
-    device_of("cuda", rank)
+@contextlib.contextmanager
+def buffer_with(sms: waves.Sms, **changes) -> Iterator[ep.Buffer]:
+    """A buffer whose layers have so many multiprocessors."""
     with make_buffer(**changes) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
+        yield buffer
+
+
+def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
+    device_of("cuda", rank)
+    with buffer_with(sms, **changes) as buffer:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, seed=step)
@@ -85,9 +94,26 @@ def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-@pytest.mark.parametrize("pull, push, sum", [(1, 1, 1), (3, 8, 24), (1000, 1000, 40)])
-def test_launches_of_any_size(pools, engine, pull, push, sum):
-    pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(pull, push, sum))
+@pytest.mark.parametrize("sms", [FEWEST, (24, 2, 132, 24, 3), (3, 8, 24, 24, 1), (1000, 1000, 40, 2, 1000)])
+def test_launches_of_any_size(pools, engine, sms):
+    pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(*sms))
+
+
+def at_the_edges(rank: int, sms: waves.Sms) -> None:
+    """Each token has one item here: its number, and that of its row, lie at the edges of groups, batches and chunks."""
+    device_of("cuda", rank)
+    with buffer_with(sms) as buffer:
+        for num_tokens in (1, 31, 33, 63, 64, 65, 511, 512, 513, 1024):
+            given = layer_inputs(rank, "one expert", num_tokens + rank, seed=num_tokens)
+            plain, found = run_layer(buffer, given, overlap=False), run_layer(buffer, given)
+            assert all(torch.equal(a, b) for a, b in zip(plain, found)), f"{num_tokens} tokens"
+        buffer.check()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks, push", [(1, 1), (2, 2)])
+def test_groups_and_chunks_that_are_just_full(pools, engine, num_ranks, push):
+    pools(num_ranks).run(at_the_edges, waves.Sms(push=push))
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -97,9 +123,9 @@ def test_between_nodes(pools, engine, num_ranks, ranks_per_node):
     pools(num_ranks).run(partial(both_ways, ranks_per_node=ranks_per_node), ["uniform", "hot", "few", "uniform"])
 
 
-def in_a_graph(rank: int) -> None:
+def in_a_graph(rank: int, sms: waves.Sms) -> None:
     device_of("cuda", rank)
-    with make_buffer() as buffer:
+    with buffer_with(sms) as buffer:
         enough = TOPK * MAX_TOKENS * dist.get_world_size()
         given = layer_inputs(rank, "uniform", 2048, seed=0)
         leaves = [t.detach().clone().requires_grad_() for t in (given[0], *given[2:])]
@@ -129,9 +155,9 @@ def in_a_graph(rank: int) -> None:
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_graph_of_forward_and_backward(pools, engine, num_ranks):
-    pools(num_ranks).run(in_a_graph)
+@pytest.mark.parametrize("num_ranks, sms", [(1, waves.SMS), (2, waves.SMS), (2, waves.Sms(*FEWEST))])
+def test_a_graph_of_forward_and_backward(pools, engine, num_ranks, sms):
+    pools(num_ranks).run(in_a_graph, sms)
 
 
 def mistakes(rank: int) -> None:
@@ -160,7 +186,7 @@ def test_mistakes_are_those_of_dispatch(pools, engine):
     pools(2).run(mistakes)
 
 
-def a_late_rank(rank: int) -> float:
+def a_late_rank(rank: int, sms: waves.Sms) -> float:
     device_of("cuda", rank)
     buffer = make_buffer(timeout_s=LIMIT_S)
     given = layer_inputs(rank, "uniform", 2000, seed=0)
@@ -171,7 +197,8 @@ def a_late_rank(rank: int) -> float:
         buffer.destroy()
         return 0.0
     begin = time.monotonic()
-    with pytest.raises(ep.PeerTimeoutError) as error:
+    with pytest.raises(ep.PeerTimeoutError) as error, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waves, "SMS", sms)
         run_layer(buffer, given, max_recv_rows=TOPK * MAX_TOKENS * 2)
         buffer.check()
     torch.cuda.synchronize()  # the GEMMs that wait have ended too
@@ -180,8 +207,9 @@ def a_late_rank(rank: int) -> float:
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-def test_a_late_rank_is_named_and_the_gemms_end(pools, engine):
-    waited = pools(2).run(a_late_rank)
+@pytest.mark.parametrize("sms", [waves.SMS, exhaustive(waves.Sms(*FEWEST))])
+def test_a_late_rank_is_named_and_the_gemms_end(pools, engine, sms):
+    waited = pools(2).run(a_late_rank, sms)
     assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
 
 
