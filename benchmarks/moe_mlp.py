@@ -116,11 +116,11 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.max_tokens)
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=case.sms, **sizes) as buffer:
         sides, ran = sides_of(buffer, paths, idx, [x, weights, w1, w2])
-        replays = {}
+        replays, pool = {}, torch.cuda.graph_pool_handle()  # one for all: each backward makes large gradients
         for key, side in sides.items():
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
-            replays[key] = eagerly(side) if eager else on_device(side)
+            replays[key] = eagerly(side) if eager else on_device(side, pool=pool)
         times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
         for _ in range(rounds):
             for key, replay in replays.items():
