@@ -5,6 +5,7 @@ import time
 import types
 from collections.abc import Iterator
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -317,6 +318,8 @@ class KernelsOnACpu:
 class LayerOnACpu:
     """Stand for waves._Layer: a combine that waits for rows runs once the GEMM is behind it."""
 
+    launches: ClassVar[list[tuple[str, int | None]]] = []  # of all layers, with their blocks
+
     def __init__(self, buffer, rows):
         self.buffer = buffer
 
@@ -327,6 +330,7 @@ class LayerOnACpu:
         pass
 
     def receive(self, most):
+        self.launches.append(("pull", most))
         self.buffer._live_engine().receive()
 
     def join(self):
@@ -336,17 +340,19 @@ class LayerOnACpu:
         return None, None
 
     def beside(self, most, begun=None, done=None, pieces_of_row=1):
-        return Waves(1, begun, done, pieces_of_row)
+        return Waves(most, begun, done, pieces_of_row)
 
-    def combine(self, request, waves=None):
+    def combine(self, request, waves):
+        self.launches.append(("combine", waves and waves.num_blocks))
         return self.buffer._launch_combine(request)
 
     def push(self, request, waves):
+        self.launches.append(("push", waves.num_blocks))
         self.request, self.result = request, types.SimpleNamespace()
         return self.result
 
     def sum(self):
-        vars(self.result).update(self.combine(self.request)._asdict())
+        vars(self.result).update(self.buffer._launch_combine(self.request)._asdict())
 
 
 def with_stand_ins(rank: int, kind: str) -> None:
@@ -361,9 +367,12 @@ def with_stand_ins(rank: int, kind: str) -> None:
         patch.setattr(buffer, "_launch_dispatch", lambda request, by_expert=False, **rest: launch(request, **rest))
         patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu)
         patch.setattr(waves, "_Layer", LayerOnACpu)
+        patch.setattr(waves, "SMS", waves.Sms(pull=11, push=12, grad_pull=13, grad_combine=14))
         # The steps one after the other; only the combine of the backward beside GEMMs; all.
+        launches = {True: [("pull", 11), ("push", 12), ("pull", 13), ("combine", 14)], False: [("combine", None)]}
         for overlaps, has_waves in ((False, False), (True, False), (True, True)):
             patch.setattr(type(buffer._engine), "has_waves", has_waves)
+            LayerOnACpu.launches.clear()
             tensors = [t.clone() for t in (x, probs, w1, w2)]
             weights, taken = tensors[2:], []
             if kind != "one tensor":
@@ -383,6 +392,7 @@ def with_stand_ins(rank: int, kind: str) -> None:
                 rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, *weights, **options)
                 y = ep.combine(buffer, rows, out.handle)
             y.backward(of_y)
+            assert LayerOnACpu.launches == (launches[has_waves] if overlaps else [])
             found = [y.detach(), *(t.grad for t in wanted)]
             if taken:
                 sums = [[torch.ones_like(w) for w in of] for of in weights]
@@ -399,5 +409,11 @@ def with_stand_ins(rank: int, kind: str) -> None:
     "kind", ["one tensor", "a tensor each", "added elsewhere", "added elsewhere, keeps less", "weights alone"]
 )
 def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
-    """Every kind of weights and of receivers of their gradients."""
+    """Every kind of weights and of receivers of their gradients. Each launch has its own number of blocks."""
     pools(2).run(with_stand_ins, kind)
+
+
+@pytest.mark.parametrize("most, blocks", [(1, 1), (16, 16), (24, 24), (waves.SMS.grad_combine, 24)])
+def test_launches_beside_gemms_keep_to_the_buffers_multiprocessors(most, blocks):
+    layer = types.SimpleNamespace(engine=types.SimpleNamespace(num_sms=24))
+    assert waves._Layer.beside(layer, most) == Waves(blocks)
