@@ -193,14 +193,19 @@ def on_host(run: Callable[[], object]) -> Callable[[], float]:
     return measure
 
 
-def on_device(run: Callable[[], object], times: int = IN_A_ROW) -> Callable[[], float]:
-    """Return a function that replays so many runs in one CUDA graph, and returns the microseconds of one."""
+def on_device(
+    run: Callable[[], object], times: int = IN_A_ROW, pool: tuple[int, int] | None = None
+) -> Callable[[], float]:
+    """Return a function that replays so many runs in one CUDA graph, and returns the microseconds of one.
+
+    pool: memory of graphs that are replayed one at a time, and whose runs return nothing
+    """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(times):
             kept = run()
 

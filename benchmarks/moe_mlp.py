@@ -3,20 +3,23 @@
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
-    python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --paths serial overlap overlap:24,8,132 overlap:16,12,24
+    python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --routings uniform \
+        --paths serial overlap overlap:24,8,132 overlap:16,12,24 overlap:24,16,132,16,8
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
 beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
-overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms). NCCL's splits are fixed: its
-host knows all counts in advance (all_to_all_layer.py). It needs a GPU for each rank.
+overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE
+for those of the backward. Without these it pulls with PULL too. NCCL's splits are fixed: its host knows all counts in
+advance (all_to_all_layer.py). It needs a GPU for each rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +40,7 @@ from ep_dispatcher.testing import RankPool, make_routing
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
 PATHS = {"serial": "GEMMs", "overlap": "GEMMs", "nccl": "grouped_mm"}  # and the time of its GEMMs alone
+ALLOWED_PATHS = f"{', '.join(PATHS)}, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE]"
 PASSES = ("forward", "forward+backward")
 TOPK = 8
 
@@ -74,9 +78,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE")
     parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
-    parser.add_argument(
-        "--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=f"{', '.join(PATHS)}, overlap:A,B,C"
-    )
+    parser.add_argument("--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=ALLOWED_PATHS)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
@@ -86,10 +88,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _path(text: str) -> str:
-    name, _, sms = text.partition(":")
-    numbers = sms.split(",")
-    if name not in PATHS or (sms and (name != "overlap" or len(numbers) != 3 or not all(map(str.isdigit, numbers)))):
-        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {', '.join(PATHS)}, overlap:PULL,PUSH,SUM")
+    if text not in PATHS and not re.fullmatch(r"overlap:[1-9]\d*(,[1-9]\d*){2}((,[1-9]\d*){2})?", text):
+        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {ALLOWED_PATHS}, each a number of at least 1")
     return text
 
 
@@ -116,11 +116,11 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.max_tokens)
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=case.sms, **sizes) as buffer:
         sides, ran = sides_of(buffer, paths, idx, [x, weights, w1, w2])
-        replays = {}
+        replays, pool = {}, torch.cuda.graph_pool_handle()  # one for all: each backward makes large gradients
         for key, side in sides.items():
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
-            replays[key] = eagerly(side) if eager else on_device(side)
+            replays[key] = eagerly(side) if eager else on_device(side, pool=pool)
         times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
         for _ in range(rounds):
             for key, replay in replays.items():
@@ -191,7 +191,8 @@ def with_sms(path: str, run: Callable[[], None]) -> None:
     """Run it with the multiprocessors that the path names."""
     usual, (_, _, sms) = waves.SMS, path.partition(":")
     if sms:
-        waves.SMS = waves.Sms(*map(int, sms.split(",")))
+        pull, push, of_sums, *backward = map(int, sms.split(","))
+        waves.SMS = waves.Sms(pull, push, of_sums, *(backward or [pull]))
     try:
         run()
     finally:

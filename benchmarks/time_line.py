@@ -9,7 +9,7 @@ Operations run one after the other in a CUDA graph, so ranks are in step; the fi
 warps of a block with a common job (docs/design.md), those of block 0 apart, because it announces the operation. A step
 lasts from a warp's stamp before it to its own, so a wait belongs to the step that it ends. Times are microseconds from
 the first stamp of the operation, on the slowest rank: medians over warps, then over operations. `last` is the last
-warp.
+warp. An operation in two launches has lanes for each of them.
 The chart shows one operation, that of the median time. Stamps cost a little: compare `one operation` with a build
 without them. Writes JSON and SVG.
 """
@@ -110,8 +110,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def operations_in(stamps: Tensor) -> list[Tensor]:
-    """Return the operations of CudaEngine.stamps(), oldest first: int64 [blocks, warps, steps] each."""
-    found = [of_one for of_one in stamps if of_one.any()]
+    """Return the operations of CudaEngine.stamps(), oldest first: int64 [launches, blocks, warps, steps] each."""
+    found = [of_one for of_one in stamps.transpose(0, 1) if of_one.any()]
     return sorted(found, key=first_ns)
 
 
@@ -120,11 +120,18 @@ def first_ns(stamps: Tensor) -> int:
 
 
 def spans_of(stamps: Tensor, names: list[str]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield lane, step, begin and end of all steps of all warps, in ns. ``stamps``: of one operation; names of steps.
+    """Yield lane, step, begin and end of all steps of all warps, in ns.
 
-    A warp's steps follow each other by time: a dispatch in two launches begins twice.
+    ``stamps``: of one operation; names of steps
     """
     kind = "dispatch" if stamps[..., names.index("dispatch")].any() else "combine"
+    launches = [of_launch for of_launch in stamps if of_launch.any()]
+    for number, of_launch in enumerate(launches, 1):
+        yield from _spans_of_launch(of_launch, names, kind, f", launch {number}" if len(launches) > 1 else "")
+
+
+def _spans_of_launch(stamps: Tensor, names: list[str], kind: str, mark: str) -> Iterator[tuple[str, str, int, int]]:
+    """The same for one launch, int64 [blocks, warps, steps]. A warp's steps follow each other by time."""
     pushes = stamps[..., names.index("pushes stored")].any(1)
     for block, of_block in enumerate(stamps.tolist()):
         part = "block 0" if block == 0 else "other blocks" if kind == "dispatch" else "reducing blocks"
@@ -135,7 +142,7 @@ def spans_of(stamps: Tensor, names: list[str]) -> Iterator[tuple[str, str, int, 
                 ends = sorted((ns, name) for ns, name in zip(of_block[warp], names, strict=True) if ns > 0)
                 for (begin, _), (end, name) in zip(ends, ends[1:]):
                     lane = "last block" if name in ENDING else f"{role}, {part}"
-                    yield f"{kind}: {lane}", "begin again" if name == kind else name, begin, end
+                    yield f"{kind}{mark}: {lane}", name, begin, end
 
 
 def steps_of(spans: list[tuple[str, str, int, int]], zero_ns: int) -> list[Step]:
@@ -156,8 +163,7 @@ def _order(lane: str) -> tuple:
     """Block 0 before the others, and roles in the order of ROLES; the last block and the experts at the end."""
     operation, _, rest = lane.partition(": ")
     role, _, part = rest.partition(", ")
-    kind = operation.split(" ")[-1]
-    roles = list(ROLES.get(kind, ()))
+    roles = [role for kind, of_kind in ROLES.items() if kind in operation for role in of_kind]
     return operation, role not in roles, part != "block 0", part, roles.index(role) if role in roles else 0, lane
 
 

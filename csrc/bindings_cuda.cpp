@@ -160,9 +160,10 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
   m.attr("lists_sent_offset") = offsetof(State, lists_sent);
 
-  // Stamps are int64 [stamped_operations, num_sms, stamped_warps, steps]: nanoseconds, 0 where there is none. The order
-  // of steps is that of their names. Only builds with stamps write them.
+  // Stamps are int64 [stamped_launches, stamped_operations, blocks, stamped_warps, steps]: nanoseconds, 0 where there
+  // is none. The order of steps is that of their names. Only builds with stamps write them.
   m.attr("has_stamps") = kStamps;
+  m.attr("stamped_launches") = kStampedLaunches;
   m.attr("stamped_operations") = kStampedOperations;
   m.attr("stamped_warps") = kStampedWarps;
   m.attr("steps") = std::vector<std::string>(std::begin(kStepNames), std::end(kStepNames));

@@ -16,6 +16,7 @@ lists_sent_offset: int
 masked_offset: int
 max_nodes: int
 max_ranks_per_node: int
+stamped_launches: int
 stamped_operations: int
 stamped_warps: int
 state_aborted_offset: int

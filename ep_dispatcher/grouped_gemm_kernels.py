@@ -73,15 +73,9 @@ def stacked(weights: Matrices) -> Stack:
     return Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
 
 
-def in_one_piece(weights: Matrices) -> Matrices:
-    """Return the weights if `stacked` takes them where they lie; else the copy that it makes."""
-    base = stacked(weights).base
-    return base if base.dim() == 3 else weights
-
-
 def multiply(
     rows: Tensor,
-    weights: Matrices,
+    weights: Matrices | Stack,
     ends: Tensor,
     out: Tensor,
     *,
@@ -91,15 +85,16 @@ def multiply(
 ) -> None:
     """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`.
 
+    weights: matrices, or what `stacked` has made of them: it looks at all addresses, and may copy.
     arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
     written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
              ``pieces_of_row`` pieces.
     """
     num_rows, length = rows.shape
-    columns, experts = out.shape[1], len(weights)
+    columns, experts = out.shape[1], len(ends)
     if not num_rows:
         return
-    stack = stacked(weights)
+    stack = weights if isinstance(weights, Stack) else stacked(weights)
     tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
     wide = stack.base.shape[-1]
@@ -145,13 +140,13 @@ def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool
 _loaded: set[tuple] = set()
 
 
-def load(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, written: Tensor) -> None:
+def load(rows: Tensor, weights: Stack, ends: Tensor, out: Tensor, written: Tensor) -> None:
     """Load the kernel that ``multiply`` will launch with these arguments and ``transposed=True``.
 
     CUDA may load a kernel only once all others have ended. One that waits for the new one would never end.
     """
-    tile = _tile(rows.shape[0], len(weights), True)
-    key = rows.device, rows.dtype, tile, len(weights), out.shape[1], rows.shape[1]
+    tile = _tile(rows.shape[0], len(ends), True)
+    key = rows.device, rows.dtype, tile, len(ends), out.shape[1], rows.shape[1]
     if rows.shape[0] and key not in _loaded:
         multiply(rows, weights, torch.zeros_like(ends), out, transposed=True, written=written)  # of no rows
         _loaded.add(key)

@@ -56,11 +56,16 @@ LONG_ROW = 8192
 
 
 class Sms(NamedTuple):
-    """The most multiprocessors of each launch."""
+    """The most multiprocessors of each launch. One beside a GEMM has at most the buffer's num_sms.
 
-    pull: int = 24  # beside a GEMM, so at most the buffer's num_sms
-    push: int = 16  # the same
+    benchmarks/moe_mlp.py compares several in one run.
+    """
+
+    pull: int = 24  # forward
+    push: int = 16
     sum: int = 1 << 16  # behind all GEMMs, so all that the GPU has
+    grad_pull: int = 24  # backward
+    grad_combine: int = 1 << 16  # with several nodes always num_sms: some serve the wire
 
 
 SMS = Sms()
@@ -138,15 +143,15 @@ class _Mlp(torch.autograd.Function):
         kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
         with _Layer(buffer, rows) as layer:
             hidden_rows = rows.new_empty(rows.shape[0], call.w1[0].shape[0])
-            arrived = layer.receive() if has_waves else None
+            arrived = layer.receive(SMS.pull) if has_waves else None
             kernels.multiply(rows, call.w1, ends, hidden_rows, transposed=True, arrived=arrived)
             layer.join()  # the weights of rows come with the last of them
             activated = kernels.weighted_swiglu(hidden_rows, row_weights, ends)
             y = torch.empty_like(rows)
             request = CombineRequest(y, handle.plan, None, handle.num_tokens, "expert")
             if has_waves:
-                w2 = kernels.in_one_piece(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
-                pieces = kernels.pieces_of_row(y.shape[0], len(w2), y.shape[1], transposed=True)
+                w2 = kernels.stacked(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
+                pieces = kernels.pieces_of_row(y.shape[0], len(ends), y.shape[1], transposed=True)
                 begun, written = layer.counters()
                 kernels.load(activated, w2, ends, y, written)
                 combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))
@@ -167,17 +172,18 @@ class _Mlp(torch.autograd.Function):
         call: Call = ctx.call
         (w1, w2), buffer, kernels = call.saved(weights), find_buffer(ctx.buffer_id), grouped_gemm.kernels()
         check_saved_plan(plan)
-        request = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
         has_waves = buffer._live_engine().has_waves
-        of_y = buffer._launch_dispatch(request, only_sends=has_waves).rows
+        sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
+        of_y = buffer._launch_dispatch(sent, only_sends=has_waves).rows
         with _Layer(buffer, of_y) as layer:
             of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
             of_rows = torch.empty_like(rows)
-            arrived = layer.receive() if has_waves else None
+            arrived = layer.receive(SMS.grad_pull) if has_waves else None
             kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
             of_hidden, of_weights = kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
             kernels.multiply(of_hidden, w1, ends, of_rows, transposed=False)
-            combined = layer.combine(CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert"))
+            request = CombineRequest(of_rows, plan, of_weights, ctx.num_tokens, "expert")
+            combined = layer.combine(request, layer.beside(SMS.grad_combine) if has_waves else None)
 
             def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
                 kept = activated if call.keep_activated else kernels.weighted_swiglu(hidden_rows, row_weights, ends)
@@ -216,34 +222,42 @@ class _Layer:
         zeros = torch.zeros(1 + groups, dtype=torch.int32, device=self.rows.device)
         return zeros[:1], zeros[1:]
 
-    def beside(self, most: int, begun: Tensor, done: Tensor, pieces_of_row: int = 1) -> Waves:
-        """Describe a launch beside a GEMM, with at most so many blocks."""
+    def beside(
+        self, most: int, begun: Tensor | None = None, done: Tensor | None = None, pieces_of_row: int = 1
+    ) -> Waves:
+        """Describe a launch beside a GEMM, with at most so many blocks. No counters: neither waits for the other."""
         return Waves(min(most, self.engine.num_sms), begun, done, pieces_of_row)
 
-    def receive(self) -> Tensor:
-        """Let the rows of the dispatch that was sent arrive beside what follows. Return their counters."""
+    def receive(self, most: int) -> Tensor:
+        """Let the rows of the dispatch that was sent arrive beside what follows. Return their counters.
+
+        most: blocks
+        """
         begun, arrived = self.counters()
-        waves = self.beside(SMS.pull, begun, arrived)
+        waves = self.beside(most, begun, arrived)
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             self.buffer._explaining(self.engine.receive, waves)
         self._begin_after(waves)
         return arrived
 
-    def combine(self, request: CombineRequest, waves: Waves | None = None) -> Combined:
-        """Run a combine beside what follows. With waves only its pushes: they take rows of y as they are counted."""
+    def combine(self, request: CombineRequest, waves: Waves | None, only_sends: bool = False) -> Combined:
+        """Run a combine beside what follows, or only its pushes. Without waves it has num_sms blocks."""
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
-            combined = self.buffer._launch_combine(request, only_sends=waves is not None, waves=waves)
+            combined = self.buffer._launch_combine(request, only_sends=only_sends, waves=waves)
         for t in combined:
             if t is not None:
                 t.record_stream(self.main)
         return combined
 
     def push(self, request: CombineRequest, waves: Waves) -> Combined:
-        """Run the pushes of a combine beside the GEMM that follows. The outputs are complete after `sum`."""
+        """Run the pushes of a combine beside the GEMM that follows: they take rows of y as it counts them.
+
+        The outputs are complete after `sum`.
+        """
         self.is_awaited = True
-        combined = self.combine(request, waves)
+        combined = self.combine(request, waves, only_sends=True)
         self._begin_after(waves)
         return combined
 

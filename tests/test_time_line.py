@@ -34,12 +34,17 @@ def script(monkeypatch):
 
 
 def stamped(by_warp: dict[tuple[int, int], dict[str, float]], blocks: int = 3) -> torch.Tensor:
-    """The stamps of one operation, from microseconds by block and warp."""
-    stamps = torch.zeros(blocks, 16, len(STEPS), dtype=torch.int64)
+    """The stamps of one operation in one launch, from microseconds by block and warp."""
+    stamps = torch.zeros(2, blocks, 16, len(STEPS), dtype=torch.int64)
     for (block, warp), times in by_warp.items():
         for name, us in times.items():
-            stamps[block, warp, STEPS.index(name)] = BEGIN + round(us * 1000)
+            stamps[0, block, warp, STEPS.index(name)] = BEGIN + round(us * 1000)
     return stamps
+
+
+def in_two(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The stamps of one operation in two launches, from those of operations in one."""
+    return torch.stack([first[0], second[0]])
 
 
 def a_dispatch(later: float = 0) -> torch.Tensor:
@@ -87,16 +92,36 @@ def test_blocks_of_a_combine_push_or_only_reduce(script):
     assert ("combine: preparing warp, block 0", "agreed") in steps
 
 
-def test_a_dispatch_in_two_launches_begins_again(script):
-    warp = {"memory free": 1.0, "staged": 4, "dispatch": 9, "items known": 11}  # the second launch stamps its own begin
-    steps = steps_by_name(script.run_of([stamped({(1, 8): warp})], STEPS, []))
-    lane = "dispatch: helpers, other blocks"
-    assert steps[lane, "begin again"][2:] == (3, 8, 8, 5) and steps[lane, "items known"].us == 2
+def test_each_of_two_launches_has_lanes(script):
+    """Both stamp their begin and their end, and the second one has more blocks, of which none pushes."""
+    begin = {"combine": 2.0}
+    pushes = {(0, 3): begin | {"pushes stored": 9, "block ended": 10}, (1, 3): begin | {"pushes stored": 8}}
+    begin = {"combine": 20.0}
+    sums = {(n, 3): begin | {"sums stored": 25 + n, "block ended": 30} for n in (0, 1, 2)}
+    sums[2, 3] |= {"last block": 31, "complete": 33}
+    run = script.run_of([in_two(stamped(pushes), stamped(sums))], STEPS, [])
+    steps = steps_by_name(run)
+    assert run["us"] == 31
+    assert steps["combine, launch 1: summing warps, block 0", "pushes stored"][2:] == (0, 7, 7, 7)
+    assert steps["combine, launch 1: summing warps, pushing blocks", "pushes stored"].us == 6
+    assert steps["combine, launch 2: summing warps, block 0", "sums stored"][2:] == (18, 23, 23, 5)
+    assert steps["combine, launch 2: summing warps, reducing blocks", "sums stored"].us == 6.5
+    assert list(dict.fromkeys(step.lane for step in run["steps"]))[-1] == "combine, launch 2: last block"
+    assert sum(name == "block ended" for _, name in steps) == 3
+
+
+def test_lanes_of_both_launches_are_ordered_by_role(script):
+    helper, mover = {(0, 8): {"dispatch": 0.0, "staged": 4}}, {(0, 0): {"dispatch": 0.0, "planned": 9}}
+    run = script.run_of([a_combine(-50), in_two(stamped(helper | mover), a_dispatch(20))], STEPS, [])
+    lanes = [lane for lane in dict.fromkeys(step.lane for step in run["steps"]) if "dispatch" in lane]
+    first = [f"2 dispatch, launch 1: {role}, block 0" for role in ("movers", "helpers")]
+    parts = ["movers, block 0", "movers, other blocks", "helpers, other blocks", "last block"]
+    assert lanes == first + [f"2 dispatch, launch 2: {part}" for part in parts]
 
 
 def test_operations_of_a_run_and_experts_beside_them_share_a_clock(script):
     """The ring of operations begins anywhere: they are ordered by time."""
-    ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()])
+    ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()], dim=1)
     operations = script.operations_in(ring)
     assert len(operations) == 2
     experts = [("multiply", BEGIN + 10_000, BEGIN + 60_000)]
@@ -213,7 +238,7 @@ def test_the_module_names_the_steps():
     from ep_dispatcher import _C_cuda
 
     assert _C_cuda.steps == STEPS and len(set(STEPS)) == len(STEPS) > 20
-    assert _C_cuda.stamped_warps == 16 and _C_cuda.stamped_operations == 8
+    assert (_C_cuda.stamped_launches, _C_cuda.stamped_operations, _C_cuda.stamped_warps) == (2, 8, 16)
 
 
 @needs_module
@@ -231,14 +256,15 @@ def test_stamps_are_read_once(monkeypatch):
     from ep_dispatcher.engines.cuda import CudaEngine
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    compiled = SimpleNamespace(has_stamps=True, stamped_operations=8, stamped_warps=16, steps=STEPS)
+    sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=16)
+    compiled = SimpleNamespace(has_stamps=True, steps=STEPS, **sizes)
     given = []
     engine = SimpleNamespace(_compiled=compiled, _stamps=None, all_sms=3, _device="cpu")
     engine._c = SimpleNamespace(stamp_into=lambda *them: given.append(them))
     assert not CudaEngine.stamps(engine).any() and given == [(engine._stamps.data_ptr(), 3)]
-    engine._stamps[3, 1, 15, 26] = 7
+    engine._stamps[1, 3, 1, 15, 26] = 7
     found = CudaEngine.stamps(engine)
-    assert found.shape == (8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[3, 1, 15, 26]]
+    assert found.shape == (2, 8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[1, 3, 1, 15, 26]]
     assert not CudaEngine.stamps(engine).any() and len(given) == 1
 
 

@@ -3,12 +3,14 @@
 import contextlib
 import time
 import types
+from collections.abc import Iterator
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on
+from conftest import exhaustive, on
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm, waves
@@ -19,6 +21,7 @@ from ep_dispatcher.testing import device_of
 HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
 MAX_TOKENS = 3000  # too many for direct plans
 LIMIT_S = 8
+FEWEST = (1, 1, 1, 1, 1)  # waves.Sms
 
 
 def make_buffer(**changes) -> ep.Buffer:
@@ -60,10 +63,17 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
-    device_of("cuda", rank)
+@contextlib.contextmanager
+def buffer_with(sms: waves.Sms, **changes) -> Iterator[ep.Buffer]:
+    """A buffer whose layers have so many multiprocessors."""
     with make_buffer(**changes) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
+        yield buffer
+
+
+def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
+    device_of("cuda", rank)
+    with buffer_with(sms, **changes) as buffer:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, seed=step)
@@ -85,9 +95,26 @@ def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-@pytest.mark.parametrize("pull, push, sum", [(1, 1, 1), (3, 8, 24), (1000, 1000, 40)])
-def test_launches_of_any_size(pools, engine, pull, push, sum):
-    pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(pull, push, sum))
+@pytest.mark.parametrize("sms", [FEWEST, (24, 2, 132, 24, 3), (3, 8, 24, 24, 1), (1000, 1000, 40, 2, 1000)])
+def test_launches_of_any_size(pools, engine, sms):
+    pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(*sms))
+
+
+def at_the_edges(rank: int, sms: waves.Sms) -> None:
+    """Each token has one item here: its number, and that of its row, lie at the edges of groups, batches and chunks."""
+    device_of("cuda", rank)
+    with buffer_with(sms) as buffer:
+        for num_tokens in (1, 31, 33, 63, 64, 65, 511, 512, 513, 1024):
+            given = layer_inputs(rank, "one expert", num_tokens + rank, seed=num_tokens)
+            plain, found = run_layer(buffer, given, overlap=False), run_layer(buffer, given)
+            assert all(torch.equal(a, b) for a, b in zip(plain, found)), f"{num_tokens} tokens"
+        buffer.check()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks, push", [(1, 1), (2, 2)])
+def test_groups_and_chunks_that_are_just_full(pools, engine, num_ranks, push):
+    pools(num_ranks).run(at_the_edges, waves.Sms(push=push))
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -97,9 +124,9 @@ def test_between_nodes(pools, engine, num_ranks, ranks_per_node):
     pools(num_ranks).run(partial(both_ways, ranks_per_node=ranks_per_node), ["uniform", "hot", "few", "uniform"])
 
 
-def in_a_graph(rank: int) -> None:
+def in_a_graph(rank: int, sms: waves.Sms) -> None:
     device_of("cuda", rank)
-    with make_buffer() as buffer:
+    with buffer_with(sms) as buffer:
         enough = TOPK * MAX_TOKENS * dist.get_world_size()
         given = layer_inputs(rank, "uniform", 2048, seed=0)
         leaves = [t.detach().clone().requires_grad_() for t in (given[0], *given[2:])]
@@ -129,9 +156,9 @@ def in_a_graph(rank: int) -> None:
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_graph_of_forward_and_backward(pools, engine, num_ranks):
-    pools(num_ranks).run(in_a_graph)
+@pytest.mark.parametrize("num_ranks, sms", [(1, waves.SMS), (2, waves.SMS), (2, waves.Sms(*FEWEST))])
+def test_a_graph_of_forward_and_backward(pools, engine, num_ranks, sms):
+    pools(num_ranks).run(in_a_graph, sms)
 
 
 def mistakes(rank: int) -> None:
@@ -160,7 +187,7 @@ def test_mistakes_are_those_of_dispatch(pools, engine):
     pools(2).run(mistakes)
 
 
-def a_late_rank(rank: int) -> float:
+def a_late_rank(rank: int, sms: waves.Sms) -> float:
     device_of("cuda", rank)
     buffer = make_buffer(timeout_s=LIMIT_S)
     given = layer_inputs(rank, "uniform", 2000, seed=0)
@@ -171,7 +198,8 @@ def a_late_rank(rank: int) -> float:
         buffer.destroy()
         return 0.0
     begin = time.monotonic()
-    with pytest.raises(ep.PeerTimeoutError) as error:
+    with pytest.raises(ep.PeerTimeoutError) as error, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waves, "SMS", sms)
         run_layer(buffer, given, max_recv_rows=TOPK * MAX_TOKENS * 2)
         buffer.check()
     torch.cuda.synchronize()  # the GEMMs that wait have ended too
@@ -180,8 +208,9 @@ def a_late_rank(rank: int) -> float:
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
-def test_a_late_rank_is_named_and_the_gemms_end(pools, engine):
-    waited = pools(2).run(a_late_rank)
+@pytest.mark.parametrize("sms", [waves.SMS, exhaustive(waves.Sms(*FEWEST))])
+def test_a_late_rank_is_named_and_the_gemms_end(pools, engine, sms):
+    waited = pools(2).run(a_late_rank, sms)
     assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
 
 
@@ -281,13 +310,15 @@ class KernelsOnACpu:
     weighted_swiglu = staticmethod(grouped_gemm.weighted_swiglu)
     weighted_swiglu_grad = staticmethod(grouped_gemm.weighted_swiglu_grad)
     outer_products = staticmethod(grouped_gemm.linear_grad_weights)
-    in_one_piece = staticmethod(lambda weights: weights)
+    stacked = staticmethod(lambda weights: weights)
     pieces_of_row = staticmethod(lambda *given, **options: 1)
     load = staticmethod(lambda *given: None)
 
 
 class LayerOnACpu:
     """Stand for waves._Layer: a combine that waits for rows runs once the GEMM is behind it."""
+
+    launches: ClassVar[list[tuple[str, int | None]]] = []  # of all layers, with their blocks
 
     def __init__(self, buffer, rows):
         self.buffer = buffer
@@ -298,7 +329,8 @@ class LayerOnACpu:
     def __exit__(self, *error):
         pass
 
-    def receive(self):
+    def receive(self, most):
+        self.launches.append(("pull", most))
         self.buffer._live_engine().receive()
 
     def join(self):
@@ -307,18 +339,20 @@ class LayerOnACpu:
     def counters(self):
         return None, None
 
-    def beside(self, most, begun, done, pieces_of_row=1):
-        return Waves(1, begun, done, pieces_of_row)
+    def beside(self, most, begun=None, done=None, pieces_of_row=1):
+        return Waves(most, begun, done, pieces_of_row)
 
-    def combine(self, request):
+    def combine(self, request, waves):
+        self.launches.append(("combine", waves and waves.num_blocks))
         return self.buffer._launch_combine(request)
 
     def push(self, request, waves):
+        self.launches.append(("push", waves.num_blocks))
         self.request, self.result = request, types.SimpleNamespace()
         return self.result
 
     def sum(self):
-        vars(self.result).update(self.combine(self.request)._asdict())
+        vars(self.result).update(self.buffer._launch_combine(self.request)._asdict())
 
 
 def with_stand_ins(rank: int, kind: str) -> None:
@@ -333,9 +367,12 @@ def with_stand_ins(rank: int, kind: str) -> None:
         patch.setattr(buffer, "_launch_dispatch", lambda request, by_expert=False, **rest: launch(request, **rest))
         patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu)
         patch.setattr(waves, "_Layer", LayerOnACpu)
+        patch.setattr(waves, "SMS", waves.Sms(pull=11, push=12, grad_pull=13, grad_combine=14))
         # The steps one after the other; only the combine of the backward beside GEMMs; all.
+        launches = {True: [("pull", 11), ("push", 12), ("pull", 13), ("combine", 14)], False: [("combine", None)]}
         for overlaps, has_waves in ((False, False), (True, False), (True, True)):
             patch.setattr(type(buffer._engine), "has_waves", has_waves)
+            LayerOnACpu.launches.clear()
             tensors = [t.clone() for t in (x, probs, w1, w2)]
             weights, taken = tensors[2:], []
             if kind != "one tensor":
@@ -355,6 +392,7 @@ def with_stand_ins(rank: int, kind: str) -> None:
                 rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, *weights, **options)
                 y = ep.combine(buffer, rows, out.handle)
             y.backward(of_y)
+            assert LayerOnACpu.launches == (launches[has_waves] if overlaps else [])
             found = [y.detach(), *(t.grad for t in wanted)]
             if taken:
                 sums = [[torch.ones_like(w) for w in of] for of in weights]
@@ -371,5 +409,11 @@ def with_stand_ins(rank: int, kind: str) -> None:
     "kind", ["one tensor", "a tensor each", "added elsewhere", "added elsewhere, keeps less", "weights alone"]
 )
 def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
-    """Every kind of weights and of receivers of their gradients."""
+    """Every kind of weights and of receivers of their gradients. Each launch has its own number of blocks."""
     pools(2).run(with_stand_ins, kind)
+
+
+@pytest.mark.parametrize("most, blocks", [(1, 1), (16, 16), (24, 24), (waves.SMS.grad_combine, 24)])
+def test_launches_beside_gemms_keep_to_the_buffers_multiprocessors(most, blocks):
+    layer = types.SimpleNamespace(engine=types.SimpleNamespace(num_sms=24))
+    assert waves._Layer.beside(layer, most) == Waves(blocks)

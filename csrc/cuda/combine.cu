@@ -252,8 +252,7 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
   params.reduce_weight = is_long ? 1.2f : 0.45f;
   params.saturating = is_long ? 5.2f : 1000.0f;
 
-  Context context = context_;
-  context.wait_ns = args.wait_ns;
+  const Context context = context_of(args.wait_ns, !pushes);
   const auto run = [&](auto summing) {
     launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, memory(), stream, context,
            params);

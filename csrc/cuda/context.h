@@ -50,7 +50,7 @@ struct Context {
   int64_t* wait_ns;       // of the launch, as in DispatchArgs
   int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
 #ifdef EP_STAMPS
-  uint64_t* stamps;    // of `stamp` (stamps.h), or null
+  uint64_t* stamps;    // of the launch, for `stamp` (stamps.h); or null
   int stamped_blocks;  // there, of an operation
 #endif
 

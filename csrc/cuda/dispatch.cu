@@ -227,8 +227,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
     if (rail_blocks_ > 0) shared = room;  // for the senders' LongPuts
   }
   params.counters_at = static_cast<uint32_t>(shared);
-  Context context = context_;
-  context.wait_ns = args.wait_ns;
+  const Context context = context_of(args.wait_ns, !stages);
   launch(dispatch_kernel, num_blocks(args.waves), kBlockThreads, shared + counters, stream, context, params);
 }
 

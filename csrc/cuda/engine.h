@@ -19,7 +19,7 @@ struct Waves {
   // pieces_of_row. Null: there are no waves.
   int32_t* done = nullptr;
   int32_t pieces_of_row = 1;
-  int32_t num_blocks = 0;  // of one launch of two: of a pull, of pushes, or of the rest of a combine; 0: num_sms
+  int32_t num_blocks = 0;  // of a pull, of pushes, of the rest of a combine, or of all of it on one node; 0: num_sms
 };
 
 // One dispatch. All addresses are of device memory.
@@ -102,8 +102,8 @@ class Engine {
   // [host] Allow kernels to publish the next mistake.
   void clear_mistake() const { context_.report->mistake = 0; }
   const Config& config() const { return context_.config; }
-  // [host] Let later launches write their stamps to device memory: [kStampedOperations, num_blocks, kStampedWarps,
-  // kNumSteps], as in Context::stamps. Only builds with stamps do. No launch may have more blocks.
+  // [host] Let later launches write their stamps to device memory: [kStampedLaunches, kStampedOperations, num_blocks,
+  // kStampedWarps, kNumSteps]. Only builds with stamps do. No launch may have more blocks.
   void stamp_into([[maybe_unused]] uint64_t* stamps, [[maybe_unused]] int num_blocks) {
 #ifdef EP_STAMPS
     context_.stamps = stamps;
@@ -117,6 +117,17 @@ class Engine {
   void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   template <bool kWithExtras>
   void launch_combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+
+  // [host] Return the context of one launch. `is_second`: of two of its operation.
+  Context context_of(int64_t* wait_ns, [[maybe_unused]] bool is_second) const {
+    Context context = context_;
+    context.wait_ns = wait_ns;
+#ifdef EP_STAMPS
+    if (is_second && context.stamps)
+      context.stamps += size_t{kStampedOperations} * context.stamped_blocks * kStampedWarps * kNumSteps;
+#endif
+    return context;
+  }
 
   // [host] Return the blocks of a launch.
   int num_blocks(const Waves& waves) const { return waves.num_blocks > 0 ? waves.num_blocks : num_sms_; }

@@ -96,9 +96,9 @@ def address_of(t: Tensor | None) -> int:
 
 
 class Waves(NamedTuple):
-    """One launch of two beside the experts, or behind them: its blocks, and counters between it and their kernels.
+    """A launch beside the experts, or behind them: its blocks, and counters between it and their kernels.
 
-    Counters are 0 at first. A group is 64 rows. None: nothing is beside the launch.
+    Counters are 0 at first. A group is 64 rows. None: neither waits for the other.
     """
 
     num_blocks: int  # of this launch
@@ -149,7 +149,7 @@ class Engine(Protocol):
     ) -> Received: ...
 
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
-    # `waves`: rows of y leave as soon as they are written. With `only_sends`.
+    # `waves`: take so many blocks. With `only_sends` and counters rows of y leave as soon as they are written.
     def combine(
         self,
         request: CombineRequest,

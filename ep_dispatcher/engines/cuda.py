@@ -398,16 +398,17 @@ class CudaEngine:
     def stamps(self) -> Tensor:
         """Return when each warp ended each step of the last operations, and clear that.
 
-        int64 [operations, blocks, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is nothing.
-        Operations are those of the last epochs, by epoch modulo their number; the module's ``steps`` names steps. The
-        host waits for the device. The first call begins: operations launched or captured before it leave nothing.
-        benchmarks/time_line.py draws them.
+        int64 [launches, operations, blocks, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is
+        nothing. An operation in one launch has nothing in the second. Operations are those of the last epochs, by epoch
+        modulo their number; the module's ``steps`` names steps. The host waits for the device. The first call begins:
+        operations launched or captured before it leave nothing. benchmarks/time_line.py draws them.
         """
         compiled = self._compiled
         if not compiled.has_stamps:
             raise RuntimeError("built without stamps: EP_DISPATCHER_STAMPS=1 python setup.py build_ext --inplace")
         if self._stamps is None:
-            shape = (compiled.stamped_operations, self.all_sms, compiled.stamped_warps, len(compiled.steps))
+            of_one = (self.all_sms, compiled.stamped_warps, len(compiled.steps))
+            shape = (compiled.stamped_launches, compiled.stamped_operations, *of_one)
             self._stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
             self._c.stamp_into(self._stamps.data_ptr(), self.all_sms)
         torch.cuda.synchronize(self._device)
