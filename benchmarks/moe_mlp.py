@@ -4,15 +4,16 @@
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
     python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --routings uniform \
-        --paths serial overlap overlap:24,8,132 overlap:16,12,24 overlap:24,16,132,16,8
+        --paths serial overlap overlap:24,8,132 overlap:16,12,24@50 overlap:24,16,132,16,8
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
 beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
 overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE
-for those of the backward. Without these it pulls with PULL too. NCCL's splits are fixed: its host knows all counts in
-advance (all_to_all_layer.py). It needs a GPU for each rank.
+for those of the backward. Without these it pulls with PULL too. With @SHARE pushes begin when so many percent of the
+rows are written (waves.PUSH_AFTER). NCCL's splits are fixed: its host knows all counts in advance
+(all_to_all_layer.py). It needs a GPU for each rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ep_dispatcher.testing import RankPool, make_routing
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
 PATHS = {"serial": "GEMMs", "overlap": "GEMMs", "nccl": "grouped_mm"}  # and the time of its GEMMs alone
-ALLOWED_PATHS = f"{', '.join(PATHS)}, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE]"
+ALLOWED_PATHS = f"{', '.join(PATHS)}, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
 PASSES = ("forward", "forward+backward")
 TOPK = 8
 
@@ -88,8 +89,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _path(text: str) -> str:
-    if text not in PATHS and not re.fullmatch(r"overlap:[1-9]\d*(,[1-9]\d*){2}((,[1-9]\d*){2})?", text):
-        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {ALLOWED_PATHS}, each a number of at least 1")
+    if text not in PATHS and not re.fullmatch(r"overlap:[1-9]\d*(,[1-9]\d*){2}((,[1-9]\d*){2})?(@\d\d?)?", text):
+        raise argparse.ArgumentTypeError(
+            f"given {text!r}, allowed: {ALLOWED_PATHS}, numbers of at least 1, SHARE 0 to 99"
+        )
     return text
 
 
@@ -188,15 +191,18 @@ def sides_of(
 
 
 def with_sms(path: str, run: Callable[[], None]) -> None:
-    """Run it with the multiprocessors that the path names."""
-    usual, (_, _, sms) = waves.SMS, path.partition(":")
+    """Run it with the multiprocessors that the path names, and the share."""
+    usual = waves.SMS, waves.PUSH_AFTER
+    sms, _, share = path.partition(":")[2].partition("@")
     if sms:
         pull, push, of_sums, *backward = map(int, sms.split(","))
         waves.SMS = waves.Sms(pull, push, of_sums, *(backward or [pull]))
+    if share:
+        waves.PUSH_AFTER = int(share) / 100
     try:
         run()
     finally:
-        waves.SMS = usual
+        waves.SMS, waves.PUSH_AFTER = usual
 
 
 def forward(call: Callable[..., Tensor], given: list[Tensor]) -> None:
@@ -245,7 +251,7 @@ def lines(case: Case, measured: Measured) -> list[str]:
             us, gemms = measured.times[name, path], measured.times[name, alone]
             how = measured.ran[name, path]
             shown.append(
-                f"  {name:16} {path:20}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
+                f"  {name:16} {path:26}{us:9.0f}   {alone} alone{gemms:9.0f}   exposed{us - gemms:9.0f}   {how}"
             )
     return shown
 

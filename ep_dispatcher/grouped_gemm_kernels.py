@@ -37,6 +37,7 @@ TRANSPOSED_TILE, TILE, OUTER_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64,
 SMALL_TILE = Tile(64, 128, 64, 4, 4)
 FEW_ROWS = 64  # per expert
 SWIGLU_COLUMNS = 1024
+BEGIN_S = 0.01  # the longest wait for a GEMM to write its first rows
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
 
 
@@ -75,7 +76,7 @@ def stacked(weights: Matrices) -> Stack:
 
 def multiply(
     rows: Tensor,
-    weights: Matrices | Stack,
+    weights: Matrices,
     ends: Tensor,
     out: Tensor,
     *,
@@ -85,7 +86,6 @@ def multiply(
 ) -> None:
     """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`.
 
-    weights: matrices, or what `stacked` has made of them: it looks at all addresses, and may copy.
     arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
     written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
              ``pieces_of_row`` pieces.
@@ -94,7 +94,7 @@ def multiply(
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
         return
-    stack = weights if isinstance(weights, Stack) else stacked(weights)
+    stack = stacked(weights)
     tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
     wide = stack.base.shape[-1]
@@ -137,21 +137,6 @@ def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool
     return triton.cdiv(columns, _tile(num_rows, experts, transposed).n)
 
 
-_loaded: set[tuple] = set()
-
-
-def load(rows: Tensor, weights: Stack, ends: Tensor, out: Tensor, written: Tensor) -> None:
-    """Load the kernel that ``multiply`` will launch with these arguments and ``transposed=True``.
-
-    CUDA may load a kernel only once all others have ended. One that waits for the new one would never end.
-    """
-    tile = _tile(rows.shape[0], len(ends), True)
-    key = rows.device, rows.dtype, tile, len(ends), out.shape[1], rows.shape[1]
-    if rows.shape[0] and key not in _loaded:
-        multiply(rows, weights, torch.zeros_like(ends), out, transposed=True, written=written)  # of no rows
-        _loaded.add(key)
-
-
 def wait_until_begun(begun: Tensor, num_blocks: int, limit_s: float) -> None:
     """Let the current stream wait until so many blocks of an operation in another stream have begun, within the limit.
 
@@ -160,12 +145,35 @@ def wait_until_begun(begun: Tensor, num_blocks: int, limit_s: float) -> None:
     _wait_until_begun[1,](begun, num_blocks, int(limit_s * 1e9), num_warps=1)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "limit_ns"])  # one kernel: none may be loaded while pushes wait
+@triton.jit(do_not_specialize=["num_blocks", "limit_ns"])
 def _wait_until_begun(begun, num_blocks, limit_ns: tl.int64):
     begin = globaltimer()
     seen = tl.atomic_add(begun, 0, sem="acquire")
     while (seen < num_blocks) & (globaltimer() - begin < limit_ns):
         seen = tl.atomic_add(begun, 0, sem="acquire")
+
+
+def wait_for_share(written: Tensor, ends: Tensor, num_rows: int, share: float) -> None:
+    """Let the current stream wait until `multiply` in another stream has written this share of its rows.
+
+    written: the counters that it was given. Nothing depends on this wait, so it has no error: it ends after BEGIN_S too
+             if `multiply` has written nothing by then. It may stand behind this stream's kernels in the GPU's queue.
+    """
+    if num_rows:
+        _wait_for_share[1,](written, ends, len(ends), num_rows, share, int(BEGIN_S * 1e9), WAVE_ROWS, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["experts", "num_rows", "share", "limit_ns"])
+def _wait_for_share(written, ends, experts, num_rows, share: tl.float32, limit_ns: tl.int64, GROUP_ROWS: tl.constexpr):
+    total = tl.minimum(tl.load(ends + experts - 1), num_rows)
+    if total == 0:
+        return
+    first, awaited = (total - 1) // GROUP_ROWS, ((total - 1) * (1.0 - share)).to(tl.int32) // GROUP_ROWS
+    begin = globaltimer()
+    while (tl.atomic_add(written + awaited, 0, sem="relaxed") == 0) & (
+        (globaltimer() - begin < limit_ns) | (tl.atomic_add(written + first, 0, sem="relaxed") > 0)
+    ):
+        pass
 
 
 def _num_tiles(num_rows: int, size: int, experts: int) -> int:

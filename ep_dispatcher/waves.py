@@ -5,8 +5,8 @@
                    GEMM 1, experts ascending: each tile    ◀── pull rows, those of low experts first
                      waits for its rows
                    activation (after the pull)
-                   GEMM 2, experts descending: counts      ──▶ push: a token's partial sum leaves when the last of
-                     the rows that it has written              its experts here has written its row
+                   GEMM 2, experts descending: counts      ──▶ push, towards its end: a token's partial sum leaves
+                     the rows that it has written              when the last of its experts here has written its row
                    sums of the partial sums
     backward       stage gradients
                    GEMM: gradient of the activation        ◀── pull gradients, as above
@@ -15,9 +15,12 @@
                    GEMMs: gradients of w2 and w1           ──▶ combine: gradients of x and topk_weights
 
 Pull, pushes and combine hold few multiprocessors; the GEMMs' programs take all others, one tile at a time, and all of
-them once the communication is over. Before a GEMM that waits, or that pushes wait for, the main stream makes sure that
-all blocks of the communication have begun: no GEMM may take their multiprocessors. Pushes hold theirs for the whole
-GEMM, so they have fewer. The sums behind it have all.
+them once the communication is over. Before a GEMM that waits, the main stream makes sure that all blocks of the pull
+have begun: the GEMM may not take their multiprocessors.
+
+Few tokens are complete before GEMM 2 is nearly done: their experts are scattered. So the pushes begin late, and hold no
+multiprocessor before. They run in a stream of higher priority: their blocks take the next multiprocessors that become
+free. The sums behind them have all.
 
 With several nodes only the combine of the backward runs beside GEMMs: rows and sums cross in the order of tokens, not
 of experts.
@@ -62,13 +65,14 @@ class Sms(NamedTuple):
     """
 
     pull: int = 24  # forward
-    push: int = 16
+    push: int = 24
     sum: int = 1 << 16  # behind all GEMMs, so all that the GPU has
     grad_pull: int = 24  # backward
     grad_combine: int = 1 << 16  # with several nodes always num_sms: some serve the wire
 
 
 SMS = Sms()
+PUSH_AFTER = 0.75  # the share of the last GEMM's rows that are written before pushes begin
 
 
 def can_overlap(buffer: Buffer, wants_gradients: bool) -> bool:
@@ -150,12 +154,10 @@ class _Mlp(torch.autograd.Function):
             y = torch.empty_like(rows)
             request = CombineRequest(y, handle.plan, None, handle.num_tokens, "expert")
             if has_waves:
-                w2 = kernels.stacked(call.w2)  # no copy may stand between the pushes and the GEMM they wait for
                 pieces = kernels.pieces_of_row(y.shape[0], len(ends), y.shape[1], transposed=True)
-                begun, written = layer.counters()
-                kernels.load(activated, w2, ends, y, written)
-                combined = layer.push(request, layer.beside(SMS.push, begun, written, pieces))
-                kernels.multiply(activated, w2, ends, y, transposed=True, written=written)
+                (_, written), ready = layer.counters(), layer.main.record_event()
+                kernels.multiply(activated, call.w2, ends, y, transposed=True, written=written)
+                combined = layer.push(request, layer.beside(SMS.push, None, written, pieces), ends, ready)
                 layer.sum()
             else:
                 kernels.multiply(activated, call.w2, ends, y, transposed=True)
@@ -197,14 +199,12 @@ class _Mlp(torch.autograd.Function):
 class _Layer:
     """What forward and backward share: operations in the side stream, and their counters.
 
-    At the end the main stream waits for the side stream, so memory of either may be used again. After an error pushes
-    may wait for a GEMM that nobody launches: then the buffer ends, and its kernels with it.
+    At the end the main stream waits for the side stream, so memory of either may be used again.
     """
 
     def __init__(self, buffer: Buffer, rows: Tensor):
         self.buffer, self.engine, self.rows = buffer, cast("CudaEngine", buffer._live_engine()), rows
         self.main, self.side = torch.cuda.current_stream(rows.device), self.engine.side_stream()
-        self.is_awaited = False  # whether pushes wait for a GEMM
 
     def __enter__(self) -> _Layer:
         return self
@@ -212,8 +212,6 @@ class _Layer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.is_awaited:
-            self.engine.give_up("launched the experts of a layer", error)
         self.join()
 
     def counters(self) -> tuple[Tensor, Tensor]:
@@ -241,24 +239,28 @@ class _Layer:
         self._begin_after(waves)
         return arrived
 
-    def combine(self, request: CombineRequest, waves: Waves | None, only_sends: bool = False) -> Combined:
-        """Run a combine beside what follows, or only its pushes. Without waves it has num_sms blocks."""
+    def combine(self, request: CombineRequest, waves: Waves | None) -> Combined:
+        """Run a combine beside what follows. Without waves it has num_sms blocks."""
         self.side.wait_stream(self.main)
+        return self._combine(request, waves, only_sends=False)
+
+    def push(self, request: CombineRequest, waves: Waves, ends: Tensor, ready: torch.cuda.Event) -> Combined:
+        """Run the pushes of a combine beside the last GEMM: they take rows of y as it counts them.
+
+        ready: recorded before that GEMM. The outputs are complete after `sum`.
+        """
+        assert waves.done is not None
+        self.side.wait_event(ready)
+        with torch.cuda.stream(self.side):
+            grouped_gemm.kernels().wait_for_share(waves.done, ends, request.y.shape[0], PUSH_AFTER)
+        return self._combine(request, waves, only_sends=True)
+
+    def _combine(self, request: CombineRequest, waves: Waves | None, only_sends: bool) -> Combined:
         with torch.cuda.stream(self.side):
             combined = self.buffer._launch_combine(request, only_sends=only_sends, waves=waves)
         for t in combined:
             if t is not None:
                 t.record_stream(self.main)
-        return combined
-
-    def push(self, request: CombineRequest, waves: Waves) -> Combined:
-        """Run the pushes of a combine beside the GEMM that follows: they take rows of y as it counts them.
-
-        The outputs are complete after `sum`.
-        """
-        self.is_awaited = True
-        combined = self.combine(request, waves, only_sends=True)
-        self._begin_after(waves)
         return combined
 
     def sum(self) -> None:

@@ -13,7 +13,7 @@ from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.testing import make_routing
 
 BENCHMARKS = str(ROOT / "benchmarks")
-SWEPT, OF_THE_BACKWARD = "overlap:12,8,132", "overlap:24,16,132,16,8"
+SWEPT, OF_THE_BACKWARD = "overlap:12,8,132", "overlap:24,16,132,16,8@50"
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 8, 8, 3, 20
 
 
@@ -85,23 +85,26 @@ def test_every_side_runs(pools, script):
 
 
 def test_the_multiprocessors_of_a_path(script):
-    usual, seen = script.waves.SMS, []
-    script.with_sms(SWEPT, lambda: seen.append(script.waves.SMS))
-    script.with_sms("overlap", lambda: seen.append(script.waves.SMS))
-    script.with_sms(OF_THE_BACKWARD, lambda: seen.append(script.waves.SMS))
-    assert seen == [(12, 8, 132, 12, usual.grad_combine), usual, (24, 16, 132, 16, 8)] and script.waves.SMS == usual
+    waves, seen = script.waves, []
+    usual, share = waves.SMS, waves.PUSH_AFTER
+    for path in (SWEPT, "overlap", OF_THE_BACKWARD, "overlap"):
+        script.with_sms(path, lambda: seen.append((waves.SMS, waves.PUSH_AFTER)))
+    swept, of_the_backward = (12, 8, 132, 12, usual.grad_combine), (24, 16, 132, 16, 8)
+    assert seen == [(swept, share), (usual, share), (of_the_backward, 0.5), (usual, share)]
     paths = ["serial", SWEPT, OF_THE_BACKWARD]
     assert script.parse_args(["--paths", *paths]).paths == paths
 
 
 @pytest.mark.parametrize(
-    "given", ["fast", "overlap:", "overlap:1,2", "overlap:1,2,x", "overlap:0,2,3", "overlap:1,2,3,4", "serial:1,2,3"]
+    "given",
+    ["fast", "overlap:", "overlap:1,2", "overlap:1,2,x", "overlap:0,2,3", "overlap:1,2,3,4", "serial:1,2,3"]
+    + ["overlap:1,2,3@", "overlap:1,2,3@100", "overlap@50"],
 )
 def test_wrong_paths(script, capsys, given):
     with pytest.raises(SystemExit):
         script.parse_args(["--paths", given])
-    allowed = "serial, overlap, nccl, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE], each a number of at least 1"
-    assert f"given {given!r}, allowed: {allowed}" in capsys.readouterr().err
+    allowed = "serial, overlap, nccl, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
+    assert f"given {given!r}, allowed: {allowed}, numbers of at least 1, SHARE 0 to 99" in capsys.readouterr().err
 
 
 def test_lines(script):

@@ -64,10 +64,11 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
 
 
 @contextlib.contextmanager
-def buffer_with(sms: waves.Sms, **changes) -> Iterator[ep.Buffer]:
-    """A buffer whose layers have so many multiprocessors."""
+def buffer_with(sms: waves.Sms, push_after: float = waves.PUSH_AFTER, **changes) -> Iterator[ep.Buffer]:
+    """A buffer whose layers have so many multiprocessors, and begin to push then."""
     with make_buffer(**changes) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
+        patch.setattr(waves, "PUSH_AFTER", push_after)
         yield buffer
 
 
@@ -98,6 +99,37 @@ def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
 @pytest.mark.parametrize("sms", [FEWEST, (24, 2, 132, 24, 3), (3, 8, 24, 24, 1), (1000, 1000, 40, 2, 1000)])
 def test_launches_of_any_size(pools, engine, sms):
     pools(2).run(both_ways, ["uniform", "few", "one expert"], waves.Sms(*sms))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_pushes_begin_with_the_first_row_or_after_the_last(pools, engine, share):
+    pools(2).run(partial(both_ways, push_after=share), ["uniform", "few", "one expert"])
+
+
+def pushes_first(rank: int) -> None:
+    """A GEMM that cannot begin before the pushes: their wait for it ends, and they wait for its rows."""
+    device_of("cuda", rank)
+    ends = torch.tensor([40, 100], dtype=torch.int32, device="cuda")
+    written, done = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
+    kernels = grouped_gemm.kernels()
+    for counted, row, waits in ((0, 1, True), (1, 1, False), (1, 0, False)):  # nothing; all that is asked for
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        written.zero_()
+        written[row] = counted
+        begin.record()
+        kernels.wait_for_share(written, ends, 120, 0.1 if row else 1.0)
+        end.record()
+        torch.cuda.synchronize()
+        assert (begin.elapsed_time(end) > 900 * kernels.BEGIN_S) is waits, (counted, row)
+    kernels.wait_for_share(done, torch.zeros_like(ends), 120, 0.5)  # of no rows
+    kernels.wait_for_share(done[:0], ends, 0, 0.5)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_the_wait_for_a_share_ends(pools, engine):
+    pools(1).run(pushes_first)
 
 
 def at_the_edges(rank: int, sms: waves.Sms) -> None:
@@ -215,7 +247,7 @@ def test_a_late_rank_is_named_and_the_gemms_end(pools, engine, sms):
 
 
 def few_after_none(rank: int) -> None:
-    """No rows at first, then few: a kernel of its own, which is loaded before a combine waits for it."""
+    """No rows at first, then few: a kernel of its own."""
     device_of("cuda", rank)
     with make_buffer() as buffer:
         for num_tokens in (0, 3):
@@ -310,9 +342,7 @@ class KernelsOnACpu:
     weighted_swiglu = staticmethod(grouped_gemm.weighted_swiglu)
     weighted_swiglu_grad = staticmethod(grouped_gemm.weighted_swiglu_grad)
     outer_products = staticmethod(grouped_gemm.linear_grad_weights)
-    stacked = staticmethod(lambda weights: weights)
     pieces_of_row = staticmethod(lambda *given, **options: 1)
-    load = staticmethod(lambda *given: None)
 
 
 class LayerOnACpu:
@@ -321,7 +351,7 @@ class LayerOnACpu:
     launches: ClassVar[list[tuple[str, int | None]]] = []  # of all layers, with their blocks
 
     def __init__(self, buffer, rows):
-        self.buffer = buffer
+        self.buffer, self.main = buffer, types.SimpleNamespace(record_event=lambda: None)
 
     def __enter__(self):
         return self
@@ -346,7 +376,7 @@ class LayerOnACpu:
         self.launches.append(("combine", waves and waves.num_blocks))
         return self.buffer._launch_combine(request)
 
-    def push(self, request, waves):
+    def push(self, request, waves, ends, ready):
         self.launches.append(("push", waves.num_blocks))
         self.request, self.result = request, types.SimpleNamespace()
         return self.result
