@@ -68,7 +68,7 @@ class Sms(NamedTuple):
     push: int = 24
     sum: int = 1 << 16  # behind all GEMMs, so all that the GPU has
     grad_pull: int = 24  # backward
-    grad_combine: int = 1 << 16  # with several nodes always num_sms: some serve the wire
+    grad_combine: int = 24  # with several nodes always num_sms: some serve the wire
 
 
 SMS = Sms()
