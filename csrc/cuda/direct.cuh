@@ -25,8 +25,8 @@ struct DirectPlan {
   int32_t* expert_rows;    // as in Plan
   int32_t* expert_begin;   // as in Plan
   PlanHead* head;          // as in Plan
-  Verdict* verdict;        // of the movers, for the helpers. Before: of the Calls, for the planners
-  int* decided;            // 1: `verdict` is that of the Calls
+  Verdict* verdict;        // of the movers, for the helpers
+  int* decided;            // of the Calls, for the planners: 1 + its Verdict; 0: not yet known
   int choices_per_token, source_words, words;
 
   // [host] [thread] Lay the plan out, or measure it.
@@ -189,20 +189,20 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 
 // [team] Take the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
 // ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
-// Calls: its verdict ends every wait, because `called` covers the choices. Barriers of the planners before and after.
+// Calls: its verdict ends every wait, because `called` covers the choices. Ends with a barrier of the planners.
 __device__ __noinline__ inline void take_choices(Op op, char* shared) {
   const DirectPlan plan = DirectPlan::at(op, shared);
   constexpr int kTogether = 4;  // loads of a thread under way
-  const auto decided = [&] { return *static_cast<volatile int*>(plan.decided) != 0; };
+  constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
+  const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
   // Choices of absent ranks never come. Who is absent is known with the verdict.
   uint32_t absent = 0;
   if (has_masks(op.context)) {
-    while (!decided()) {
+    while (decided() == 0) {
     }
     ptx::fence_block();
     absent = absent_ranks(op);
   }
-  Planners::sync();
   const Choices* const from = choices_at(op, op.context.local, 0);
   const int of_source = op.context.config.max_tokens * plan.choices_per_token / Choices::kNum;
   const int num = op.num_ranks() * of_source;
@@ -212,8 +212,7 @@ __device__ __noinline__ inline void take_choices(Op op, char* shared) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) missing |= (begin + i * Planners::kThreads < num) << i;
     while (missing != 0) {
-      // Read the verdict before the choices.
-      const bool ends = decided() && *static_cast<volatile Verdict*>(plan.verdict) != Verdict::kAgree;
+      const bool ends = decided() > kAgreed;
       uint64_t epochs[kTogether], experts[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
@@ -222,8 +221,9 @@ __device__ __noinline__ inline void take_choices(Op op, char* shared) {
       for (int i = 0; i < kTogether; ++i) {
         const int at = begin + i * Planners::kThreads;
         if ((missing >> i & 1) == 0) continue;
-        const bool none = ends || (absent != 0 && (absent >> at / of_source & 1));
-        if (!none && epochs[i] < op.epoch) continue;  // a later one: this rank is masked, and aborts at the end
+        // A later epoch: a peer has masked this rank. Take none: both words of a token must be of one operation.
+        const bool none = ends || epochs[i] > op.epoch || (absent != 0 && (absent >> at / of_source & 1));
+        if (!none && epochs[i] < op.epoch) continue;
         reinterpret_cast<uint64_t*>(plan.choices)[at] = none ? ~uint64_t{0} : experts[i];
         missing &= ~(1u << i);
       }
@@ -374,9 +374,9 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
   const int lane = threadIdx.x % 32;
   if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = __ldcg(&call_at(op, lane)->max_rows);
   if (lane != 0) return;
-  *static_cast<volatile Verdict*>(plan.verdict) = verdict;
-  ptx::fence_block();
-  *static_cast<volatile int*>(plan.decided) = 1;
+  *plan.verdict = verdict;
+  ptx::fence_block();  // planners read who is absent
+  *static_cast<volatile int*>(plan.decided) = 1 + static_cast<int>(verdict);
 }
 
 // [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
