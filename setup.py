@@ -39,7 +39,7 @@ NVSHMEM_FLAGS = ["-DEP_WIRE_NVSHMEM", "-rdc=true", "-maxrregcount=128"]
 
 NO_NVCC = "no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda"
 NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
-NVCC_FAILED += "knows compute_90a (12.0 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
+NVCC_FAILED += "knows compute_90a and PTX 8.4 (12.4 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [

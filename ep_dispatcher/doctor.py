@@ -153,7 +153,7 @@ def look_for_cpu_module() -> str:
     "compiled module cuda",
     OPTIONAL,
     ONLY_CUDA,
-    "install the CUDA toolkit (nvcc 12.0 or newer), then EP_DISPATCHER_CUDA=1 make setup, which says what is wrong",
+    "install the CUDA toolkit (nvcc 12.4 or newer), then EP_DISPATCHER_CUDA=1 make setup, which says what is wrong",
 )
 def look_for_cuda_module() -> str:
     return load_module("_C_cuda")

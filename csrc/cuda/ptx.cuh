@@ -129,7 +129,8 @@ __device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t value) {
 }
 
 // [thread] Store and load two words as one: no reader ever sees only one of them. Without ordering of other memory,
-// visible to peers. Addresses are multiples of 16 bytes.
+// visible to peers. Addresses are multiples of 16 bytes. Needs PTX 8.4 (CUDA 12.4), and between GPUs native atomics, as
+// NVLink has.
 __device__ __forceinline__ void store_pair(void* p, uint64_t first, uint64_t second) {
   asm volatile("{\n .reg .b128 pair;\n mov.b128 pair, {%1, %2};\n st.relaxed.sys.global.b128 [%0], pair;\n}" ::"l"(p),
                "l"(first), "l"(second)
