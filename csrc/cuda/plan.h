@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// Start of a plan. Written by block 0 (write_head), read by other blocks after `listed` of this rank, and by all later
-// kernels with this plan.
+// Start of a plan, for all later kernels with it. Written by block 0: in write_head, and other blocks read it after
+// `listed` of this rank; or in publish_plan, if each block makes a direct plan of its own.
 struct PlanHead {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output

@@ -1,4 +1,5 @@
-// Waits for peers. All go through wait_until: a wait ends after the limit, and reports the late ranks.
+// Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. Only the wait
+// for choices does not (take_choices): the wait for Calls ends it.
 #pragma once
 #include "cuda/context.h"
 #include "cuda/ptx.cuh"
@@ -208,7 +209,7 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
 
 // [thread] Return whether this thread's flag about a rank of the node has arrived; true in threads without one. Once
 // all of them return true and have met at a barrier, no wait_for_node for these flags is needed. The load is under way
-// together with others at the start of a kernel. flags [ranks_per_node].
+// together with earlier ones at the start of a kernel. flags [ranks_per_node].
 __device__ inline bool is_free_at_first_sight(const Op& op, const uint64_t* flags, uint64_t expected) {
   const int local = threadIdx.x;
   return local >= op.ranks_per_node() || ptx::load_acquire(flags + local) >= expected;
