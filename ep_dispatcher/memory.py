@@ -131,7 +131,7 @@ class Shape:
         """Tokens with a common flag once their rows are staged, or have crossed to another node; a power of two.
 
         On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk is pulled
-        when all has crossed, so there smaller ones may be better: benchmarks/paced_wire.py --token-chunk.
+        when all has crossed, so there smaller ones may be better: benchmarks/paced_wire.py --chunks.
         """
         return 1024
 
