@@ -30,7 +30,7 @@ SCALE_BLOCK = 128  # kScaleBlock
 # Between nodes: tokens of all rail peers together whose partial sums have slots at a time, of each rank of the node. So
 # slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is reduced, pushes
 # fill the others.
-WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
+WINDOW_TOKENS, WINDOW_CHUNKS, LARGEST_WINDOW_CHUNK = 2048, 4, 256
 MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
 
 STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
@@ -131,20 +131,24 @@ class Shape:
         """Tokens with a common flag once their rows are staged, or have crossed to another node; a power of two.
 
         On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk is pulled
-        when all has crossed, so there smaller ones may be better: benchmarks/paced_wire.py --chunks.
+        when all has crossed: at 50 GB/s chunks of 256 took 0.95 of the time of chunks of 1024, those of 128 more
+        (benchmarks/paced_wire.py --chunks).
         """
-        return 1024
+        return 1024 if self.num_nodes == 1 else 256
 
     @property
     def sum_chunk(self) -> int:
-        """Tokens with a common flag once their sums have crossed to another node; a power of two."""
-        return 512
+        """Tokens with a common flag once their sums have crossed to another node; a power of two.
+
+        With these and window chunks of 256 a combine took 0.94 to 0.98 of the time with 512, as above.
+        """
+        return 256
 
     @property
     def window_chunk(self) -> int:
         """Tokens of a chunk of a source on another node; a multiple of 16, which a warp takes at once."""
         share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
-        return max(share, round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
+        return max(min(share, LARGEST_WINDOW_CHUNK), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
 
     @property
     def window_chunks(self) -> int:

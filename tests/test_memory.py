@@ -67,6 +67,10 @@ def config_of(module, sizes: dict):
         )
         config.plans_directly = shape.plans_directly
         config.window_chunk, config.window_chunks = shape.window_chunk, shape.window_chunks
+        config.log_token_chunk, config.log_sum_chunk = (
+            shape.token_chunk.bit_length() - 1,
+            shape.sum_chunk.bit_length() - 1,
+        )
     return config
 
 
@@ -151,7 +155,8 @@ def test_the_documented_formulas(seed):
     )
     given["s"] = memory.round_up(given["row"], 128 if given["row"] < 4096 else 1024)
     given["P"], given["a"] = min(given["L"], given["topk"]), 1 + 5 * given["L"]
-    given["K"], given["S"] = math.ceil(given["T"] / 1024), math.ceil(given["T"] / 512)
+    for name, of_one_node, of_several in (("K", 1024, 256), ("I", 512, 512), ("S", 256, 256)):
+        given[name] = math.ceil(given["T"] / (of_one_node if given["N"] == 1 else of_several))
     given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
     choices, words = given["L"] * given["T"] * memory.round_up(given["topk"], 8), given["E"] * -(-given["T"] // 32)
     given["d"] = int(given["N"] == 1 and choices <= 16384 and words <= 4096)
@@ -189,7 +194,7 @@ def test_many_nodes_fit():
 @pytest.mark.parametrize("tokens", [1, 100, 4096, 70_000, 2**19])
 def test_windows(nodes, tokens):
     shape = memory.Shape(nodes, 8, 256, 8, tokens, 7168, 2)
-    assert shape.window_chunk % 16 == 0 and 64 <= shape.window_chunk <= 512
+    assert shape.window_chunk % 16 == 0 and 64 <= shape.window_chunk <= max(256, tokens // 1024)
     assert shape.chunks(shape.window_chunk) <= memory.MAX_WINDOW_CHUNKS
     assert shape.window_slots == min(tokens, 4 * shape.window_chunk)
 

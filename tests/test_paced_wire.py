@@ -64,7 +64,7 @@ def test_chunks_are_those_of_buffers_made_inside(script):
         assert of_shape() == (256, 128, 64) and script.memory.cuda_bytes(shape).total < usual_bytes  # fewer slots
     with script.chunks_of(None):
         assert of_shape() == usual
-    assert of_shape() == usual == (1024, 512, 512)
+    assert of_shape() == usual == (256, 256, 256)
 
 
 def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):

@@ -24,8 +24,8 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
 }
 
 // [thread] Return the kept mistake, Mistake::kNone if there is none. Called in `complete` and in report_rows.
-// Both come after the finder: in `complete` by last_block, in report_rows by `called` of this rank or by a barrier of the
-// movers.
+// Both come after the finder: in `complete` by last_block, in report_rows by `called` of this rank or by a barrier of
+// the movers.
 __device__ inline int32_t kept_mistake(const Context& context) {
   return static_cast<int32_t>(__ldcg(&context.state->mistake));
 }

@@ -64,10 +64,9 @@ struct RailArrays {
 
 // All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
 // the last operation with this flag raised; `aborted` holds a bit for each rank. Choices carry the epoch beside their
-// data, and need no flag. A flag about a rank of this node is raised by the rank itself. About a rank of another node it
-// is raised by the rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of a rail peer
-// needs no relay: the rail peer raises it through the
-// wire.
+// data, and need no flag. A flag about a rank of this node is raised by the rank itself. About a rank of another node
+// it is raised by the rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of a rail
+// peer needs no relay: the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
   // [num_ranks] not 0: the rank, or its host, has aborted: flags missing from this raiser may never rise. A bit for

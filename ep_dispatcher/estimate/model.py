@@ -35,8 +35,8 @@ NIC_EFFICIENCY = 0.93
 HOP_US = 5.0
 HOPS = {"dispatch": 3, "cached dispatch": 2, "combine": 1}  # waits in a row for another node: Call, lists, data
 
-# Tokens that share a flag (``Shape.token_chunk`` of memory.py).
-CHUNK_TOKENS = 1024
+# Tokens that share a flag between nodes (``Shape.token_chunk`` of memory.py).
+CHUNK_TOKENS = 256
 
 WIRES = ("NIC", "NVLink", "multiprocessors", "staging", "HBM")
 
