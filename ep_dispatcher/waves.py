@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 # max_tokens_per_rank of a buffer: with fewer nothing was measured.
 MIN_TOKENS = 2048
-# [bytes] Without gradients shorter rows lose. 2 H200, 4096 tokens, us: hidden 2048 1026 -> 1078. Hidden 7168 gained 5 %
-# on one machine (7903 -> 7468), nothing on another (7694 -> 7706). With gradients 27135 -> 26542, and 26633 -> 26181.
+# [bytes] Without gradients shorter rows gain nothing. 2 H200, 4096 tokens, us: hidden 2048 1048 -> 1045, with gradients
+# 2759 -> 2644. Hidden 7168 7780 -> 7424, with gradients 26436 -> 25822.
 LONG_ROW = 8192
 
 
