@@ -12,7 +12,7 @@ beside its own GEMMs and activation, alone on all multiprocessors and with their
 
 overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE
 for those of the backward. Without these it pulls with PULL too. With @SHARE pushes begin when so many percent of the
-rows are written (waves.PUSH_AFTER). NCCL's splits are fixed: its host knows all counts in advance
+rows are written, instead of when waves.push_after says. NCCL's splits are fixed: its host knows all counts in advance
 (all_to_all_layer.py). It needs a GPU for each rank.
 """
 

@@ -18,9 +18,9 @@ Pull, pushes and combine hold few multiprocessors; the GEMMs' programs take all 
 them once the communication is over. Before a GEMM that waits, the main stream makes sure that all blocks of the pull
 have begun: the GEMM may not take their multiprocessors.
 
-Few tokens are complete before GEMM 2 is nearly done: their experts are scattered. So the pushes begin late, and hold no
-multiprocessor before. They run in a stream of higher priority: their blocks take the next multiprocessors that become
-free. The sums behind them have all.
+Few tokens are complete before GEMM 2 is nearly done: their experts are scattered. So the pushes begin late, by
+push_after, and hold no multiprocessor before. They run in a stream of higher priority: their blocks take the next
+multiprocessors that become free. The sums behind them have all.
 
 With several nodes only the combine of the backward runs beside GEMMs: rows and sums cross in the order of tokens, not
 of experts.
@@ -72,7 +72,9 @@ class Sms(NamedTuple):
 
 
 SMS = Sms()
-PUSH_AFTER = 0.75  # the share of the last GEMM's rows that are written before pushes begin
+# [per second] On 2 H200: operations of GEMMs; bytes of rows that pushes load; bytes over NVLink.
+GEMM_FLOPS, LOADED_BYTES, NVLINK_BYTES = 500e12, 2.4e12, 350e9
+PUSH_AFTER: float | None = None  # instead of push_after(), for comparisons
 
 
 def can_overlap(buffer: Buffer, wants_gradients: bool) -> bool:
@@ -94,8 +96,26 @@ def why_not(buffer: Buffer, wants_gradients: bool) -> str | None:
         return "num_sms is more than half of the GPU's multiprocessors, or ranks can be masked"
     if not wants_gradients and config.hidden * config.dtype.itemsize <= LONG_ROW:
         return f"rows of at most {LONG_ROW} bytes without gradients"
-    # A combine waits for the GEMM that is launched behind it.
+    # Then nothing runs beside another kernel.
     return None if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0") else "CUDA_LAUNCH_BLOCKING is set"
+
+
+def push_after(num_ranks: int, num_topk: int, intermediate: int, itemsize: int) -> float:
+    """Return the share of the last GEMM's rows that are written before pushes begin.
+
+        share = 1 - 2 * seconds of pushes / seconds of the GEMM,  at least 0
+
+    The seconds are those of a row, each alone on the GPU, with even routing. Pushes load all rows and send a sum for
+    each (token, rank). Twice their time is left, because most tokens are complete late. itemsize: bytes of an element
+
+    On 2 H200 it gives 0.80 for hidden 7168, intermediate 2048. There 0.75 and 0.85 were equally fast, 0.5 and 0.92 took
+    1 % longer (benchmarks/moe_mlp.py, docs/performance.md). With more ranks it has not been measured.
+    """
+    rows_of_a_sum = num_topk / (num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk))
+    away = (num_ranks - 1) / num_ranks  # the part of the sums that leaves the GPU
+    pushes = itemsize * max(1 / LOADED_BYTES, away / rows_of_a_sum / NVLINK_BYTES)  # for an element of a row
+    gemm = 2 * intermediate / GEMM_FLOPS
+    return max(0.0, 1 - 2 * pushes / gemm)
 
 
 def overlapped_mlp(
@@ -157,7 +177,7 @@ class _Mlp(torch.autograd.Function):
                 pieces = kernels.pieces_of_row(y.shape[0], len(ends), y.shape[1], transposed=True)
                 (_, written), ready = layer.counters(), layer.main.record_event()
                 kernels.multiply(activated, call.w2, ends, y, transposed=True, written=written)
-                combined = layer.push(request, layer.beside(SMS.push, None, written, pieces), ends, ready)
+                combined = layer.push(request, layer.beside(SMS.push, None, written, pieces), ready, ends, activated)
                 layer.sum()
             else:
                 kernels.multiply(activated, call.w2, ends, y, transposed=True)
@@ -244,15 +264,21 @@ class _Layer:
         self.side.wait_stream(self.main)
         return self._combine(request, waves, only_sends=False)
 
-    def push(self, request: CombineRequest, waves: Waves, ends: Tensor, ready: torch.cuda.Event) -> Combined:
+    def push(
+        self, request: CombineRequest, waves: Waves, ready: torch.cuda.Event, ends: Tensor, activated: Tensor
+    ) -> Combined:
         """Run the pushes of a combine beside the last GEMM: they take rows of y as it counts them.
 
-        ready: recorded before that GEMM. The outputs are complete after `sum`.
+        ready: recorded before that GEMM; ends, activated: its arguments. The outputs are complete after `sum`.
         """
         assert waves.done is not None
+        config = self.buffer._config
+        share = PUSH_AFTER
+        if share is None:
+            share = push_after(config.topology.num_ranks, config.num_topk, activated.shape[1], activated.itemsize)
         self.side.wait_event(ready)
         with torch.cuda.stream(self.side):
-            grouped_gemm.kernels().wait_for_share(waves.done, ends, request.y.shape[0], PUSH_AFTER)
+            grouped_gemm.kernels().wait_for_share(waves.done, ends, activated.shape[0], share)
         return self._combine(request, waves, only_sends=True)
 
     def _combine(self, request: CombineRequest, waves: Waves | None, only_sends: bool) -> Combined:

@@ -64,7 +64,7 @@ def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> 
 
 
 @contextlib.contextmanager
-def buffer_with(sms: waves.Sms, push_after: float = waves.PUSH_AFTER, **changes) -> Iterator[ep.Buffer]:
+def buffer_with(sms: waves.Sms, push_after: float | None = None, **changes) -> Iterator[ep.Buffer]:
     """A buffer whose layers have so many multiprocessors, and begin to push then."""
     with make_buffer(**changes) as buffer, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
@@ -376,7 +376,7 @@ class LayerOnACpu:
         self.launches.append(("combine", waves and waves.num_blocks))
         return self.buffer._launch_combine(request)
 
-    def push(self, request, waves, ends, ready):
+    def push(self, request, waves, ready, ends, activated):
         self.launches.append(("push", waves.num_blocks))
         self.request, self.result = request, types.SimpleNamespace()
         return self.result
@@ -441,6 +441,17 @@ def with_stand_ins(rank: int, kind: str) -> None:
 def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
     """Every kind of weights and of receivers of their gradients. Each launch has its own number of blocks."""
     pools(2).run(with_stand_ins, kind)
+
+
+def test_when_pushes_begin():
+    """The later, the shorter they are beside the GEMM."""
+    usual = dict(num_ranks=2, num_topk=8, intermediate=2048, itemsize=2)
+    assert 0.75 < waves.push_after(**usual) < 0.85
+    assert waves.push_after(**usual) == waves.push_after(**usual | dict(num_ranks=1))  # loads take longest in both
+    for sooner in (dict(intermediate=768), dict(num_ranks=8), dict(itemsize=4)):
+        assert 0 < waves.push_after(**usual | sooner) < waves.push_after(**usual), sooner
+    assert waves.push_after(**usual | dict(num_ranks=8, intermediate=512)) == 0
+    assert waves.push_after(**usual | dict(intermediate=10**6)) < 1
 
 
 @pytest.mark.parametrize("most, blocks", [(1, 1), (16, 16), (24, 24), (waves.SMS.grad_combine, 24)])
