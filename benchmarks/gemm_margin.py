@@ -1,0 +1,182 @@
+"""Times GEMMs beside dispatches on GPUs, with and without a margin of multiprocessors that the GEMMs leave free.
+
+    python benchmarks/gemm_margin.py                                      # a rank per GPU; a minute
+    python benchmarks/gemm_margin.py --sms 8 24 --shares 0.25 --gemms "TE GroupedLinear" "grouped experts"
+
+A chain of GEMMs runs in one stream, and dispatches in another. Both begin together, and the time ends when both are
+done. The number of dispatches is such that alone, with 24 multiprocessors, they take the given share of the time of the
+GEMMs. It stays the same for other numbers of multiprocessors. Times are medians, in microseconds, of CUDA graphs on the
+slowest rank, all in turn:
+
+    GEMMs, +margin      the chain alone; the same with a margin of as many multiprocessors as a dispatch has
+    serial              the chain, then the dispatches
+    beside, +margin     both at once; the same with the margin
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compare_builds import on_device
+
+import ep_dispatcher as ep
+from ep_dispatcher import grouped_gemm
+from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
+from ep_dispatcher.testing import RankPool, make_routing
+
+TOKENS, HIDDEN, WIDE, INTERMEDIATE, EXPERTS, TOPK = 4096, 4096, 12288, 1536, 64, 8
+SHARE_SMS = 24  # of the dispatches that a share is measured by
+CHAIN_US = 6000  # of GEMMs, at least
+GEMMS = ("TE Linear", "TE GroupedLinear", "cuBLASLt", "torch.matmul", "grouped experts")
+SIDES = ("GEMMs", "GEMMs +margin", "serial", "beside", "beside +margin")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
+    parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 24], help="multiprocessors of a dispatch")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the time of the GEMMs")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: one per GPU")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args(argv)
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    with RankPool(args.ranks, timeout_s=300) as pool:
+        print(f"{TOKENS} tokens of {HIDDEN}, {EXPERTS} experts, top-{TOPK}, {args.ranks} ranks: us")
+        print(f"{'':18}{'share':>6}{'SMs':>5}" + "".join(f"{side:>16}" for side in SIDES), flush=True)
+        for name in args.gemms:
+            ranks = pool.run(measure, name, args.sms, args.shares, args.rounds)
+            for (share, sms), times in ranks[0].items():
+                slowest = [max(rank[share, sms][side] for rank in ranks) for side in times]
+                print(f"{name:18}{share:6.2f}{sms:5}" + "".join(f"{us:16.0f}" for us in slowest), flush=True)
+
+
+Times = dict[tuple[float, int], dict[str, float]]  # by share and multiprocessors, then by side
+
+
+def measure(rank: int, name: str, all_sms: list[int], shares: list[float], rounds: int) -> Times:
+    """Return the median microseconds of every side. Collective."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    gemm = gemm_of(name)
+    length = agreed(max(1, round(CHAIN_US / on_device(gemm)())))
+    chain = partial(repeat, gemm, length)
+    with dispatching(SHARE_SMS) as dispatch:
+        alone = on_device(chain, 1)() / on_device(dispatch)()
+        counts = {share: agreed(max(1, round(share * alone))) for share in shares}
+    times = {}
+    for sms in all_sms:
+        with dispatching(sms) as dispatch:
+            sides = {}
+            for share, count in counts.items():
+                pushes = partial(repeat, dispatch, count)
+                calls = (chain, with_margin(chain, sms), partial(after, chain, pushes), partial(beside, chain, pushes))
+                calls += (with_margin(calls[-1], sms),)
+                sides |= {(share, side): on_device(call, 1) for side, call in zip(SIDES, calls, strict=True)}
+            medians = in_turn(sides, rounds)
+            for share in shares:
+                times[share, sms] = {side: medians[share, side] for side in SIDES}
+    return times
+
+
+def gemm_of(name: str) -> Callable[[], object]:
+    """Return one GEMM, in bfloat16: dense ones of all tokens, grouped ones of the rows of a rank of two."""
+    local, rows = EXPERTS // 2, TOKENS * TOPK
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    if name in ("TE GroupedLinear", "grouped experts"):
+        x = torch.randn(rows, HIDDEN, **options)
+        if name == "grouped experts":
+            weights = list(torch.randn(local, 2 * INTERMEDIATE, HIDDEN, **options) / HIDDEN**0.5)
+            ends = torch.arange(1, local + 1, device="cuda", dtype=torch.int32) * (rows // local)
+            return lambda: grouped_gemm.linear(x, weights, ends)
+        import transformer_engine.pytorch as te
+
+        layer = te.GroupedLinear(local, HIDDEN, 2 * INTERMEDIATE, bias=False, params_dtype=torch.bfloat16)
+        return without_grad(lambda: layer(x, [rows // local] * local))
+    x, weight = torch.randn(TOKENS, HIDDEN, **options), torch.randn(WIDE, HIDDEN, **options) / HIDDEN**0.5
+    if name == "TE Linear":
+        import transformer_engine.pytorch as te
+
+        layer = te.Linear(HIDDEN, WIDE, bias=False, params_dtype=torch.bfloat16)
+        return without_grad(lambda: layer(x))
+    bias = torch.randn(WIDE, **options)
+    return (lambda: x @ weight.t()) if name == "torch.matmul" else (lambda: F.linear(x, weight, bias))
+
+
+def without_grad(call: Callable[[], object]) -> Callable[[], object]:
+    return torch.no_grad()(call)
+
+
+@contextlib.contextmanager
+def dispatching(sms: int) -> Iterator[Callable[[], object]]:
+    """Yield a dispatch with so many multiprocessors. Collective."""
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS)
+    with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
+        idx, weights = (t.cuda() for t in make_routing("uniform", TOKENS, EXPERTS, TOPK, seed=dist.get_rank()))
+        x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        most = agreed(buffer.dispatch(x, idx, weights).x.shape[0])
+        yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
+        torch.cuda.synchronize()
+        buffer.check()
+
+
+def agreed(number: int) -> int:
+    """The largest of all ranks. Collective."""
+    most = torch.tensor(number)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def after(first: Callable[[], object], second: Callable[[], object]) -> None:
+    first()
+    second()
+
+
+def beside(first: Callable[[], object], second: Callable[[], object]) -> None:
+    """Run the second in a stream of its own. It is launched first, so that it finds free multiprocessors."""
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        second()
+    first()
+    here.wait_stream(side)
+
+
+def with_margin(call: Callable[[], object], sms: int) -> Callable[[], None]:
+    """The same, with GEMMs that leave so many multiprocessors free. A graph keeps what holds while it is captured."""
+
+    def run() -> None:
+        margins = TransformerEngineMargin(), PyTorchMargin()
+        for margin in margins:
+            margin.set(sms)
+        try:
+            call()
+        finally:
+            for margin in margins:
+                margin.restore()
+
+    return run
+
+
+def in_turn(replays: dict[tuple[float, str], Callable[[], float]], rounds: int) -> dict[tuple[float, str], float]:
+    times: dict[tuple[float, str], list[float]] = {key: [] for key in replays}
+    for _ in range(rounds):
+        for key, replay in replays.items():
+            dist.barrier()
+            times[key].append(replay())
+    return {key: statistics.median(of_side) for key, of_side in times.items()}
+
+
+if __name__ == "__main__":
+    main()
