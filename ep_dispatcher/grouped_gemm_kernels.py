@@ -168,7 +168,8 @@ def _wait_for_share(written, ends, experts, num_rows, share: tl.float32, limit_n
     total = tl.minimum(tl.load(ends + experts - 1), num_rows)
     if total == 0:
         return
-    first, awaited = (total - 1) // GROUP_ROWS, ((total - 1) * (1.0 - share)).to(tl.int32) // GROUP_ROWS
+    first = (total - 1) // GROUP_ROWS
+    awaited = tl.minimum(((total - 1) * (1.0 - share)).to(tl.int32) // GROUP_ROWS, first)  # float32 may round up
     begin = globaltimer()
     while (tl.atomic_add(written + awaited, 0, sem="relaxed") == 0) & (
         (globaltimer() - begin < limit_ns) | (tl.atomic_add(written + first, 0, sem="relaxed") > 0)
