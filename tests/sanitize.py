@@ -1,12 +1,14 @@
 """One rank's small dispatches and combines of every kind, right to the bit: what compute-sanitizer looks at.
 
 compute-sanitizer --tool racecheck python tests/sanitize.py          # one rank alone
-python tests/sanitize.py RANK NUM_RANKS FILE                         # one of several, which meet in a new FILE
+python tests/sanitize.py RANK NUM_RANKS RANKS_PER_NODE FILE          # one of several, which meet in a new FILE
 """
 
+import os
 import sys
 import tempfile
 
+import test_decode
 import torch
 import torch.distributed as dist
 from test_cuda_stress import assert_step
@@ -15,11 +17,15 @@ from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_ro
 import ep_dispatcher as ep
 from ep_dispatcher.testing import device_of, make_routing
 
-NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine
+NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine, and of a window between nodes
 KINDS = [
     dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512, alignment=8, recv="spare"),
     dict(dtype=torch.float32, num_topk=2, experts_per_rank=2, hidden=64, layout="rank"),
     dict(dtype=torch.bfloat16, num_topk=4, experts_per_rank=4, hidden=256, payload="pair", routing="masked"),
+]
+DECODE_KINDS = [
+    dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512),
+    dict(dtype=torch.bfloat16, num_topk=4, experts_per_rank=4, hidden=256, payload="quantize", routing="masked"),
 ]
 
 
@@ -40,7 +46,7 @@ def run(case: Case, rank: int, engine: str) -> None:
     max_recv_rows = max(rows_needed(case, inputs.topk_idx)) + 5 if case.recv == "spare" else None
     x, topk_idx, weights = (to(device, t[rank]) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
     options = dict(layout=case.layout, expert_alignment=case.alignment, max_recv_rows=max_recv_rows)
-    with ep.Buffer(engine=engine, timeout_s=200, **sizes) as buffer:
+    with ep.Buffer(engine=engine, timeout_s=200, ranks_per_node=case.ranks_per_node, **sizes) as buffer:
         handle = None
         for given, more in ((topk_idx, options), (None, {})):  # a new plan, and the same plan again
             out = buffer.dispatch(x, given, weights, handle=handle, **more)
@@ -51,14 +57,24 @@ def run(case: Case, rank: int, engine: str) -> None:
             assert_step(case, seen, expected_of(case, inputs, max_recv_rows)[rank], str(case))
 
 
-def main(rank: int = 0, num_ranks: int = 1, file: str = "", engine: str = "cuda") -> None:
+def run_decode(case: Case, rank: int, engine: str) -> None:
+    inputs = make_inputs(case)
+    again = [random_rows(case, len(x), seed=10 + of_rank) for of_rank, x in enumerate(inputs.x)]
+    results = test_decode.run_case(rank, engine, case, inputs, again, {})
+    test_decode.assert_case(case, inputs, again, {rank: results})
+
+
+def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str = "", engine: str = "cuda") -> None:
     file = file or tempfile.mkdtemp() + "/store"
+    os.environ["EP_DISPATCHER_NUM_SMS"] = "4"  # of run_decode; tools watch every block
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     for kind in KINDS:
-        run(Case(num_ranks, num_ranks, **kind), rank, engine)
+        run(Case(num_ranks, ranks_per_node, **kind), rank, engine)
+    for kind in DECODE_KINDS:
+        run_decode(Case(num_ranks, ranks_per_node, layout="decode", weighted=False, **kind), rank, engine)
     dist.destroy_process_group()
     print(f"rank {rank} of {num_ranks}: right")
 
 
 if __name__ == "__main__":
-    main(*(kind(value) for kind, value in zip((int, int, str, str), sys.argv[1:])))
+    main(*(kind(value) for kind, value in zip((int, int, int, str, str), sys.argv[1:])))

@@ -36,9 +36,9 @@ def version() -> tuple[int, ...]:
     return tuple(map(int, re.search(r"Version (\d+)\.(\d+)", said).groups()))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(1, 1), (2, 2), (2, 1)])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_nothing_to_complain_about(tool, num_ranks, tmp_path):
+def test_nothing_to_complain_about(tool, num_ranks, ranks_per_node, tmp_path):
     least = FIRST_RIGHT.get(tool, (0,))
     if version() < least:
         pytest.skip(f"{tool} of compute-sanitizer {version()} is not asked, of {least} it is")
@@ -51,7 +51,7 @@ def test_nothing_to_complain_about(tool, num_ranks, tmp_path):
         for rank, log in enumerate(logs):
             with log.open("w") as file:
                 output = dict(stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-                arguments = (str(rank), str(num_ranks), str(tmp_path / "meet"))
+                arguments = (str(rank), str(num_ranks), str(ranks_per_node), str(tmp_path / "meet"))
                 ranks.append(subprocess.Popen([*command, *arguments], **output))
         deadline = time.monotonic() + LIMIT_S
         while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:

@@ -122,11 +122,12 @@ def expected_of(case: Case, inputs: Inputs, x: list):
     return received, [x for x, _ in combined]
 
 
-def assert_case(case: Case, inputs: Inputs, again: list, ranks: list) -> None:
+def assert_case(case: Case, inputs: Inputs, again: list, ranks: list | dict) -> None:
+    """Compare what ``run_case`` returned on these ranks with the definition."""
     rows_per_group = case.num_ranks * most_tokens(inputs)
     for use, x in enumerate((inputs.x, again)):
         received, combined = expected_of(case, inputs, x)
-        for rank, results in enumerate(ranks):
+        for rank, results in ranks.items() if isinstance(ranks, dict) else enumerate(ranks):
             rows, counts, sums = results[use]
             right = received[rank]
             assert_same(counts.long(), right.tokens_per_expert, f"rank {rank}: counts")
