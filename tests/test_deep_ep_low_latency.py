@@ -14,10 +14,10 @@ LOW_32_BITS = (1 << 32) - 1
 NODES = [None, 2]
 
 
-def make_buffer():
+def make_buffer(**options):
     from ep_dispatcher.integrations.deep_ep import Buffer
 
-    return Buffer(dist.group.WORLD, low_latency_mode=True, num_qps_per_rank=LOCAL, explicitly_destroy=True)
+    return Buffer(dist.group.WORLD, low_latency_mode=True, num_qps_per_rank=LOCAL, explicitly_destroy=True, **options)
 
 
 def sent_to(data: Data, expert: int) -> list[torch.Tensor]:
@@ -326,7 +326,8 @@ def run_masks_and_errors(rank: int, case: Case):
                 call(*args, **options)
 
         dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
-        refused(NotImplementedError, "need all ranks", buffer.low_latency_update_mask_buffer, 1, True)
+        refused(ValueError, "enable_shrink: given False", buffer.low_latency_update_mask_buffer, 1, True)
+        refused(ValueError, "rank_to_mask: given 4", buffer.low_latency_update_mask_buffer, RANKS, True)
         waits = torch.zeros(RANKS + 1, dtype=torch.int64, device=x.device)
         refused(ValueError, "dispatch_wait_recv_cost_stats", dispatch, x, idx, MOST, EXPERTS, None, waits)
         many = x.new_zeros(MOST + 1, HIDDEN)
@@ -348,6 +349,83 @@ def run_masks_and_errors(rank: int, case: Case):
 
 def test_masks_and_errors(pools, engine):
     pools(RANKS).run(run_masks_and_errors, Case(engine))
+
+
+def status_of(buffer) -> list[int]:
+    status = torch.full((RANKS,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    return status.tolist()
+
+
+def trip_without(buffer, data: Data, rank: int, case: Case, absent: int | None) -> None:
+    """One round trip, right without the tokens and the experts of a rank."""
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    recv_x, recv_count, handle, _, receive = buffer.low_latency_dispatch(
+        x, idx, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
+    )
+    receive()
+    for local in range(LOCAL):
+        sent = sent_to(data, rank * LOCAL + local)
+        rows = torch.cat([data.x[source][tokens] for source, tokens in enumerate(sent) if source != absent])
+        assert int(recv_count[local]) == len(rows) and torch.equal(recv_x[local, : len(rows)], rows)
+    combined, _, receive = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=True)
+    receive()
+    there = idx if absent is None else idx.masked_fill(idx // LOCAL == absent, -1)
+    assert torch.equal(combined, expected_sum(case, there, weights, [x] * idx.shape[1]))
+
+
+def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
+    """The victim stays away, masked by hand or late. Then all are let in again."""
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case, EP_DISPATCHER_TIMEOUT_S="60" if by_hand else "4"):
+        buffer = make_buffer(enable_shrink=True)
+        for _ in range(2):  # of both buffers
+            trip_without(buffer, data, rank, case, None)
+        assert status_of(buffer) == [0] * RANKS
+        dist.barrier()
+        mask = buffer.low_latency_update_mask_buffer
+        if rank == victim:
+            with pytest.raises(ValueError, match=f"rank_to_mask: given {victim}, which is this rank"):
+                mask(victim, True)
+        else:
+            if by_hand:
+                mask(victim, True)
+            for _ in range(4):
+                trip_without(buffer, data, rank, case, victim)
+            assert status_of(buffer) == [int(other == victim) for other in range(RANKS)]
+            with pytest.raises(NotImplementedError, match=f"the masked rank {victim} .*low_latency_clean_mask_buffer"):
+                mask(victim, False)
+            mask((victim + 1) % RANKS, False)  # that is in
+        dist.barrier()
+        buffer.low_latency_clean_mask_buffer()
+        assert status_of(buffer) == [0] * RANKS
+        for _ in range(3):
+            trip_without(buffer, data, rank, case, None)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_rank_that_stays_away(pools, engine, by_hand):
+    pools(RANKS).run(run_without_a_rank, Case(engine), 1 if by_hand else 3, by_hand)
+
+
+def run_where_masks_are_impossible(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer = make_buffer(enable_shrink=True)
+        if not case.exact:
+            buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)  # nobody knows yet that there are none
+            dist.barrier()
+        trip_without(buffer, data, rank, case, None)
+        why = "EXACT=1 operations need all ranks" if case.exact else "True with 2 nodes, allowed: it on one node"
+        with pytest.raises(NotImplementedError, match=why):
+            buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("case", [dict(ranks_per_node=2), dict(exact=True)], ids=str)
+def test_where_masks_are_impossible(pools, engine, case):
+    pools(RANKS).run(run_where_masks_are_impossible, Case(engine, **case))
 
 
 def run_late(rank: int, case: Case) -> list[list[int]]:

@@ -15,7 +15,7 @@ from ep_dispatcher.integrations.deep_ep.config import Config, say_once
 from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
 from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans
-from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
+from ep_dispatcher.integrations.deep_ep.low_latency import EXACT_HAS_NO_MASKS, LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
@@ -32,6 +32,8 @@ class Buffer(LowLatency):
 
     group               the ranks; the byte counts are kept for programs that compare them, and reserve nothing
     low_latency_mode    allows the low_latency_ methods
+    enable_shrink       low_latency_ methods mask a rank that does not answer within EP_DISPATCHER_TIMEOUT_S, and go on
+                        without it (``ep.Buffer.mask``), where the engine can: on one node, with few tokens
     explicitly_destroy  allows destroy(); without it the memory goes with the last buffer and handle of the group
     """
 
@@ -64,8 +66,8 @@ class Buffer(LowLatency):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        if enable_shrink:
-            say_once("enable_shrink: a rank that does not answer is a PeerTimeoutError, and is never masked")
+        if enable_shrink and envs.deep_ep_exact():
+            say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError: {EXACT_HAS_NO_MASKS}")
 
     def destroy(self) -> None:
         """Give the memory back with the last buffer of the group; collective."""

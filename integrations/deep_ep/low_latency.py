@@ -17,6 +17,8 @@ from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
 from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Route
 from ep_dispatcher.integrations.deep_ep.pool import Pool
 
+EXACT_HAS_NO_MASKS = "with EP_DISPATCHER_DEEP_EP_EXACT=1 operations need all ranks"
+
 
 class LowLatencyHandle(tuple):
     """(recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts), as DeepEP's."""
@@ -30,6 +32,7 @@ class LowLatency:
 
     group_size: int
     low_latency_mode: bool
+    enable_shrink: bool
     _comm: CommStream
     _live_pool: Callable[[], Pool]
 
@@ -90,6 +93,7 @@ class LowLatency:
             stats=stats,
             waits=waits,
             hook=return_recv_hook,
+            masks=self.enable_shrink,
         )
         way = low_latency_exact if envs.deep_ep_exact() else low_latency_decode
         inputs = (x, topk_idx, stats, waits)
@@ -167,25 +171,36 @@ class LowLatency:
         return handle.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Unmask a rank, which changes nothing. To mask one is not supported: these operations need all ranks."""
-        self._check_low_latency()
-        checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
-        if mask:
-            raise NotImplementedError(
-                "low_latency_update_mask_buffer: these operations have layouts that need all ranks of the group; "
-                "make a new group without the rank, and a buffer on it, or use layout='decode' of an "
-                "ep_dispatcher.Buffer with mask_late_ranks=True"
-            )
+        """Mask a rank by hand, for later operations. For all ranks but the masked one; needs enable_shrink=True.
+
+        A masked rank is not let in again alone: NotImplementedError. low_latency_clean_mask_buffer() lets in all.
+        """
+        pool = self._check_low_latency()
+        rank = checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        if not mask:
+            status = torch.zeros(self.group_size, dtype=torch.int32)
+            pool.add_masks(status)
+            if status[rank]:
+                raise NotImplementedError(
+                    f"low_latency_update_mask_buffer: given the masked rank {rank} to let in again, allowed: "
+                    "low_latency_clean_mask_buffer() on all ranks, which lets in all"
+                )
+            return
+        if not self.enable_shrink:
+            checks.fail("enable_shrink", False, "a buffer made with enable_shrink=True, to mask ranks")
+        if envs.deep_ep_exact():
+            raise NotImplementedError(f"low_latency_update_mask_buffer: {EXACT_HAS_NO_MASKS}")
+        pool.mask_rank(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Fill int32 [num_ranks] with 0: no rank is ever masked."""
-        self._check_low_latency()
+        """Fill int32 [num_ranks]: 1 for each masked rank, as earlier operations in the current stream left it."""
+        pool = self._check_low_latency()
         checks.tensor("mask_status", mask_status, (torch.int32,), (self.group_size,), mask_status.device.type)
-        mask_status.zero_()
+        pool.add_masks(mask_status.zero_())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing to do: no rank is ever masked."""
-        self._check_low_latency()
+        """Let all ranks in again. Collective where there are masks: masked ranks call it too. DeepEP's is local."""
+        self._check_low_latency().unmask()
 
     def _check_low_latency(self) -> Pool:
         pool = self._live_pool()

@@ -61,7 +61,7 @@ class Decoded(NamedTuple):
 def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
     num_ranks, hidden = pool.group.size(), x.shape[1]
     key = Key(Kind(hidden, torch.bfloat16), asked.num_experts, topk_idx.shape[1])
-    hooked = pool.in_turn(key, asked.max_tokens)
+    hooked = pool.in_turn(key, asked.max_tokens, asked.masks)
     buffer = hooked.ready()
     data: Tensor | tuple[Tensor, Tensor] = x
     is_fused = asked.use_fp8 and asked.round_scale == asked.use_ue8m0  # no kernel makes rounded scales of float32

@@ -24,6 +24,7 @@ class Asked(NamedTuple):
     stats: Tensor | None  # int32 [num_local_experts], to which the counts are added
     waits: Tensor | None  # int64 [num_ranks], to which the time waited for each rank is added
     hook: bool
+    masks: bool  # enable_shrink
 
     def add_counts(self, counts: Tensor) -> None:
         if self.stats is not None:

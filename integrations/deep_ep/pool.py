@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 
 
@@ -35,8 +36,8 @@ class Sized(NamedTuple):
 class HookedBuffer:
     """A buffer of our engine in decode layout, and the hook of its last operation until that is called."""
 
-    def __init__(self, buffer: ep.Buffer):
-        self._buffer = buffer
+    def __init__(self, buffer: ep.Buffer, has_masks: bool):
+        self._buffer, self.has_masks = buffer, has_masks
         self._hook: Callable[[], None] | None = None
 
     def ready(self) -> ep.Buffer:
@@ -80,7 +81,10 @@ class Pool:
         self.num_sms: int | None = None
         self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
-        self._in_turn: dict[tuple[Key, int], list[HookedBuffer]] = {}  # by tokens per rank; the first was used last
+        # By tokens per rank, and whether they have masks. The first of two was used last.
+        self._in_turn: dict[tuple[Key, int, bool], list[HookedBuffer]] = {}
+        self._masked: set[int] = set()  # by hand
+        self._no_masks: str | None = None  # why buffers that were to have masks have none
 
     def sized(self, key: Key, max_tokens: int) -> Sized:
         """The buffer for ``max_tokens``, which all ranks give alike. Collective when it has to be made."""
@@ -91,18 +95,18 @@ class Pool:
             sized.append(Sized(self._make(key, max_tokens), max_tokens))
         return sized[-1]
 
-    def in_turn(self, key: Key, max_tokens: int) -> HookedBuffer:
+    def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
         """One of two buffers of exactly ``max_tokens``, by turns, as DeepEP has two: so many hooks may wait at a time.
 
-        Collective the first time, which makes both: later ones may be in a CUDA graph.
+        Collective the first time, which makes both: later ones may be in a CUDA graph. masks: where they can have them
         """
-        both = self._in_turn.get((key, max_tokens))
+        both = self._in_turn.get((key, max_tokens, masks))
         if both is None:
-            both = self._in_turn[key, max_tokens] = [HookedBuffer(self._make(key, max_tokens)) for _ in range(2)]
+            both = self._in_turn[key, max_tokens, masks] = [self._make_hooked(key, max_tokens, masks) for _ in range(2)]
         both.reverse()
         return both[0]
 
-    def _make(self, key: Key, max_tokens: int) -> ep.Buffer:
+    def _make(self, key: Key, max_tokens: int, mask_late_ranks: bool = False) -> ep.Buffer:
         buffer = ep.Buffer(
             self.group,
             hidden=key.kind.hidden,
@@ -111,9 +115,51 @@ class Pool:
             num_topk=key.num_topk,
             max_tokens_per_rank=max_tokens,
             num_sms=self.num_sms,
+            mask_late_ranks=mask_late_ranks,
         )
         self._made.append(buffer)
         return buffer
+
+    def _make_hooked(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
+        try:
+            buffer = self._make(key, max_tokens, mask_late_ranks=masks)
+        except ValueError as error:
+            if not (masks and str(error).startswith("mask_late_ranks: ")):
+                raise
+            self._no_masks = f"the engine has no masks here. {error}"
+            say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError, because {self._no_masks}")
+            return HookedBuffer(self._make(key, max_tokens), has_masks=False)
+        if masks:
+            for rank in self._masked:
+                buffer.mask_rank(rank)
+        return HookedBuffer(buffer, masks)
+
+    def mask_rank(self, rank: int) -> None:
+        """Mask a rank by hand in all buffers that have masks, also in those that are made later."""
+        if self._no_masks is not None:
+            raise NotImplementedError(f"low_latency_update_mask_buffer: {self._no_masks}")
+        if rank == self.group.rank():
+            checks.fail("rank_to_mask", f"{rank}, which is this rank", "another one")
+        self._masked.add(rank)
+        for buffer in self._masking():
+            buffer.mask_rank(rank)
+
+    def add_masks(self, status: Tensor) -> None:
+        """Set int32 [num_ranks] to 1 for every rank that is masked in some buffer."""
+        for rank in self._masked:
+            status[rank] = 1
+        for buffer in self._masking():
+            torch.maximum(status, buffer.mask.to(status.device), out=status)
+
+    def unmask(self) -> None:
+        """Let all ranks in again, in all buffers. Collective."""
+        for buffer in self._masking():
+            buffer.unmask()
+        self._masked.clear()
+
+    def _masking(self) -> list[ep.Buffer]:
+        """The buffers with masks, after the hooks that wait in them."""
+        return [hooked.ready() for both in self._in_turn.values() for hooked in both if hooked.has_masks]
 
     def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
         """The buffer for a dispatch of ``num_tokens`` by this rank, and of other numbers by others."""
@@ -140,8 +186,9 @@ class Pool:
         with ExitStack() as stack:
             for buffer in self._made:
                 stack.callback(buffer.destroy)
-            for known in (self._made, self._buffers, self._in_turn):
+            for known in (self._made, self._buffers, self._in_turn, self._masked):
                 known.clear()
+            self._no_masks = None
 
 
 _pools: WeakValueDictionary[ProcessGroup, Pool] = WeakValueDictionary()
