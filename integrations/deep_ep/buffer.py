@@ -187,7 +187,8 @@ class Buffer(LowLatency):
                     checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
                 plans = _plans(handle)
                 recv_x = rows.restore(plans.dispatch(rows))
-                operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
+                if operation.is_apart:
+                    operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
                 routing = Routing(  # its check refuses None
@@ -200,7 +201,8 @@ class Buffer(LowLatency):
                 made = received = dispatch(
                     pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
                 )
-                operation.hand_over(*_flat(made.x), *made[1:3], *made.handle.tensors())
+                if operation.is_apart:
+                    operation.hand_over(*_flat(made.x), *made[1:3], *made.handle.tensors())
         return *received, operation.event
 
     def combine(
@@ -243,7 +245,8 @@ class Buffer(LowLatency):
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
             if biases:
                 combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
-            operation.hand_over(combined_x, combined_weights, *plans.tensors())
+            if operation.is_apart:
+                operation.hand_over(combined_x, combined_weights, *plans.tensors())
         return combined_x, combined_weights, operation.event
 
     @staticmethod

@@ -49,7 +49,7 @@ class Dispatched(NamedTuple):
 
 def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int) -> Dispatched:
     """Dispatch by a new routing; arguments are those of ``Buffer.dispatch``."""
-    num_ranks, by_topk = pool.group.size(), routing.topk_idx is not None
+    num_ranks, by_topk, exact = pool.group.size(), routing.topk_idx is not None, envs.deep_ep_exact()
     routing.check(rows, num_ranks)
     if num_worst_tokens and not by_topk:
         checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
@@ -68,7 +68,6 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
         max_recv_rows=num_worst_tokens or None,
     )
     plans = Plans(pool, routing.is_token_in_rank, sized, key, out, num_worst_tokens=num_worst_tokens)
-    exact = envs.deep_ep_exact()
     everyone = None if by_topk and not exact else _gather(pool, routing)
     prefix = None if everyone is None else everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
     return Dispatched(

@@ -50,10 +50,13 @@ class EventOverlap:
 
 
 class Operation:
-    """One operation: the tensors that it gives to the caller's stream, and at the end its event."""
+    """One operation: the tensors that it gives to the caller's stream, and at the end its event.
 
-    def __init__(self):
-        self.event = EventOverlap()
+    is_apart: it runs in a stream of its own; elsewhere nothing need be handed over
+    """
+
+    def __init__(self, is_apart: bool):
+        self.event, self.is_apart = EventOverlap(), is_apart
         self._outputs: list[Tensor] = []
 
     def hand_over(self, *outputs: Tensor | None) -> None:
@@ -81,9 +84,10 @@ class CommStream:
 
         Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked.
         """
-        operation, before = Operation(), getattr(previous_event, "event", None)
-        is_apart = async_finish or before is not None
-        if not is_apart or not any(t is not None and t.is_cuda for t in inputs):
+        before = getattr(previous_event, "event", None)
+        is_apart = (async_finish or before is not None) and any(t is not None and t.is_cuda for t in inputs)
+        operation = Operation(is_apart)
+        if not is_apart:
             yield operation
             if async_finish:
                 operation.event = EventOverlap(EventHandle())

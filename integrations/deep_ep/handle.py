@@ -105,6 +105,15 @@ class Plans:
         return out.x
 
 
+_QUEUE_NAMES = "rdma_channel_prefix_matrix gbl_channel_prefix_matrix recv_rdma_channel_prefix_matrix "
+_QUEUE_NAMES += "recv_rdma_rank_prefix_sum recv_gbl_channel_prefix_matrix recv_gbl_rank_prefix_sum recv_src_meta "
+_QUEUE_NAMES += "send_rdma_head send_nvl_head"
+_NO_QUEUES = tuple(Unavailable(name, _QUEUES) for name in _QUEUE_NAMES.split())
+_NO_CHANNELS = tuple(Unavailable(name, _QUEUES) for name in ("channel_prefix_matrix", "recv_channel_prefix_matrix"))
+_NO_SEND_HEAD = Unavailable("send_head", _QUEUES)
+_NO_PREFIX, _NO_SRC_IDX = (Unavailable(name, _EXACT) for name in ("rank_prefix_matrix", "recv_src_idx"))
+
+
 class DispatchHandle(tuple):
     """As DeepEP's: 6 items with up to 8 ranks, 10 with more; ``plans`` is what our operations use.
 
@@ -119,18 +128,14 @@ class DispatchHandle(tuple):
     def make(cls, plans: Plans, prefix: Tensor | None, src_idx: Tensor | None) -> DispatchHandle:
         if plans.pool.group.size() <= NVL_PEERS:
             items: tuple[object, ...] = (
-                Unavailable("rank_prefix_matrix", _EXACT) if prefix is None else prefix,
-                Unavailable("channel_prefix_matrix", _QUEUES),
-                Unavailable("recv_channel_prefix_matrix", _QUEUES),
-                Unavailable("recv_src_idx", _EXACT) if src_idx is None else src_idx,
+                _NO_PREFIX if prefix is None else prefix,
+                *_NO_CHANNELS,
+                _NO_SRC_IDX if src_idx is None else src_idx,
                 plans.is_token_in_rank,
-                Unavailable("send_head", _QUEUES),
+                _NO_SEND_HEAD,
             )
         else:
-            queues = "rdma_channel_prefix_matrix gbl_channel_prefix_matrix recv_rdma_channel_prefix_matrix "
-            queues += "recv_rdma_rank_prefix_sum recv_gbl_channel_prefix_matrix recv_gbl_rank_prefix_sum recv_src_meta "
-            queues += "send_rdma_head send_nvl_head"
-            items = (plans.is_token_in_rank, *(Unavailable(name, _QUEUES) for name in queues.split()))
+            items = (plans.is_token_in_rank, *_NO_QUEUES)
         handle = cls(items)
         handle.plans = plans
         return handle
