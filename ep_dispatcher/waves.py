@@ -96,8 +96,12 @@ def why_not(buffer: Buffer, wants_gradients: bool) -> str | None:
         return "num_sms is more than half of the GPU's multiprocessors, or ranks can be masked"
     if not wants_gradients and config.hidden * config.dtype.itemsize <= LONG_ROW:
         return f"rows of at most {LONG_ROW} bytes without gradients"
-    # Then nothing runs beside another kernel.
-    return None if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0") else "CUDA_LAUNCH_BLOCKING is set"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
+        return "CUDA_LAUNCH_BLOCKING is set"
+    # A graph orders its branches by itself. With one queue a GEMM may then stand before the pull that it waits for.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_current_stream_capturing():
+        return "it is captured in a CUDA graph with CUDA_DEVICE_MAX_CONNECTIONS=1"
+    return None
 
 
 def push_after(num_ranks: int, num_topk: int, intermediate: int, itemsize: int) -> float:
@@ -164,8 +168,8 @@ class _Mlp(torch.autograd.Function):
         )
         rows, row_weights, handle = out.x, out.topk_weights, out.handle
         assert isinstance(rows, Tensor) and row_weights is not None  # as x and topk_weights were given
-        kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
         with _Layer(buffer, rows) as layer:
+            kernels, ends = grouped_gemm.kernels(), out.tokens_per_expert.cumsum(0, dtype=torch.int32)
             hidden_rows = rows.new_empty(rows.shape[0], call.w1[0].shape[0])
             arrived = layer.receive(SMS.pull) if has_waves else None
             kernels.multiply(rows, call.w1, ends, hidden_rows, transposed=True, arrived=arrived)
@@ -196,10 +200,10 @@ class _Mlp(torch.autograd.Function):
         check_saved_plan(plan)
         has_waves = buffer._live_engine().has_waves
         sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
+        of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
+        of_rows = torch.empty_like(rows)
         of_y = buffer._launch_dispatch(sent, only_sends=has_waves).rows
         with _Layer(buffer, of_y) as layer:
-            of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
-            of_rows = torch.empty_like(rows)
             arrived = layer.receive(SMS.grad_pull) if has_waves else None
             kernels.multiply(of_y, w2, ends, of_activated, transposed=False, arrived=arrived)
             of_hidden, of_weights = kernels.weighted_swiglu_grad(of_activated, hidden_rows, row_weights, ends)
@@ -219,7 +223,8 @@ class _Mlp(torch.autograd.Function):
 class _Layer:
     """What forward and backward share: operations in the side stream, and their counters.
 
-    At the end the main stream waits for the side stream, so memory of either may be used again.
+    At the end the main stream waits for the side stream, so memory of either may be used again. An error that leaves an
+    operation half done, such as one of memory, ends the buffer: its peers learn of it at once.
     """
 
     def __init__(self, buffer: Buffer, rows: Tensor):
@@ -232,6 +237,8 @@ class _Layer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.engine.unreceived is not None:
+            self.engine.give_up("ran the experts of a layer", error)
         self.join()
 
     def counters(self) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ import time
 import types
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -331,58 +330,160 @@ def on_a_cpu(rank: int) -> None:
         assert torch.equal(ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=True), plain)
 
 
+class Machine:
+    """What stands for a GPU: streams that note what is launched in them. Everything runs at once, in that order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, buffer: ep.Buffer):
+        self.log: list[str] = []
+        self.main, self.side = FakeStream("main", self), FakeStream("side", self)
+        self.current, self.engine = self.main, EngineOnACpu(self, buffer._engine)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "stream", self.using)
+        patch.setattr(torch.Tensor, "record_stream", lambda t, stream: None)
+        patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu(self))
+        patch.setattr(buffer, "_launch_dispatch", partial(self.launch_dispatch, buffer._launch_dispatch))
+        patch.setattr(buffer, "_launch_combine", partial(self.launch_combine, buffer._launch_combine))
+        patch.setattr(waves, "_Layer", partial(LayerOnACpu, self))
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.current.name}: {text}")
+
+    @contextlib.contextmanager
+    def using(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def launch_dispatch(self, launch, request, only_sends=False, by_expert=False, **rest):
+        self.note("stage" if only_sends else "dispatch")
+        return launch(request, only_sends=only_sends, **rest)
+
+    def launch_combine(self, launch, request, only_sends=False, waves=None):
+        blocks = "" if waves is None else f" by {waves.num_blocks}"
+        self.note(("push" if only_sends else "combine") + blocks)
+        return launch(request, only_sends=only_sends)
+
+
+class FakeStream:
+    def __init__(self, name: str, machine: Machine):
+        self.name, self.machine = name, machine
+
+    def wait_stream(self, other) -> None:
+        self.machine.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.machine.log.append(f"{self.name} records an event")
+        return "the event"
+
+    def wait_event(self, event: str) -> None:
+        self.machine.log.append(f"{self.name} waits for {event}")
+
+
+class EngineOnACpu:
+    """The CPU engine, which takes no waves."""
+
+    num_sms, all_sms = 100, 132
+
+    def __init__(self, machine: Machine, engine):
+        self.machine, self.engine, self.given_up = machine, engine, []
+
+    unreceived = property(lambda self: self.engine.unreceived)
+
+    def side_stream(self):
+        return self.machine.side
+
+    def receive(self, waves: Waves) -> None:
+        self.machine.note(f"receive the {self.unreceived} by {waves.num_blocks}")
+        self.engine.receive()
+
+    def give_up(self, doing: str, error: BaseException) -> None:
+        self.given_up.append(f"{doing}: {error}")
+
+
+class LayerOnACpu(waves._Layer):
+    def __init__(self, machine: Machine, buffer, rows):
+        self.buffer, self.engine, self.rows = buffer, machine.engine, rows
+        self.main, self.side = machine.main, machine.side
+
+
 class KernelsOnACpu:
     """Stand for the Triton kernels: loops over experts."""
 
-    @staticmethod
-    def multiply(rows, weights, ends, out, *, transposed, arrived=None, written=None):
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def multiply(self, rows, weights, ends, out, *, transposed, arrived=None, written=None):
+        self.machine.note("GEMM" + " that waits" * (arrived is not None) + " that counts" * (written is not None))
         call = grouped_gemm.linear if transposed else grouped_gemm.linear_grad_rows
         out.copy_(call(rows, weights, ends))
 
+    def wait_until_begun(self, begun, num_blocks, limit_s):
+        self.machine.note(f"until {num_blocks} have begun")
+
+    def wait_for_share(self, written, ends, num_rows, share):
+        self.machine.note("until rows are written")
+
+    def outer_products(self, *given, **options):
+        self.machine.note("GEMM of weights")
+        grouped_gemm.linear_grad_weights(*given, **options)
+
     weighted_swiglu = staticmethod(grouped_gemm.weighted_swiglu)
     weighted_swiglu_grad = staticmethod(grouped_gemm.weighted_swiglu_grad)
-    outer_products = staticmethod(grouped_gemm.linear_grad_weights)
     pieces_of_row = staticmethod(lambda *given, **options: 1)
 
 
-class LayerOnACpu:
-    """Stand for waves._Layer: a combine that waits for rows runs once the GEMM is behind it."""
+FORWARD = """
+    main: stage
+    side waits for main
+    side: receive the dispatch by 11
+    main: until 11 have begun
+    main: GEMM that waits
+    main waits for side
+    main records an event
+    main: GEMM that counts
+    side waits for the event
+    side: until rows are written
+    side: push by 12
+    main waits for side
+    main: receive the combine by 132
+    main waits for side
+"""
+BACKWARD = """
+    main: stage
+    side waits for main
+    side: receive the dispatch by 13
+    main: until 13 have begun
+    main: GEMM that waits
+    main: GEMM
+    side waits for main
+    side: combine by 14
+    main: GEMM of weights
+    main: GEMM of weights
+    main waits for side
+"""
+# Of several nodes: rows and sums cross as ever, and the combine of the backward runs beside GEMMs.
+FORWARD_OF_NODES = """
+    main: dispatch
+    main: GEMM
+    main waits for side
+    main: GEMM
+    main: combine
+    main waits for side
+"""
+BACKWARD_OF_NODES = """
+    main: dispatch
+    main: GEMM
+    main: GEMM
+    side waits for main
+    side: combine
+    main: GEMM of weights
+    main: GEMM of weights
+    main waits for side
+"""
 
-    launches: ClassVar[list[tuple[str, int | None]]] = []  # of all layers, with their blocks
 
-    def __init__(self, buffer, rows):
-        self.buffer, self.main = buffer, types.SimpleNamespace(record_event=lambda: None)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def receive(self, most):
-        self.launches.append(("pull", most))
-        self.buffer._live_engine().receive()
-
-    def join(self):
-        pass
-
-    def counters(self):
-        return None, None
-
-    def beside(self, most, begun=None, done=None, pieces_of_row=1):
-        return Waves(most, begun, done, pieces_of_row)
-
-    def combine(self, request, waves):
-        self.launches.append(("combine", waves and waves.num_blocks))
-        return self.buffer._launch_combine(request)
-
-    def push(self, request, waves, ready, ends, activated):
-        self.launches.append(("push", waves.num_blocks))
-        self.request, self.result = request, types.SimpleNamespace()
-        return self.result
-
-    def sum(self):
-        vars(self.result).update(self.buffer._launch_combine(self.request)._asdict())
+def lines_of(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
 
 
 def with_stand_ins(rank: int, kind: str) -> None:
@@ -393,16 +494,12 @@ def with_stand_ins(rank: int, kind: str) -> None:
     probs, of_y = torch.rand(5 + rank, 2, generator=generator), torch.randn(5 + rank, 16, generator=generator)
     results = []
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
-        launch = buffer._launch_dispatch
-        patch.setattr(buffer, "_launch_dispatch", lambda request, by_expert=False, **rest: launch(request, **rest))
-        patch.setattr(grouped_gemm, "kernels", lambda: KernelsOnACpu)
-        patch.setattr(waves, "_Layer", LayerOnACpu)
+        machine = Machine(patch, buffer)
         patch.setattr(waves, "SMS", waves.Sms(pull=11, push=12, grad_pull=13, grad_combine=14))
-        # The steps one after the other; only the combine of the backward beside GEMMs; all.
-        launches = {True: [("pull", 11), ("push", 12), ("pull", 13), ("combine", 14)], False: [("combine", None)]}
+        launches = {True: (FORWARD, BACKWARD), False: (FORWARD_OF_NODES, BACKWARD_OF_NODES)}
         for overlaps, has_waves in ((False, False), (True, False), (True, True)):
             patch.setattr(type(buffer._engine), "has_waves", has_waves)
-            LayerOnACpu.launches.clear()
+            machine.log.clear()
             tensors = [t.clone() for t in (x, probs, w1, w2)]
             weights, taken = tensors[2:], []
             if kind != "one tensor":
@@ -421,8 +518,13 @@ def with_stand_ins(rank: int, kind: str) -> None:
                 ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
                 rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, *weights, **options)
                 y = ep.combine(buffer, rows, out.handle)
+            forward, backward = map(lines_of, launches[has_waves])
+            if overlaps:
+                assert machine.log == forward
+            machine.log.clear()
             y.backward(of_y)
-            assert LayerOnACpu.launches == (launches[has_waves] if overlaps else [])
+            if overlaps:
+                assert machine.log == (backward[:-3] + backward[-1:] if taken else backward)
             found = [y.detach(), *(t.grad for t in wanted)]
             if taken:
                 sums = [[torch.ones_like(w) for w in of] for of in weights]
@@ -441,6 +543,52 @@ def with_stand_ins(rank: int, kind: str) -> None:
 def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
     """Every kind of weights and of receivers of their gradients. Each launch has its own number of blocks."""
     pools(2).run(with_stand_ins, kind)
+
+
+def without_memory(rank: int) -> None:
+    """An error behind what a layer has sent and not received ends the buffer; one elsewhere does not."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
+    given = torch.randn(5, 16), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2), torch.randn(2, 8, 16)
+
+    def fail(*_, **__):
+        raise torch.cuda.OutOfMemoryError("made up")
+
+    for place, ends in ((waves._Layer, "counters"), (KernelsOnACpu, "weighted_swiglu")):
+        with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+            machine = Machine(patch, buffer)
+            patch.setattr(type(buffer._engine), "has_waves", True)
+            patch.setattr(place, ends, fail)
+            with pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
+                waves.overlapped_mlp(buffer, *given, torch.randn(2, 16, 4), 40)
+            is_sent = ends == "counters"
+            assert machine.engine.given_up == ["ran the experts of a layer: made up"] * is_sent
+            assert (buffer._engine.unreceived == "dispatch") is is_sent and machine.log[-1] == "main waits for side"
+
+
+def test_an_error_in_the_middle_of_a_layer(pools):
+    pools(2).run(without_memory)
+
+
+@pytest.mark.parametrize(
+    "variable, value, captures, reason",
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", True, "it is captured in a CUDA graph with CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", False, None),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", True, None),
+        ("CUDA_LAUNCH_BLOCKING", "1", False, "CUDA_LAUNCH_BLOCKING is set"),
+    ],
+)
+def test_where_kernels_cannot_run_side_by_side(variable, value, captures, reason):
+    topology = types.SimpleNamespace(num_nodes=1)
+    config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=4096, hidden=7168, dtype=torch.bfloat16)
+    engine = types.SimpleNamespace(device="cuda", has_waves=True)
+    buffer = types.SimpleNamespace(_config=config, _live_engine=lambda: engine)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+            patch.delenv(name, raising=False)
+        patch.setenv(variable, value)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+        assert waves.why_not(buffer, wants_gradients=False) == reason
 
 
 def test_when_pushes_begin():
