@@ -359,7 +359,8 @@ class Buffer:
                       tokens; a backward needs that. Decode layout has none
         weights       decode layout, and needed there: float32 [num_tokens, num_topk] of this rank's tokens. It is not
                       read where topk_idx is -1
-        out           decode layout: [num_tokens, hidden] of the buffer's dtype, which becomes res.x
+        out           decode layout: [num_tokens, hidden] of the buffer's dtype, which becomes res.x. The sums are
+                      written straight there, unless it is strided or part of y's memory: then they are copied
         return_hook   decode layout: as in dispatch
         async_finish  as in dispatch
 
@@ -721,9 +722,10 @@ class Buffer:
         weights: Tensor | None = None,
         only_sends: bool = False,
         waves: Waves | None = None,
+        out: Tensor | None = None,
     ) -> Combined:
         self._check_received("combine")
-        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends, waves)
+        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends, waves, out)
 
     def _check_received(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""

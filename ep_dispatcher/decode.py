@@ -125,14 +125,25 @@ def combine(
     if out is not None:
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), engine.device)
     request = CombineRequest(y.reshape(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
-    combined = buffer._launch_combine(request, plain(weights), only_sends=return_hook)
+    sums = out.detach() if out is not None and _takes_sums(out, y) else None
+    combined = buffer._launch_combine(request, plain(weights), only_sends=return_hook, out=sums)
 
     def complete() -> None:
-        if out is not None:
+        if out is None:
+            return
+        if sums is None:
             out.detach().copy_(combined.x)
+        elif not out.is_inference():  # which count no changes
+            torch.autograd.graph.increment_version(out)
 
     hook = _complete(buffer, complete, return_hook)
     return CombineOutput(combined.x if out is None else out, None, buffer._event(), hook)
+
+
+def _takes_sums(out: Tensor, y: Tensor) -> bool:
+    """Return whether an engine may write its sums there while y is read: a tensor in one piece, none of y's memory."""
+    is_apart = out.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+    return is_apart and out.is_contiguous() and not out.is_neg() and out.data_ptr() % checks.ROW_GRANULARITY == 0
 
 
 def _with_powers_of_two(

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, float8, reference
+from ep_dispatcher.engines import Combined
 from ep_dispatcher.testing import ROUTINGS, device_of
 
 LIMIT_S = 1.0
@@ -236,6 +237,38 @@ def test_many_steps(pools, engine, ranks_per_node):
             x = torch.nan_to_num(inputs.x[rank])
             expected = x * torch.nan_to_num(weights_of(case, inputs, rank)).sum(1, keepdim=True)
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def with_outputs(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    """Sums go straight into `out` where they can, and are copied there where they cannot."""
+    device, num_tokens = device_of(engine, rank), len(inputs.topk_idx[rank])
+    weights = to(device, weights_of(case, inputs, rank))
+    with make_buffer(case, engine, 32) as buffer:
+        received = buffer.dispatch(to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank]), layout="decode")
+        y = torch.nan_to_num(received.x)
+        memory = y.new_empty(y.numel() + num_tokens * case.hidden)
+        shared = memory[: y.numel()].view_as(y).copy_(y)
+        right, allocated = buffer.combine(y, received.handle, weights=weights).x, []
+        launch = buffer._engine.combine
+        buffer._engine.combine = lambda *given: allocated.append(launch(*given).x) or Combined(allocated[-1], None)
+        for out, rows, is_direct in (
+            (torch.empty_like(right), y, True),
+            (right.new_empty(num_tokens, 2 * case.hidden)[:, : case.hidden], y, False),
+            (right.new_empty(right.numel() + 1)[1:].view_as(right), y, False),
+            (memory[y.numel() :].view_as(right), shared, False),
+        ):
+            version = out._version
+            combined = buffer.combine(rows, received.handle, weights=weights, out=out)
+            assert combined.x is out and torch.equal(out, right) and out._version > version
+            assert (allocated.pop().data_ptr() == out.data_ptr()) is is_direct
+        with torch.inference_mode():
+            out = torch.empty_like(right)
+            assert torch.equal(buffer.combine(y, received.handle, weights=weights, out=out).x, right)
+
+
+def test_outputs(pools, engine):
+    case = Case(2, 2, torch.bfloat16, layout="decode", weighted=False, num_topk=3, experts_per_rank=3)
+    pools(2).run(with_outputs, engine, case, make_inputs(case))
 
 
 def operations_so_far(buffer: ep.Buffer) -> int:

@@ -149,6 +149,7 @@ class Engine(Protocol):
     ) -> Received: ...
 
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
+    # `out`: contiguous memory for the sums, none of y's. None: new memory.
     # `waves`: take so many blocks. With `only_sends` and counters rows of y leave as soon as they are written.
     def combine(
         self,
@@ -156,6 +157,7 @@ class Engine(Protocol):
         weights: Tensor | None = None,
         only_sends: bool = False,
         waves: Waves | None = None,
+        out: Tensor | None = None,
     ) -> Combined: ...
 
     # `waves`: count the rows of a dispatch as they arrive; or take so many blocks for the rest of a combine.

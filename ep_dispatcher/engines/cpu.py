@@ -232,10 +232,11 @@ class CpuEngine:
         weights: Tensor | None = None,
         only_sends: bool = False,
         waves: Waves | None = None,
+        out: Tensor | None = None,
     ) -> Combined:
         assert waves is None
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
-        x = y.new_empty(request.num_tokens, self._config.hidden)
+        x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
         weights_out = torch.empty(request.num_tokens, self._config.num_topk) if has_weights else None
         topk_weights = address_of(request.topk_weights)
         with self._operation("combine", request.plan) as step:

@@ -310,12 +310,13 @@ class CudaEngine:
         weights: Tensor | None = None,
         only_sends: bool = False,
         waves: Waves | None = None,
+        out: Tensor | None = None,
     ) -> Combined:
         y, plan, topk_weights, num_tokens, _ = request
         with self._operation("combine", y, plan, topk_weights, weights, traced=not only_sends) as (stream, _):
             y = _aligned(y)
             args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
-            x = y.new_empty(num_tokens, self._config.hidden)
+            x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
             weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
             args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
