@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ep_dispatcher import checks, grouped_gemm, waves
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
@@ -32,6 +33,7 @@ def moe_mlp(
     activation: str = "swiglu",
     max_recv_rows: int | None = None,
     overlap: bool = True,
+    keep_activated: bool = True,
 ) -> Tensor:
     """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
 
@@ -52,9 +54,11 @@ def moe_mlp(
                    bytes, because shorter ones gain nothing. With several nodes only the combine of a backward runs
                    under GEMMs. Else it changes nothing. Set it to False where kernels run one at a time, as under
                    compute-sanitizer. The last sums take all multiprocessors, as the GEMMs do
+    keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
+                   are kept of each received row
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
-    then rounded. The second GEMM follows.
+    then rounded. The second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too.
 
     Gradients reach x, topk_weights, w1 and w2. For the backward the received rows, the results of the first GEMM and
     those of the activation are kept, all in the buffer's dtype. There are no second derivatives. As in ep.dispatch,
@@ -81,13 +85,15 @@ def moe_mlp(
         w1, w2 = _aligned(w1), _aligned(w2)
     if has_kernels:
         send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-        return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, overlap=overlap)
+        options = dict(overlap=overlap, keep_activated=keep_activated)
+        return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
     out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
     ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-    hidden_rows = _grouped_linear(out.x, w1, ends)
-    activated = _WeightedSwiglu.apply(hidden_rows, out.topk_weights)
-    return combine(buffer, _grouped_linear(activated, w2, ends), out.handle)
+    second = _activated_linear
+    if not keep_activated:
+        second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
+    return combine(buffer, second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends), out.handle)
 
 
 def run_layer(
@@ -136,6 +142,11 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     end = ends.tolist()
     parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+
+
+def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends: Tensor) -> Tensor:
+    """Return the results of the experts, from those of their first GEMM."""
+    return _grouped_linear(_WeightedSwiglu.apply(hidden_rows, row_weights), w2, ends)
 
 
 class _WeightedSwiglu(torch.autograd.Function):

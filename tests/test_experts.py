@@ -62,7 +62,9 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
     own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
     leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
     topk_idx = inputs.topk_idx[rank].to(device)
-    options = {"max_recv_rows": MAX_RECV_ROWS} if how in ("fixed rows", "compiled") else {}
+    compiles, keeps_less = how.startswith("compiled"), how.endswith("keeps less")
+    options = {"max_recv_rows": MAX_RECV_ROWS} if how == "fixed rows" or compiles else {}
+    options |= {"keep_activated": False} if keeps_less else {}
 
     def forward(x, topk_weights, w1, w2):
         return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
@@ -71,7 +73,7 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
     with make_buffer(case, engine, MAX_TOKENS) as buffer, around.get(how, contextlib.nullcontext)():
         if how == "recomputed":
             y = checkpoint(forward, *leaves, use_reentrant=False)
-        elif how == "compiled":
+        elif compiles:
             y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
         else:
             y = forward(*leaves)
@@ -93,6 +95,8 @@ def swiglu_experts(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch
         (2, 2, torch.bfloat16, "compiled"),
         (3, 3, torch.float16, "plain"),
         (4, 2, torch.float32, "recomputed"),
+        (1, 1, torch.bfloat16, "compiled, keeps less"),
+        (2, 2, torch.float32, "keeps less"),
         (4, 1, torch.bfloat16, "fixed rows"),
     ],
     ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
@@ -119,9 +123,35 @@ def bits(rank: int, engine: str, case: Case, inputs: Inputs, hows: list[str]):
 def test_every_way_gives_the_same_bits(pools, engine):
     """A recompute, static shapes and a second run: the same operations in the same order."""
     case, inputs = make_case(2, 1, torch.bfloat16)
-    for plain, *others in pools(2).run(bits, engine, case, inputs, ["plain", "plain", "fixed rows", "recomputed"]):
+    hows = ["plain", "plain", "fixed rows", "recomputed", "keeps less"]
+    for plain, *others in pools(2).run(bits, engine, case, inputs, hows):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(plain, other))
+
+
+def kept(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    """keep_activated=False keeps `intermediate` values less of each received row."""
+    device = device_of(engine, rank)
+    w1, w2 = (w.to(device).requires_grad_() for w in weights_of(case))
+    x, idx, weights = (t[rank].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    sizes = []
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        for keep_activated in (True, False):
+            found: dict[int, int] = {}
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, found=found: (
+                    found.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+                ),
+                lambda t: t,
+            ):
+                y = ep.moe_mlp(buffer, x, idx, weights, w1, w2, max_recv_rows=100, keep_activated=keep_activated)
+            y.sum().backward()
+            sizes.append(sum(found.values()))
+    assert sizes[0] - sizes[1] == 100 * INTERMEDIATE * x.itemsize, sizes
+
+
+def test_less_is_kept(pools, engine):
+    pools(1).run(kept, engine, *make_case(1, 1, torch.bfloat16))
 
 
 def wrong_arguments(rank: int, engine: str) -> None:
