@@ -21,6 +21,7 @@ HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
 MAX_TOKENS = 3000  # too many for direct plans
 LIMIT_S = 8
 FEWEST = (1, 1, 1, 1, 1)  # waves.Sms
+CYCLES_OF_A_LONG_TIME = 100_000_000  # 50 ms of an H200
 
 
 def make_buffer(**changes) -> ep.Buffer:
@@ -42,15 +43,21 @@ def routing(kind: str, num_tokens: int, num_experts: int, generator: torch.Gener
     return idx
 
 
-def layer_inputs(rank: int, kind: str, num_tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+def layer_inputs(
+    rank: int, kind: str, num_tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, ...]:
     """x, topk_idx, topk_weights, w1, w2 of one rank."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
     idx = routing(kind, num_tokens, EXPERTS_PER_RANK * dist.get_world_size(), generator)
     weights = torch.rand(num_tokens, TOPK, generator=generator)
     w1 = torch.randn(EXPERTS_PER_RANK, 2 * INTERMEDIATE, HIDDEN, generator=generator) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
-    return tuple(t.cuda() for t in (x, idx, weights, w1.bfloat16(), w2.bfloat16()))
+    return tuple(t.cuda() for t in (x, idx, weights, w1.to(dtype), w2.to(dtype)))
+
+
+def raise_out_of_memory(*_, **__):
+    raise torch.cuda.OutOfMemoryError("made up")
 
 
 def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> list[torch.Tensor]:
@@ -76,7 +83,7 @@ def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes
     with buffer_with(sms, **changes) as buffer:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
-            given = layer_inputs(rank, kind, num_tokens, seed=step)
+            given = layer_inputs(rank, kind, num_tokens, step, buffer._config.dtype)
             assert waves.can_overlap(buffer, wants_gradients=True)
             plain = run_layer(buffer, given, overlap=False)
             enough = TOPK * MAX_TOKENS * dist.get_world_size()
@@ -92,6 +99,11 @@ def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes
 def test_the_bits_of_one_step_after_the_other(pools, engine, num_ranks):
     """Whatever the routing, and whatever the tokens of the ranks; none among them."""
     pools(num_ranks).run(both_ways, ["uniform", "hot", "few", "one expert", "uniform", "uniform"])
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_float16(pools, engine):
+    pools(2).run(partial(both_ways, dtype=torch.float16), ["uniform", "few"])
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -124,11 +136,73 @@ def pushes_first(rank: int) -> None:
     kernels.wait_for_share(done, torch.zeros_like(ends), 120, 0.5)  # of no rows
     kernels.wait_for_share(done[:0], ends, 0, 0.5)
     torch.cuda.synchronize()
+    # A GEMM that has begun is waited for, however long it takes.
+    other, (begin, end) = torch.cuda.Stream(), (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    ends, done[2] = torch.tensor([40, 190], dtype=torch.int32, device="cuda"), 1
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(CYCLES_OF_A_LONG_TIME)
+        done[0] += 1
+    begin.record()
+    kernels.wait_for_share(done, ends, 192, 1.0)
+    end.record()
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) > 3000 * kernels.BEGIN_S
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
 def test_the_wait_for_a_share_ends(pools, engine):
     pools(1).run(pushes_first)
+
+
+@contextlib.contextmanager
+def a_late_last_gemm() -> Iterator[None]:
+    """Pushes wait for no share of the last GEMM, which begins long after them."""
+    kernels = grouped_gemm.kernels()
+    multiply = kernels.multiply
+
+    def late(*given, written=None, **options) -> None:
+        if written is not None:
+            torch.cuda._sleep(CYCLES_OF_A_LONG_TIME)
+        multiply(*given, written=written, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BEGIN_S", 0.0)
+        patch.setattr(kernels, "multiply", late)
+        yield
+
+
+def pushes_wait_for_rows(rank: int) -> None:
+    device_of("cuda", rank)
+    with a_late_last_gemm():
+        both_ways(rank, ["uniform", "few", "one expert"])
+        in_a_graph(rank, waves.SMS)
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_pushes_that_start_before_the_last_gemm(pools, engine, num_ranks):
+    """They hold their multiprocessors and wait for its rows, also in a graph."""
+    pools(num_ranks).run(pushes_wait_for_rows)
+
+
+def without_a_wait(rank: int) -> None:
+    device_of("cuda", rank)
+    with make_buffer() as buffer:
+        given = layer_inputs(rank, "uniform", 2500, seed=0)
+        enough = TOPK * MAX_TOKENS * dist.get_world_size()
+        plain = run_layer(buffer, given, max_recv_rows=enough)
+        torch.cuda.set_sync_debug_mode("error")  # raises where the host waits
+        try:
+            found = run_layer(buffer, given, max_recv_rows=enough)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(a, b) for a, b in zip(plain, found))
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_the_host_waits_for_nothing(pools, engine):
+    pools(2).run(without_a_wait)
 
 
 def at_the_edges(rank: int, sms: waves.Sms) -> None:
@@ -243,6 +317,34 @@ def a_late_rank(rank: int, sms: waves.Sms) -> float:
 def test_a_late_rank_is_named_and_the_gemms_end(pools, engine, sms):
     waited = pools(2).run(a_late_rank, sms)
     assert LIMIT_S - 1 < waited[0] < LIMIT_S + 5
+
+
+def without_memory_on_a_gpu(rank: int) -> None:
+    """Rank 0 fails between sending and receiving. Rank 1 hears of it before its limit."""
+    device_of("cuda", rank)
+    buffer, given = make_buffer(), layer_inputs(rank, "uniform", 2000, seed=0)
+    run_layer(buffer, given)
+    dist.barrier()
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waves._Layer, "counters", raise_out_of_memory)
+            with pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
+                run_layer(buffer, given)
+        with pytest.raises(RuntimeError, match="gave up while it ran the experts of a layer, by OutOfMemoryError"):
+            run_layer(buffer, given)
+    else:
+        begin = time.monotonic()
+        with pytest.raises(ep.PeerTimeoutError) as error:
+            run_layer(buffer, given)
+            buffer.check()
+        assert error.value.late_ranks == (0,) and time.monotonic() - begin < 30
+    torch.cuda.synchronize()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_peers_hear_of_an_error_in_the_middle_of_a_layer(pools, engine):
+    pools(2).run(without_memory_on_a_gpu)
 
 
 def few_after_none(rank: int) -> None:
@@ -550,14 +652,11 @@ def without_memory(rank: int) -> None:
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
     given = torch.randn(5, 16), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2), torch.randn(2, 8, 16)
 
-    def fail(*_, **__):
-        raise torch.cuda.OutOfMemoryError("made up")
-
     for place, ends in ((waves._Layer, "counters"), (KernelsOnACpu, "weighted_swiglu")):
         with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
             machine = Machine(patch, buffer)
             patch.setattr(type(buffer._engine), "has_waves", True)
-            patch.setattr(place, ends, fail)
+            patch.setattr(place, ends, raise_out_of_memory)
             with pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
                 waves.overlapped_mlp(buffer, *given, torch.randn(2, 16, 4), 40)
             is_sent = ends == "counters"
