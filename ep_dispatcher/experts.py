@@ -52,8 +52,8 @@ def moe_mlp(
                    ranks. It needs a GPU, bfloat16 or float16, max_tokens_per_rank of 2048 or more, and at most half
                    of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192
                    bytes, because shorter ones gain nothing. With several nodes only the combine of a backward runs
-                   under GEMMs. Else it changes nothing. Set it to False where kernels run one at a time, as under
-                   compute-sanitizer. The last sums take all multiprocessors, as the GEMMs do
+                   under GEMMs. Else it changes nothing. The last sums take all multiprocessors, as the GEMMs do.
+                   docs/limits.md says where to set it to False
     keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
                    are kept of each received row
 
