@@ -352,7 +352,8 @@ class Buffer:
 
         y             [rows, hidden] of the buffer's dtype, in the order of dispatch's rows. Padding is not read. In
                       rank layout each row is the caller's sum over the token's local experts. In decode layout it has
-                      the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]
+                      the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]. They are
+                      sent from where they lie: contiguous memory that begins at a multiple of 16 bytes is not copied
         handle        of the dispatch, the same dispatch on all ranks. The CUDA engine reports a difference late, like
                       the errors of max_recv_rows
         topk_weights  float32, in the shape that dispatch returned, or None on every rank. They travel back to their
