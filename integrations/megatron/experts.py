@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,6 +318,12 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(parts.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
+    # GEMMs that wait for rows delay a send, and the rows may wait for what that send brings.
+    if parts.config.pipeline_model_parallel_size > 1 and parts.config.overlap_p2p_comm:
+        return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
+    # waves.why_not says so while a graph is captured, which is after this line.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(parts.config):
+        return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:
