@@ -331,6 +331,20 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
     return _why_not_hooks(experts)  # they would get other rows
 
 
+def why_copied(parts: Experts) -> str | None:
+    """Say why each grouped GEMM copies the weights first, and what helps. None: it takes them where they lie.
+
+    Weights get their last place when Megatron's DistributedDataParallel is made, so ask behind that.
+    """
+    weights = parts.weights()
+    if not grouped_gemm.has_kernels(weights[0][0]) or all(map(grouped_gemm.stack_in_place, weights)):
+        return None
+    ddp = parts.ddp()
+    if ddp is None or not ddp.ddp_config.use_distributed_optimizer:
+        return "each lies by itself, and --use-distributed-optimizer puts them side by side"
+    return "padding of buckets parts them, and a larger --ddp-bucket-size parts fewer"
+
+
 def communicates(experts: Module, buffer: Any) -> bool:
     """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
     # unregister() and those who replace a module's forward leave one that takes none.
@@ -359,6 +373,9 @@ def _decide_all() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         layers = [one for _, one in new]
         print(_said(layers), flush=True)
+        _, copied = _reasons((one, why_copied(one)) for one in layers if one.why_not is None)
+        if copied:
+            print(f"ep_dispatcher copies weights of experts for each GEMM: {copied}", flush=True)
         if any(one.may_overlap for one in layers):
             print(_said_of_waves(layers), flush=True)
 
