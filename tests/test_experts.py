@@ -12,6 +12,7 @@ from test_errors import error_of
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
+from ep_dispatcher import waves
 from ep_dispatcher.testing import device_of
 
 INTERMEDIATE = 24
@@ -122,6 +123,25 @@ def test_every_way_gives_the_same_bits(pools, engine):
     for plain, *others in pools(2).run(bits, engine, case, inputs, ["plain", "plain", "fixed rows", "recomputed"]):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(plain, other))
+
+
+def reasons(rank: int, engine: str) -> None:
+    """A reason where its steps run one after the other; the choice that moe_mlp makes."""
+    case, _ = make_case(1, 1)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        wanted = f"its engine is {engine}" if engine == "cpu" else "its rows are torch.float32"
+        assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, gradients=False) == wanted
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waves, "why_not", lambda buffer, wants_gradients: None if wants_gradients else "no gradients")
+            assert ep.why_no_overlap(buffer) is None
+            assert ep.why_no_overlap(buffer, gradients=False) == "no gradients"
+            assert waves.can_overlap(buffer, True) and not waves.can_overlap(buffer, False)
+        assert error_of(lambda: ep.why_no_overlap(None)).startswith("buffer: given NoneType, allowed: ")
+    assert "destroyed" in error_of(lambda: ep.why_no_overlap(buffer))
+
+
+def test_why_it_does_not_overlap(pools, engine):
+    pools(1).run(reasons, engine)
 
 
 def wrong_arguments(rank: int, engine: str) -> None:
