@@ -52,8 +52,9 @@ def moe_mlp(
                    ranks. It needs a GPU, bfloat16 or float16, max_tokens_per_rank of 2048 or more, and at most half
                    of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192
                    bytes, because shorter ones gain nothing. With several nodes only the combine of a backward runs
-                   under GEMMs. Else it changes nothing. The last sums take all multiprocessors, as the GEMMs do.
-                   docs/limits.md says where to set it to False
+                   under GEMMs. Else it changes nothing, and ep.why_no_overlap(buffer) says why. What counts is the
+                   buffer's max_tokens_per_rank, not the tokens of a call: all ranks choose alike. The last sums take
+                   all multiprocessors, as the GEMMs do. docs/limits.md says where to set it to False
     keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
                    are kept of each received row
 
@@ -94,6 +95,23 @@ def moe_mlp(
     if not keep_activated:
         second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
     return combine(buffer, second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends), out.handle)
+
+
+def why_no_overlap(buffer: Buffer, *, gradients: bool = True) -> str | None:
+    """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
+
+        reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
+
+    gradients  whether the layer has a backward: PyTorch's gradients are on, and an argument of it requires one
+
+    It moves nothing, and needs no other rank. The answer holds for every call with this buffer, however many tokens it
+    has. Only ``torch.compile`` and tools that look at operators (FakeTensor, make_fx) never overlap, whatever the
+    answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: nothing overlaps there.
+
+    Raises ValueError when `buffer` is no ep_dispatcher.Buffer, or was destroyed.
+    """
+    check_buffer(buffer)
+    return waves.why_not(buffer, gradients)
 
 
 def run_layer(

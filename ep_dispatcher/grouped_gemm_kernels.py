@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.grouped_gemm import WAVE_ROWS, Matrices
+from ep_dispatcher.grouped_gemm import WAVE_ROWS, Matrices, Stack, stack_in_place
 
 
 class Tile(NamedTuple):
@@ -41,37 +41,13 @@ BEGIN_S = 0.01  # the longest wait for a GEMM to write its first rows
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
 
 
-class Stack(NamedTuple):
-    """Matrices [n, k] of one size, as the rows of one matrix: expert e's begin at row `first + e * step`."""
-
-    base: Tensor  # the matrix at the lowest address
-    num_rows: int
-    first: int
-    step: int
-
-
 def stacked(weights: Matrices) -> Stack:
     """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
-    n, k = weights[0].shape
-    if isinstance(weights, Tensor) and weights.is_contiguous():
-        return Stack(weights, len(weights) * n, 0, n)
-    row_bytes = k * weights[0].element_size()
-    if len(weights) == 1 and weights[0].is_contiguous():
-        return Stack(weights[0], n, 0, n)
-    addresses = [weight.data_ptr() for weight in weights]
-    distance = addresses[1] - addresses[0]
-    # Between them the accelerator may read too, so it all has to be one piece of memory.
-    if (
-        distance % row_bytes == 0
-        and abs(distance) >= n * row_bytes
-        and all(b - a == distance for a, b in zip(addresses, addresses[1:]))
-        and all(weight.is_contiguous() for weight in weights)
-        and weights[0].untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
-    ):
-        step, last = distance // row_bytes, len(weights) - 1
-        lowest = weights[0] if step > 0 else weights[-1]
-        return Stack(lowest, abs(step) * last + n, 0 if step > 0 else -step * last, step)
-    return Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
+    stack = stack_in_place(weights)
+    if stack is None:
+        n = weights[0].shape[0]
+        stack = Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
+    return stack
 
 
 def multiply(

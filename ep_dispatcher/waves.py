@@ -87,6 +87,8 @@ def why_not(buffer: Buffer, wants_gradients: bool) -> str | None:
     config, engine = buffer._config, buffer._live_engine()
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
+    if config.dtype not in grouped_gemm.KERNEL_DTYPES:
+        return f"its rows are {config.dtype}"
     has_nodes = config.topology.num_nodes > 1
     if has_nodes and not wants_gradients:
         return f"its ranks are {config.topology.num_nodes} nodes, and there are no gradients"

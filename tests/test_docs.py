@@ -176,3 +176,16 @@ def test_the_texts_of_a_timeout_are_those_of_the_code():
     shown = [cell for cell in first_cells("A rank is late") if " " in cell and not cell.startswith("in a backward")]
     assert len(shown) == 5
     assert [cell for cell in shown if cell not in made] == []
+
+
+def test_versions_of_transformer_engine_and_apex_are_those_that_ran():
+    """In the table of Megatron's versions, with a dash where nothing ran; the recipe installs the same."""
+    page = text(ROOT / "docs" / "megatron.md")
+    rows = page.partition("## What was run")[2].strip().partition("\n\n")[0].splitlines()
+    head, _, *table = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert head[-2:] == ["TE", "apex"] and all(len(row) == len(head) for row in table)
+    assert all(cell for row in table for cell in row)
+    transformer_engine, apex = ({row[-i].partition(":")[0] for row in table} - {"-"} for i in (2, 1))
+    recipe = page.partition("**Transformer Engine and apex** are optional")[2].split("```")[1]
+    assert set(re.findall(r"transformer_engine\S*==([\d.]+)", recipe)) == transformer_engine != set()
+    assert set(re.findall(r"git checkout (\w+)", recipe)) == apex != set()

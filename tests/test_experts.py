@@ -12,6 +12,7 @@ from test_errors import error_of
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
+from ep_dispatcher import waves
 from ep_dispatcher.testing import device_of
 
 INTERMEDIATE = 24
@@ -138,12 +139,12 @@ def kept(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         for keep_activated in (True, False):
             found: dict[int, int] = {}
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t, found=found: (
-                    found.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-                ),
-                lambda t: t,
-            ):
+
+            def keep(t: torch.Tensor, found: dict[int, int] = found) -> torch.Tensor:
+                found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 y = ep.moe_mlp(buffer, x, idx, weights, w1, w2, max_recv_rows=100, keep_activated=keep_activated)
             y.sum().backward()
             sizes.append(sum(found.values()))
@@ -152,6 +153,25 @@ def kept(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
 
 def test_less_is_kept(pools, engine):
     pools(1).run(kept, engine, *make_case(1, 1, torch.bfloat16))
+
+
+def reasons(rank: int, engine: str) -> None:
+    """A reason where its steps run one after the other; the choice that moe_mlp makes."""
+    case, _ = make_case(1, 1)
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        wanted = f"its engine is {engine}" if engine == "cpu" else "its rows are torch.float32"
+        assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, gradients=False) == wanted
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waves, "why_not", lambda buffer, wants_gradients: None if wants_gradients else "no gradients")
+            assert ep.why_no_overlap(buffer) is None
+            assert ep.why_no_overlap(buffer, gradients=False) == "no gradients"
+            assert waves.can_overlap(buffer, True) and not waves.can_overlap(buffer, False)
+        assert error_of(lambda: ep.why_no_overlap(None)).startswith("buffer: given NoneType, allowed: ")
+    assert "destroyed" in error_of(lambda: ep.why_no_overlap(buffer))
+
+
+def test_why_it_does_not_overlap(pools, engine):
+    pools(1).run(reasons, engine)
 
 
 def wrong_arguments(rank: int, engine: str) -> None:

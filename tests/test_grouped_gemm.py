@@ -45,6 +45,28 @@ def ends(request, engine) -> torch.Tensor:
     return torch.tensor(COUNTS[request.param]).cumsum(0).int().to(device_of(engine, 0))
 
 
+def test_where_weights_can_lie_without_a_copy():
+    """As rows of one matrix: those of expert e begin at first + e * step."""
+    memory = torch.arange(7 * 4 * 8, dtype=torch.float32).view(28, 8)
+    four = [memory[row : row + 4] for row in (0, 6, 12, 18)]  # two rows between them
+    for weights, step in ((four, 6), (four[::-1], -6), (four[:1], 4), (memory.view(7, 4, 8), 4)):
+        base, num_rows, first, got_step = grouped_gemm.stack_in_place(weights)
+        assert got_step == step
+        rows = base.as_strided((num_rows, 8), (8, 1))
+        for e, weight in enumerate(weights):
+            assert rows[first + e * step :][:4].data_ptr() == weight.data_ptr()
+    columns = torch.empty(8, 4)
+    for weights in (
+        [four[0], four[1], four[3]],  # other distances
+        [four[0].clone(), four[1].clone()],
+        [memory[0:4], memory[2:6]],  # one in the other
+        [memory.view(-1)[i * 36 : i * 36 + 32].view(4, 8) for i in range(3)],  # half a row between them
+        [columns.t()],
+        [memory.view(-1)[i * 64 :][:32].view(8, 4).t() for i in range(3)],
+    ):
+        assert grouped_gemm.stack_in_place(weights) is None
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("n, k, dtype", [(48, 72, torch.bfloat16), (304, 128, torch.float16), (264, 40, torch.float32)])
 def test_each_row_meets_the_weights_of_its_expert(ends, place, n, k, dtype):

@@ -302,6 +302,44 @@ def ddp_of(layer, config, **settings):
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options), layer)
 
 
+def line_of_copies(rank: int) -> None:
+    """Where no distributed optimizer lays weights side by side, or a bucket's padding parts them, kernels copy them."""
+    from ep_dispatcher.integrations.megatron import experts
+
+    use_layout(EP2)
+
+    def said_of(settings: dict | None, **of_layer) -> str:
+        """What the first pass says of a layer whose DistributedDataParallel has these settings; None: it has none."""
+        config = make_config(**GROUPED, **of_layer)
+        with switched_on() as printed, pytest.MonkeyPatch.context() as patch:
+            layer = make_grouped_layer(config)
+            assert not printed.getvalue(), "the weights may still move"
+            kept = layer if settings is None else ddp_of(layer, config, **settings)
+            patch.setattr(experts.grouped_gemm, "has_kernels", lambda rows: True)
+            for _ in range(2):
+                assert experts.is_grouped(layer.experts), kept
+        lines = [line for line in printed.getvalue().splitlines() if "copies" in line]
+        assert len(lines) <= 1 and not (rank and lines)
+        return lines[0] if lines else ""
+
+    head = "ep_dispatcher copies weights of experts for each GEMM: layer 1: " * (rank == 0)
+    apart = "each lies by itself, and --use-distributed-optimizer puts them side by side" * (rank == 0)
+    parted = "padding of buckets parts them, and a larger --ddp-bucket-size parts fewer" * (rank == 0)
+    side_by_side = dict(use_distributed_optimizer=True)
+    assert said_of(None) == said_of({}) == head + apart
+    assert said_of(side_by_side) == ""
+    assert said_of(side_by_side | dict(bucket_size=1), moe_ffn_hidden_size=18) == head + parted
+    assert said_of(side_by_side, moe_ffn_hidden_size=18) == ""
+    assert said_of({}, num_moe_experts=2) == "", "one expert of a rank lies where it lies"
+    with switched_on() as printed:
+        make_grouped_layer(make_config(**GROUPED))(tokens_of(rank))
+    assert "copies" not in printed.getvalue(), "loops of a CPU copy nothing"
+
+
+def test_weights_that_each_gemm_copies_are_named():
+    megatron_pool(2).run(line_of_copies)
+
+
 def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str, torch.Tensor]:
     """Two iterations of two microbatches; every main_grad, summed over the ranks that share the weight.
 

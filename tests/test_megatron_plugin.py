@@ -534,3 +534,54 @@ m.destroy_buffers()
 assert not [name for name in sys.modules if name.split(".")[0] == "megatron"], "megatron was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+OPTIONAL_SCRIPT = """
+import importlib, importlib.abc, json, os, pkgutil, sys
+
+class Watch(importlib.abc.MetaPathFinder):
+    \"\"\"Neither is installed, and who asks is noted: every time, as a module that is missing is looked for anew.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformer_engine", "transformer_engine_torch", "apex"):
+            frame = sys._getframe(1)
+            while "importlib" in frame.f_code.co_filename:
+                frame = frame.f_back
+            asked.append((name, frame.f_globals["__name__"]))
+            raise ModuleNotFoundError("No module named " + name, name=name)
+
+asked = []
+sys.meta_path.insert(0, Watch())
+try:
+    import apex.here
+except ModuleNotFoundError:
+    assert asked == [("apex", "__main__")], asked
+import ep_dispatcher
+import ep_dispatcher.integrations.megatron as m
+assert len(asked) == 1, asked
+m.register()
+for module in pkgutil.iter_modules(m.__path__):
+    if module.name != "__main__":
+        importlib.import_module(m.__name__ + "." + module.name)
+import torch.distributed as dist
+sys.path.insert(0, os.environ["TESTS"])
+from megatron_layer import Layout, make_config, make_layer, tokens_of, use_layout
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+use_layout(Layout(ep=1))
+layer = make_layer(make_config())
+layer(tokens_of(0))[0].sum().backward()
+print("REPORT", json.dumps([asked[1:], type(layer.token_dispatcher).__name__]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("switches", [{}, dict(EP_DISPATCHER_EXPERT_WAVES="1", EP_DISPATCHER_GEMM_SM_MARGIN="auto")])
+def test_transformer_engine_and_apex_are_looked_for_by_megatron_alone(switches):
+    """Registration, all modules of the integration, and a pass of a layer with local specs."""
+    environment = os.environ | {"TESTS": TESTS, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"} | switches
+    command = [sys.executable, "-c", OPTIONAL_SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    asked, dispatcher = report_of(done.stdout)
+    assert dispatcher == CLASSES[OURS]
+    assert {name for name, _ in asked} >= {"transformer_engine", "apex"}, "Megatron's own attempts are seen"
+    assert {who.split(".")[0] for _, who in asked} == {"megatron"}, asked

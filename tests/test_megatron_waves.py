@@ -302,6 +302,41 @@ def test_what_cannot_run_so_is_named_with_its_reason():
     megatron_pool(2).run(refusals)
 
 
+def settings_that_forbid(rank: int) -> None:
+    """Pipelines whose sends overlap, and CUDA graphs with one connection; either half of a condition alone is none."""
+    from ep_dispatcher.integrations.megatron import experts
+
+    def reason(connections: str = "1", **settings) -> str | None:
+        with pytest.MonkeyPatch.context() as patch, environment(CUDA_DEVICE_MAX_CONNECTIONS=connections):
+            for name, value in settings.items():
+                patch.setattr(layer.config, name, value)
+            return experts.why_no_waves(layer.experts, experts._layers[layer.experts])
+
+    use_layout(EP2)
+    pipeline = dict(pipeline_model_parallel_size=2, overlap_p2p_comm=True)
+    captured = "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
+    with switched_on(WAVES) as printed:
+        layer = make_layer(make_config())
+        layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 2, True
+        with counted_runs() as runs:
+            layer(tokens_of(rank))
+        assert not runs
+        late = "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
+        assert said(printed).endswith(f"layer 1: {late}" * (rank == 0))
+        layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 1, False
+        assert reason() is None
+        assert reason(**pipeline) == late
+        assert reason(**pipeline | dict(overlap_p2p_comm=False)) is None
+        assert reason(**pipeline | dict(pipeline_model_parallel_size=1)) is None
+        assert reason(cuda_graph_impl="transformer_engine") == captured, "without a scope they contain the whole layer"
+        assert reason("8", cuda_graph_impl="transformer_engine") is None
+        assert reason(cuda_graph_impl="transformer_engine", cuda_graph_scope=["moe_router"]) is None
+
+
+def test_settings_that_forbid_it():
+    megatron_pool(2).run(settings_that_forbid)
+
+
 def lines_of_a_gpu(rank: int) -> None:
     """As where the buffer has waves; without a limit of rows the host waits, and the line says it."""
     from ep_dispatcher import waves

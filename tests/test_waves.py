@@ -688,6 +688,11 @@ def test_where_kernels_cannot_run_side_by_side(variable, value, captures, reason
         patch.setenv(variable, value)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
         assert waves.why_not(buffer, wants_gradients=False) == reason
+        patch.delenv(variable)
+        config.dtype = torch.float32  # no kernels take it
+        assert waves.why_not(buffer, wants_gradients=False) == "its rows are torch.float32"
+        config.dtype, config.max_tokens_per_rank = torch.float16, 2047  # whatever a call brings
+        assert waves.why_not(buffer, wants_gradients=False) == "max_tokens_per_rank is 2047, less than 2048"
 
 
 def test_when_pushes_begin():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,11 +318,31 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(parts.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
+    # GEMMs that wait for rows delay a send, and the rows may wait for what that send brings.
+    if parts.config.pipeline_model_parallel_size > 1 and parts.config.overlap_p2p_comm:
+        return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
+    # waves.why_not says so while a graph is captured, which is after this line.
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(parts.config):
+        return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
     return _why_not_hooks(experts)  # they would get other rows
+
+
+def why_copied(parts: Experts) -> str | None:
+    """Say why each grouped GEMM copies the weights first, and what helps. None: it takes them where they lie.
+
+    Weights get their last place when Megatron's DistributedDataParallel is made, so ask behind that.
+    """
+    weights = parts.weights()
+    if not grouped_gemm.has_kernels(weights[0][0]) or all(map(grouped_gemm.stack_in_place, weights)):
+        return None
+    ddp = parts.ddp()
+    if ddp is None or not ddp.ddp_config.use_distributed_optimizer:
+        return "each lies by itself, and --use-distributed-optimizer puts them side by side"
+    return "padding of buckets parts them, and a larger --ddp-bucket-size parts fewer"
 
 
 def communicates(experts: Module, buffer: Any) -> bool:
@@ -352,6 +373,9 @@ def _decide_all() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         layers = [one for _, one in new]
         print(_said(layers), flush=True)
+        _, copied = _reasons((one, why_copied(one)) for one in layers if one.why_not is None)
+        if copied:
+            print(f"ep_dispatcher copies weights of experts for each GEMM: {copied}", flush=True)
         if any(one.may_overlap for one in layers):
             print(_said_of_waves(layers), flush=True)
 
