@@ -320,6 +320,10 @@ def test_with_torchrun(tmp_path):
     assert list(figures["milliseconds"]) == ["the whole layer", "without its experts"]
     for times in figures["milliseconds"].values():
         assert list(times) == ["alltoall", "ep_dispatcher"] and all(times.values())
+    for what, times in figures["milliseconds"].items():
+        for name, step in times.items():
+            forward, host = (figures[f"host_milliseconds{part}"][what][name] for part in ("_forward", ""))
+            assert 0 < forward < host <= step  # medians of the same steps
     assert "\n  token_dispatch " in output
     for profile in figures["profiles"].values():
         assert all(times["host"] > 0 for times in profile["steps"].values()) and profile["idle"] == 0

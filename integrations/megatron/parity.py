@@ -167,7 +167,7 @@ def _show(
     given: Given,
     run: Run,
     rows: dict[str, Difference],
-    times: dict[str, dict[str, float]],
+    times: dict[str, dict[str, report.Seconds]],
     profiles: dict[str, Profile],
     say: Callable[..., None],
 ) -> None:
@@ -179,7 +179,7 @@ def _show(
         report.rule(config, given.steps),
     ]
     if times:
-        parts.append(report.times_table(times, given))
+        parts.append(report.times_table(times, given.timed_steps))
     if profiles:
         parts.append(profile_table(profiles))
     for part in [*parts, report.verdict(rows, config)]:
@@ -455,22 +455,27 @@ def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, 
         row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
 
 
-def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, float]:
-    """Median seconds of a step, of the slowest rank each; the dispatchers take turns. The first turn is a warm-up."""
-    seconds: dict[str, list[float]] = {run.reference: [], OURS: []}
+def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, report.Seconds]:
+    """Medians of steps, of the slowest rank each; the dispatchers take turns. The first turn is a warm-up."""
+    seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
     for step in range(given.timed_steps + 1):
         for name, of_layer in seconds.items():
             x, grad = _on_device(layers[name], *_tokens(given, run, given.steps + step))
+            moments: list[float] = []
+            hook = layers[name].register_forward_hook(lambda *_, m=moments: m.append(time.perf_counter()))
             with _without_experts(layers[name]) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
                 dist.barrier()
                 _synchronize(x)
                 start = time.perf_counter()
                 _forward_backward(layers[name], x, grad)
+                moments.append(time.perf_counter())
                 _synchronize(x)
-            took = torch.tensor(time.perf_counter() - start, device=x.device)
+            hook.remove()
+            took = torch.tensor([time.perf_counter() - start, moments[0] - start, moments[-1] - start], device=x.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            of_layer.append(float(took))
-    return {name: statistics.median(of_layer[1:]) for name, of_layer in seconds.items()}
+            of_layer.append(took.tolist())
+    medians = {name: map(statistics.median, zip(*of_layer[1:])) for name, of_layer in seconds.items()}
+    return {name: report.Seconds(*of_layer) for name, of_layer in medians.items()}
 
 
 def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profile]:

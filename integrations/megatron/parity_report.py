@@ -6,7 +6,7 @@ import math
 import textwrap
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,14 +212,28 @@ def rule(config, steps: int) -> str:
     return wrap("", text + ".", indent="")
 
 
-def times_table(times: dict[str, dict[str, float]], given: Given) -> str:
+class Seconds(NamedTuple):
+    """Of one step. The host's are those until it has launched the forward, and all; it may wait in between."""
+
+    step: float
+    host_forward: float
+    host: float
+
+
+def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
     """``times``: what -> dispatcher -> seconds."""
-    lines = [f"Forward + backward of one layer, median of {given.timed_steps} steps, the slowest rank of each:"]
+    lines = [
+        f"Forward + backward of one layer, median of {num_steps} steps, the slowest rank of each. In brackets: until",
+        "the host has launched the forward, and all:",
+    ]
     width = max(map(len, times))
     for what, of_what in times.items():
-        shown = [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in of_what.items()]
+        shown = [
+            f"{name} {1e3 * s.step:.2f} ms ({1e3 * s.host_forward:.2f}, {1e3 * s.host:.2f})"
+            for name, s in of_what.items()
+        ]
         theirs, ours = of_what.values()
-        lines.append(f"  {what:{width}}  {', '.join(shown)}: {theirs / ours:.2f} times as fast")
+        lines.append(f"  {what:{width}}  {', '.join(shown)}: {theirs.step / ours.step:.2f} times as fast")
     return "\n".join(lines)
 
 
@@ -240,7 +254,7 @@ def figures(
     config,
     versions: str,
     rows: dict[str, Difference],
-    times: dict[str, dict[str, float]],
+    times: dict[str, dict[str, Seconds]],
 ) -> dict[str, Any]:
     """What was shown, to be kept as JSON."""
     return {
@@ -266,8 +280,14 @@ def figures(
             }
             for name, row in rows.items()
         },
-        "milliseconds": {what: {name: 1e3 * s for name, s in of_what.items()} for what, of_what in times.items()},
+        "milliseconds": _milliseconds(times, "step"),
+        "host_milliseconds": _milliseconds(times, "host"),
+        "host_milliseconds_forward": _milliseconds(times, "host_forward"),
     }
+
+
+def _milliseconds(times: dict[str, dict[str, Seconds]], field: str) -> dict[str, dict[str, float]]:
+    return {what: {name: 1e3 * getattr(s, field) for name, s in of.items()} for what, of in times.items()}
 
 
 def _json_number(value: float) -> float | None:
