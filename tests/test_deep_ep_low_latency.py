@@ -409,6 +409,25 @@ def test_a_rank_that_stays_away(pools, engine, by_hand):
     pools(RANKS).run(run_without_a_rank, Case(engine), 1 if by_hand else 3, by_hand)
 
 
+def run_query_before_a_hook(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer, stats = make_buffer(enable_shrink=True), torch.zeros(LOCAL, dtype=torch.int32, device=data.x[0].device)
+        _, count, _, _, receive = buffer.low_latency_dispatch(
+            data.x[rank], data.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
+        )
+        assert status_of(buffer) == [0] * RANKS
+        buffer.low_latency_update_mask_buffer(1, False)
+        assert not bool(stats.any())  # nothing was received
+        receive()
+        assert bool(count.any()) and torch.equal(stats, count)
+        buffer.destroy()
+
+
+def test_a_query_of_masks_receives_nothing(pools, engine):
+    pools(RANKS).run(run_query_before_a_hook, Case(engine))
+
+
 def run_where_masks_are_impossible(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     with environment(case):
