@@ -177,11 +177,13 @@ def run_float8(rank: int, case: Case):
             plain = pairs[source][1]
             if kind == "column-major":
                 return plain.t().contiguous().t()
+            if kind == "one a row":
+                return plain[:, 1]
             return (
                 plain if kind == "float32" else torch.arange(len(plain), device=plain.device).int()[:, None] - columns
             )
 
-        for kind in ("float32", "column-major", "int32"):
+        for kind in ("float32", "column-major", "one a row", "int32"):
             taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
             rows = torch.cat([pair[0].view(torch.uint8)[mask] for pair, mask in zip(pairs, taken)])
             scales = torch.cat([scales_of(source, kind)[mask] for source, mask in enumerate(taken)])
@@ -278,7 +280,10 @@ def run_worst(rank: int, case: Case):
         assert torch.equal(again, recv_x)
         wider = data.x[rank].repeat(1, 2)
         assert torch.equal(buffer.dispatch(wider, handle=handle)[0][:num], rows.repeat(1, 2))
-        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        recv_weights[num:] = 7  # of no token
+        combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+        assert_sum(combined, data, case, rank)
+        assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
         buffer.destroy()
 
 
@@ -426,8 +431,9 @@ def run_errors(rank: int, case: Case):
         if case.engine == "cpu" and rank != 1:  # on a GPU these are asserts on the device, which end the process
             other = layout | dict(is_token_in_rank=~layout["is_token_in_rank"])
             refused(ValueError, "another", lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **other))
-            ones = torch.ones_like(recv_weights)
-            refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
+            if bool((recv_idx < 0).any()):
+                ones = torch.ones_like(recv_weights)
+                refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)  # none of them has cost the buffer anything
         buffer.destroy()
 

@@ -223,7 +223,8 @@ class Buffer(LowLatency):
 
         x             [num_recv_tokens, hidden] of bfloat16, float16 or float32
         topk_weights  float32 [num_recv_tokens, num_topk]. Of experts on other ranks they have to be 0, as dispatch gave
-                      them; with EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
+                      them. Others are a NotImplementedError; on a GPU they make the token's combined_topk_weights NaN.
+                      With EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
         bias          one or two of [num_tokens, hidden], of the dtype of x; added in float32 after the sum
         config        accepted; the engine has nothing to tune with it
         """
@@ -255,8 +256,7 @@ class Buffer(LowLatency):
             return plans.combine(x).x, None
         num_topk = topk_weights.shape[1]
         if not envs.deep_ep_exact() and plans.takes_weights(Kind(x.shape[1], x.dtype), num_topk):
-            plans.check_weights(topk_weights)
-            out = plans.combine(x, topk_weights)
+            out = plans.combine(x, plans.summable(topk_weights))
             return out.x, out.topk_weights
         wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
         return plans.combine(x).x, plans.combine(wide).x[:, :num_topk].contiguous()

@@ -9,7 +9,6 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
-from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
@@ -87,9 +86,17 @@ class Plans:
         buffer, handle = self._known[kind]
         return buffer.combine(y, handle, topk_weights=topk_weights)
 
-    def check_weights(self, topk_weights: Tensor) -> None:
-        """Refuse weights that the engine would leave out of the sum, those of experts on other ranks."""
-        refuse_unless((topk_weights.eq(0) | self._is_here).all(), NotImplementedError(_OTHER_WEIGHTS))
+    def summable(self, topk_weights: Tensor) -> Tensor:
+        """Return the weights for a combine, which leaves out those of experts on other ranks: they have to be 0.
+
+        Others are refused. On a GPU, where no host waits to see them, they make all weights of the row NaN.
+        """
+        right = (topk_weights.eq(0) | self._is_here).all(1)
+        if topk_weights.is_cuda:
+            return topk_weights.where(right[:, None], float("nan"))
+        if not (right | ~self._is_here.any(1)).all():  # a row without experts here is unused
+            raise NotImplementedError(_OTHER_WEIGHTS)
+        return topk_weights
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
         """Whether a combine of rows of this kind can bring so many weights a row back beside them."""
