@@ -1,5 +1,6 @@
 """``deep_ep.Buffer`` on our engine: layout, dispatch and combine against what DeepEP's interface promises, densely."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,28 @@ def test_other_rows_by_one_handle(pools, engine, ranks_per_node):
     pools(RANKS).run(run_other_rows_by_one_handle, Case(engine, ranks_per_node))
 
 
+def run_items_of_a_handle(rank: int, case: Case):
+    """Programs take a handle apart, and give back its items in a tuple or list of their own."""
+    data = make_data(case, rank)
+    rows, _, weights, _ = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
+        handle = buffer.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)[4]
+        a, b, c, d, e, f = handle
+        for given in (tuple(handle), list(handle), (a, b, c, d, e, f)):
+            assert torch.equal(buffer.dispatch(data.x[rank], handle=given)[0], rows)
+            combined, combined_weights, _ = buffer.combine(rows, given, topk_weights=weights)
+            assert_sum(combined, data, case, rank)
+            assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_items_of_a_handle(pools, engine, exact):
+    pools(RANKS).run(run_items_of_a_handle, Case(engine, exact=exact))
+
+
 def run_without_topk(rank: int, case: Case):
     data = make_data(case, rank)
     rows, _, _, counts = expected_rows(data, case, rank)
@@ -416,7 +439,9 @@ def run_errors(rank: int, case: Case):
         refused(ValueError, "topk_weights: given None", lambda: buffer.dispatch(x, topk_idx=idx, **layout))
         refused(ValueError, "num_worst_tokens", lambda: buffer.dispatch(x, num_worst_tokens=9, **layout))
         refused(ValueError, "topk_idx: .* beside handle", lambda: buffer.dispatch(x, handle=handle, topk_idx=idx))
-        refused(ValueError, "handle: given tuple", lambda: buffer.combine(recv_x, tuple(handle)))
+        for other in (tuple(handle)[:5], list(range(6)), (), None):
+            match = "handle: given .*, allowed: the handle of a"
+            refused(ValueError, match, partial(buffer.combine, recv_x, other))
         refused(ValueError, "^x: given", lambda: buffer.combine(recv_x.new_zeros(len(recv_x) + 1, HIDDEN), handle))
         refused(ValueError, "bias", lambda: buffer.combine(recv_x, handle, bias=x.float()))
         refused(ValueError, "low_latency_mode", lambda: buffer.low_latency_dispatch(x, idx, 32, EXPERTS))

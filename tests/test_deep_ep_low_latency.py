@@ -84,6 +84,10 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
         )
         receive() if hook else event.current_stream_wait()
         assert (receive is None) != hook and (event.event is None) == hook
+        kept = [t.data_ptr() for t in event.extra_tensors or ()]
+        parts = recv_x if use_fp8 else (recv_x,)
+        used = (data.x[rank], data.topk_idx[rank], stats, *parts, recv_count)
+        assert not kept if hook else {t.data_ptr() for t in used} <= set(kept)
         check_handle(data, rank, handle, recv_count, case.exact)
         assert stats.tolist() == [local + int(recv_count[local]) for local in range(LOCAL)]
         if not use_fp8:
@@ -172,14 +176,17 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
                 num = int(recv_count[local])
                 y[local, :num] = recv_x[local, :num] * (rank * LOCAL + local + 1)
             if zero_copy:
-                buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
+                buffer.get_next_low_latency_combine_buffer(list(handle))[:, :, :] = y
                 y = torch.full_like(y, float("nan"))
+                src_info, ranges, *sizes = handle
+                handle = (src_info, ranges, *sizes)  # as programs that take it apart
             out = torch.empty_like(data.x[rank]) if use_out else None
             combined, event, receive = buffer.low_latency_combine(
                 y, idx, weights, handle, zero_copy=zero_copy, out=out, async_finish=not hook, return_recv_hook=hook
             )
             receive() if hook else event.current_stream_wait()
             assert out is None or combined.data_ptr() == out.data_ptr()
+            assert (event.extra_tensors is None) == hook
             rows = [data.x[rank] * (idx[:, k, None] + 1).bfloat16() for k in range(idx.shape[1])]
             assert torch.equal(combined, expected_sum(case, idx, weights, rows))  # order and rounding are promised
         buffer.destroy()
@@ -340,7 +347,9 @@ def run_masks_and_errors(rank: int, case: Case):
         recv_x, _, handle, _, _ = dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
         refused(ValueError, "get_next_low_latency", combine, recv_x, idx, weights, handle, zero_copy=True)
         refused(ValueError, "topk_weights", combine, recv_x, idx, weights.double(), handle)
-        refused(ValueError, "handle: given tuple", combine, recv_x, idx, weights, tuple(handle))
+        for other in (handle[:1], [*handle[2:], 1, 1], None):
+            refused(ValueError, "handle: given .*, allowed: the handle of a", combine, recv_x, idx, weights, other)
+        refused(ValueError, "handle: given", buffer.get_next_low_latency_combine_buffer, None)
         cost = dict(combine_wait_recv_cost_stats=waits)
         refused(ValueError, "combine_wait_recv_cost_stats", combine, recv_x, idx, weights, handle, **cost)
         combine(recv_x, idx, weights, handle)

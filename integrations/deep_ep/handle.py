@@ -18,10 +18,18 @@ _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more
 
 
 class Unavailable:
-    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError."""
+    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError.
 
-    def __init__(self, name: str, reason: str):
-        self.__dict__["_what"] = f"handle: {name} is not available: {reason}"
+    carried  what our operations find by this item
+    """
+
+    def __init__(self, name: str, reason: str, carried: object = None):
+        self.__dict__.update(
+            _what=f"handle: {name} is not available: {reason}", _name=name, _reason=reason, carried=carried
+        )
+
+    def carrying(self, carried: object) -> Unavailable:
+        return Unavailable(self._name, self._reason, carried)
 
     def __repr__(self) -> str:
         return f"<{self._what}>"
@@ -39,6 +47,13 @@ class Unavailable:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise NotImplementedError(next(a._what for a in args if isinstance(a, cls)))
+
+
+def carried_by(handle: object, item: int) -> object:
+    """What an item carries of a handle, or of a tuple or list of its items; None of anything else."""
+    if not isinstance(handle, (tuple, list)) or not -len(handle) <= item < len(handle):
+        return None
+    return getattr(handle[item], "carried", None)
 
 
 class Plans:
@@ -122,7 +137,7 @@ _NO_PREFIX, _NO_SRC_IDX = (Unavailable(name, _EXACT) for name in ("rank_prefix_m
 
 
 class DispatchHandle(tuple):
-    """As DeepEP's: 6 items with up to 8 ranks, 10 with more; ``plans`` is what our operations use.
+    """As DeepEP's: 6 items with up to 8 ranks, 10 with more. The last one carries the plans, also without this class.
 
     is_token_in_rank is there always. rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank
     r) and recv_src_idx int32 [num_recv_tokens] (a row's token on its source rank) are there where they were gathered;
@@ -139,10 +154,10 @@ class DispatchHandle(tuple):
                 *_NO_CHANNELS,
                 _NO_SRC_IDX if src_idx is None else src_idx,
                 plans.is_token_in_rank,
-                _NO_SEND_HEAD,
+                _NO_SEND_HEAD.carrying(plans),
             )
         else:
-            items = (plans.is_token_in_rank, *_NO_QUEUES)
+            items = (plans.is_token_in_rank, *_NO_QUEUES[:-1], _NO_QUEUES[-1].carrying(plans))
         handle = cls(items)
         handle.plans = plans
         return handle
