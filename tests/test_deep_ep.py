@@ -407,7 +407,9 @@ def run_lifetime(rank: int, case: Case):
         assert dist.group.WORLD in _pools  # the handle keeps it, for a buffer that comes later
         buffer = make_buffer()
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        assert buffer.runtime.get_num_rdma_ranks() == 1 and buffer.runtime.is_available()
         buffer.destroy()
+        assert buffer.runtime is None
         with pytest.raises(ValueError, match="destroyed"):
             buffer.combine(recv_x, handle)
         del buffer, handle

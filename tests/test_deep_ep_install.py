@@ -23,6 +23,7 @@ import deep_ep_cpp
 import beside
 
 assert deep_ep_cpp.is_sm90_compiled() and Buffer.is_sm90_compiled()
+assert not hasattr(deep_ep, "ElasticBuffer")  # of DeepEP V2, which programs look for
 
 def name_of_buffer(queue):
     import deep_ep

@@ -209,7 +209,8 @@ def run_with_choices_left_out(rank: int, case: Case):
         fewer = idx.flip(1).clone()
         fewer[::2, 0] = -1
         nans = weights.where(fewer >= 0, float("nan"))
-        for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), (idx.view(idx.shape), weights)):
+        same = ((idx.view(idx.shape), weights), (idx.clone(), weights))
+        for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), *same):
             combined, _, _ = buffer.low_latency_combine(recv_x, choices, given, handle)
             assert torch.equal(combined, expected_sum(case, choices, given, [x] * choices.shape[1]))
         # On a GPU an assert on the device. Exact it is found when the rows are there, else before: all ranks have to
@@ -315,6 +316,28 @@ def run_choices_changed_in_place(rank: int, case: Case):
 @pytest.mark.parametrize("exact", [False, True])
 def test_choices_changed_in_place(pools, engine, exact):
     pools(RANKS).run(run_choices_changed_in_place, Case(engine, exact=exact))
+
+
+def run_an_expert_twice(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer = make_buffer()
+        x, idx = data.x[rank].new_zeros(2, HIDDEN), torch.tensor([[0, -1, 1], [3, 5, 3]])
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        match = r"^topk_idx\[1, 2\]: given expert 3 again, allowed: every expert at most once in a row$"
+        with pytest.raises(ValueError, match=match):
+            buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), **layout)
+        with pytest.raises(ValueError, match=match):
+            buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
+        trip_without(buffer, data, rank, case, None)  # the buffer is as good as before
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_expert_stands_only_once_in_a_row(pools, exact):
+    """On the CPU engine; the CUDA engine finds it late, and its buffer ends."""
+    pools(RANKS).run(run_an_expert_twice, Case("cpu", exact=exact))
 
 
 def run_masks_and_errors(rank: int, case: Case):
