@@ -1,5 +1,6 @@
 """``deep_ep.Buffer`` on our engine: layout, dispatch and combine against what DeepEP's interface promises, densely."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -177,11 +178,13 @@ def run_float8(rank: int, case: Case):
             plain = pairs[source][1]
             if kind == "column-major":
                 return plain.t().contiguous().t()
+            if kind == "one a row":
+                return plain[:, 1]
             return (
                 plain if kind == "float32" else torch.arange(len(plain), device=plain.device).int()[:, None] - columns
             )
 
-        for kind in ("float32", "column-major", "int32"):
+        for kind in ("float32", "column-major", "one a row", "int32"):
             taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
             rows = torch.cat([pair[0].view(torch.uint8)[mask] for pair, mask in zip(pairs, taken)])
             scales = torch.cat([scales_of(source, kind)[mask] for source, mask in enumerate(taken)])
@@ -233,6 +236,28 @@ def test_other_rows_by_one_handle(pools, engine, ranks_per_node):
     pools(RANKS).run(run_other_rows_by_one_handle, Case(engine, ranks_per_node))
 
 
+def run_items_of_a_handle(rank: int, case: Case):
+    """Programs take a handle apart, and give back its items in a tuple or list of their own."""
+    data = make_data(case, rank)
+    rows, _, weights, _ = expected_rows(data, case, rank)
+    with environment(case):
+        buffer = make_buffer()
+        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
+        handle = buffer.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)[4]
+        a, b, c, d, e, f = handle
+        for given in (tuple(handle), list(handle), (a, b, c, d, e, f)):
+            assert torch.equal(buffer.dispatch(data.x[rank], handle=given)[0], rows)
+            combined, combined_weights, _ = buffer.combine(rows, given, topk_weights=weights)
+            assert_sum(combined, data, case, rank)
+            assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_items_of_a_handle(pools, engine, exact):
+    pools(RANKS).run(run_items_of_a_handle, Case(engine, exact=exact))
+
+
 def run_without_topk(rank: int, case: Case):
     data = make_data(case, rank)
     rows, _, _, counts = expected_rows(data, case, rank)
@@ -278,7 +303,10 @@ def run_worst(rank: int, case: Case):
         assert torch.equal(again, recv_x)
         wider = data.x[rank].repeat(1, 2)
         assert torch.equal(buffer.dispatch(wider, handle=handle)[0][:num], rows.repeat(1, 2))
-        assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        recv_weights[num:] = 7  # of no token
+        combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
+        assert_sum(combined, data, case, rank)
+        assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
         buffer.destroy()
 
 
@@ -379,7 +407,9 @@ def run_lifetime(rank: int, case: Case):
         assert dist.group.WORLD in _pools  # the handle keeps it, for a buffer that comes later
         buffer = make_buffer()
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
+        assert buffer.runtime.get_num_rdma_ranks() == 1 and buffer.runtime.is_available()
         buffer.destroy()
+        assert buffer.runtime is None
         with pytest.raises(ValueError, match="destroyed"):
             buffer.combine(recv_x, handle)
         del buffer, handle
@@ -411,7 +441,9 @@ def run_errors(rank: int, case: Case):
         refused(ValueError, "topk_weights: given None", lambda: buffer.dispatch(x, topk_idx=idx, **layout))
         refused(ValueError, "num_worst_tokens", lambda: buffer.dispatch(x, num_worst_tokens=9, **layout))
         refused(ValueError, "topk_idx: .* beside handle", lambda: buffer.dispatch(x, handle=handle, topk_idx=idx))
-        refused(ValueError, "handle: given tuple", lambda: buffer.combine(recv_x, tuple(handle)))
+        for other in (tuple(handle)[:5], list(range(6)), (), None):
+            match = "handle: given .*, allowed: the handle of a"
+            refused(ValueError, match, partial(buffer.combine, recv_x, other))
         refused(ValueError, "^x: given", lambda: buffer.combine(recv_x.new_zeros(len(recv_x) + 1, HIDDEN), handle))
         refused(ValueError, "bias", lambda: buffer.combine(recv_x, handle, bias=x.float()))
         refused(ValueError, "low_latency_mode", lambda: buffer.low_latency_dispatch(x, idx, 32, EXPERTS))
@@ -426,8 +458,9 @@ def run_errors(rank: int, case: Case):
         if case.engine == "cpu" and rank != 1:  # on a GPU these are asserts on the device, which end the process
             other = layout | dict(is_token_in_rank=~layout["is_token_in_rank"])
             refused(ValueError, "another", lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **other))
-            ones = torch.ones_like(recv_weights)
-            refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
+            if bool((recv_idx < 0).any()):
+                ones = torch.ones_like(recv_weights)
+                refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)  # none of them has cost the buffer anything
         buffer.destroy()
 

@@ -122,3 +122,23 @@ def run_in_another_stream(rank: int) -> None:
 
 def test_operations_in_another_stream(pools):
     pools(RANKS).run(run_in_another_stream)
+
+
+def run_weights_of_other_ranks(rank: int) -> None:
+    """Rank 1 gives weights to experts of other ranks: NaN in what they belong to, and nothing else is lost."""
+    with environment(CASE):
+        buffer, (x, idx, weights) = make_buffer(), given_to(rank, 0)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        rows, local_idx, row_weights, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
+        sums, back, _ = buffer.combine(rows, handle, topk_weights=row_weights)
+        given = torch.where(local_idx < 0, 2.0, row_weights) if rank == 1 else row_weights
+        again, found, _ = buffer.combine(rows, handle, topk_weights=given)
+        is_lost = (idx // (EXPERTS // RANKS) == 1) & ((idx // (EXPERTS // RANKS)) != 1).any(1, keepdim=True)
+        assert torch.equal(again, sums) and bool(is_lost.any())
+        assert torch.equal(found.isnan(), is_lost) and torch.equal(found[~is_lost], back[~is_lost])
+        buffer.destroy()
+
+
+def test_weights_of_other_ranks_are_nan(pools):
+    pools(RANKS).run(run_weights_of_other_ranks)

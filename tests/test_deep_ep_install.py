@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 REAL = "raise ImportError('the installed deep_ep was loaded')\n"
@@ -20,6 +21,9 @@ from deep_ep.buffer import Buffer as Same
 from deep_ep.utils import EventHandle, check_nvlink_connections
 import deep_ep_cpp
 import beside
+
+assert deep_ep_cpp.is_sm90_compiled() and Buffer.is_sm90_compiled()
+assert not hasattr(deep_ep, "ElasticBuffer")  # of DeepEP V2, which programs look for
 
 def name_of_buffer(queue):
     import deep_ep
@@ -67,7 +71,24 @@ SIGNATURES = {
     "get_local_buffer_tensor": "dtype, size=None, offset=0, use_rdma_buffer=False",
     "get_comm_stream": "",
     "destroy": "",
+    "is_sm90_compiled": "",
+    "set_num_sms": "new_num_sms",
+    "capture": "",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+    "Config.__init__": "num_sms=20, num_max_nvl_chunked_send_tokens=6, num_max_nvl_chunked_recv_tokens=256, "
+    "num_max_rdma_chunked_send_tokens=6, num_max_rdma_chunked_recv_tokens=256",
+    "Config.get_nvl_buffer_size_hint": "hidden_bytes, num_ranks",
+    "Config.get_rdma_buffer_size_hint": "hidden_bytes, num_ranks",
+    "EventHandle.__init__": "",
+    "EventHandle.current_stream_wait": "",
+    "EventOverlap.__init__": "event=None, extra_tensors=None",
+    "EventOverlap.current_stream_wait": "",
 }
+SIGNATURES |= {f"internode_{name}": SIGNATURES[name] for name in ("dispatch", "combine")}
+STATIC = {"is_sm90_compiled", "set_num_sms", "capture", "get_low_latency_rdma_size_hint"}
+STATIC |= {"get_dispatch_config", "get_combine_config"}
 
 
 @pytest.fixture
@@ -149,12 +170,15 @@ def test_install_and_uninstall(monkeypatch, folder):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
-    from ep_dispatcher.integrations.deep_ep import Buffer
+    import ep_dispatcher.integrations.deep_ep as d
 
-    parameters = list(inspect.signature(getattr(Buffer, name)).parameters.values())[1:]
-    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    owner, _, method = name.rpartition(".")
+    function = inspect.getattr_static(getattr(d, owner or "Buffer"), method)
+    is_static = isinstance(function, staticmethod)
+    parameters = list(inspect.signature(function.__func__ if is_static else function).parameters.values())
+    positional = [p for p in parameters[not is_static :] if p.kind is not p.KEYWORD_ONLY]
     shown = (p.name if p.default is p.empty else f"{p.name}={p.default}" for p in positional)
-    assert ", ".join(shown) == SIGNATURES[name]
+    assert ", ".join(shown) == SIGNATURES[name] and is_static == (name in STATIC)
 
 
 def test_sizes_and_configs():
@@ -169,6 +193,33 @@ def test_sizes_and_configs():
             assert rdma == [0, 0] if num_ranks <= 8 else 0 < rdma[0] < rdma[1] and rdma[1] % 128 == 0
     hint = Buffer.get_low_latency_rdma_size_hint
     assert 0 < hint(64, 7168, 8, 256) < hint(128, 7168, 8, 256) and hint(128, 7168, 8, 256) % 128 == 0
+
+
+def test_the_runtime():
+    """Places among nodes of 8 ranks, as DeepEP counts them."""
+    from ep_dispatcher.integrations.deep_ep.events import CommStream
+    from ep_dispatcher.integrations.deep_ep.runtime import Runtime
+
+    for rank, num_ranks, places in ((3, 4, (1, 0, 3, False)), (11, 16, (2, 1, 3, True))):
+        runtime = Runtime.of(rank, num_ranks, CommStream())
+        asked = (
+            runtime.get_num_rdma_ranks(),
+            runtime.get_rdma_rank(),
+            runtime.get_root_rdma_rank(True),
+            runtime.is_internode_available(),
+        )
+        assert asked == places and runtime.get_root_rdma_rank(False) == 0 and runtime.is_available()
+        if torch.cuda.is_available():
+            assert runtime.get_local_device_id() == torch.cuda.current_device()
+        else:
+            for ask in (runtime.get_local_device_id, runtime.get_comm_stream):
+                with pytest.raises(NotImplementedError, match="no GPU"):
+                    ask()
+        with pytest.raises(NotImplementedError, match="^runtime.intranode_dispatch: .*deep_ep.Buffer"):
+            runtime.intranode_dispatch()
+        assert not hasattr(runtime, "__array__")
+    with pytest.raises(NotImplementedError, match="^deep_ep_cpp.Buffer: "):
+        Runtime(0, 1, 0, 0, False, False, False, False)
 
 
 def test_set_num_sms():

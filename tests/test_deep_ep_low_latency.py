@@ -84,6 +84,10 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
         )
         receive() if hook else event.current_stream_wait()
         assert (receive is None) != hook and (event.event is None) == hook
+        kept = [t.data_ptr() for t in event.extra_tensors or ()]
+        parts = recv_x if use_fp8 else (recv_x,)
+        used = (data.x[rank], data.topk_idx[rank], stats, *parts, recv_count)
+        assert not kept if hook else {t.data_ptr() for t in used} <= set(kept)
         check_handle(data, rank, handle, recv_count, case.exact)
         assert stats.tolist() == [local + int(recv_count[local]) for local in range(LOCAL)]
         if not use_fp8:
@@ -172,14 +176,17 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
                 num = int(recv_count[local])
                 y[local, :num] = recv_x[local, :num] * (rank * LOCAL + local + 1)
             if zero_copy:
-                buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
+                buffer.get_next_low_latency_combine_buffer(list(handle))[:, :, :] = y
                 y = torch.full_like(y, float("nan"))
+                src_info, ranges, *sizes = handle
+                handle = (src_info, ranges, *sizes)  # as programs that take it apart
             out = torch.empty_like(data.x[rank]) if use_out else None
             combined, event, receive = buffer.low_latency_combine(
                 y, idx, weights, handle, zero_copy=zero_copy, out=out, async_finish=not hook, return_recv_hook=hook
             )
             receive() if hook else event.current_stream_wait()
             assert out is None or combined.data_ptr() == out.data_ptr()
+            assert (event.extra_tensors is None) == hook
             rows = [data.x[rank] * (idx[:, k, None] + 1).bfloat16() for k in range(idx.shape[1])]
             assert torch.equal(combined, expected_sum(case, idx, weights, rows))  # order and rounding are promised
         buffer.destroy()
@@ -202,7 +209,8 @@ def run_with_choices_left_out(rank: int, case: Case):
         fewer = idx.flip(1).clone()
         fewer[::2, 0] = -1
         nans = weights.where(fewer >= 0, float("nan"))
-        for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), (idx.view(idx.shape), weights)):
+        same = ((idx.view(idx.shape), weights), (idx.clone(), weights))
+        for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), *same):
             combined, _, _ = buffer.low_latency_combine(recv_x, choices, given, handle)
             assert torch.equal(combined, expected_sum(case, choices, given, [x] * choices.shape[1]))
         # On a GPU an assert on the device. Exact it is found when the rows are there, else before: all ranks have to
@@ -310,6 +318,28 @@ def test_choices_changed_in_place(pools, engine, exact):
     pools(RANKS).run(run_choices_changed_in_place, Case(engine, exact=exact))
 
 
+def run_an_expert_twice(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer = make_buffer()
+        x, idx = data.x[rank].new_zeros(2, HIDDEN), torch.tensor([[0, -1, 1], [3, 5, 3]])
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        match = r"^topk_idx\[1, 2\]: given expert 3 again, allowed: every expert at most once in a row$"
+        with pytest.raises(ValueError, match=match):
+            buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), **layout)
+        with pytest.raises(ValueError, match=match):
+            buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
+        trip_without(buffer, data, rank, case, None)  # the buffer is as good as before
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_expert_stands_only_once_in_a_row(pools, exact):
+    """On the CPU engine; the CUDA engine finds it late, and its buffer ends."""
+    pools(RANKS).run(run_an_expert_twice, Case("cpu", exact=exact))
+
+
 def run_masks_and_errors(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
@@ -340,7 +370,9 @@ def run_masks_and_errors(rank: int, case: Case):
         recv_x, _, handle, _, _ = dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
         refused(ValueError, "get_next_low_latency", combine, recv_x, idx, weights, handle, zero_copy=True)
         refused(ValueError, "topk_weights", combine, recv_x, idx, weights.double(), handle)
-        refused(ValueError, "handle: given tuple", combine, recv_x, idx, weights, tuple(handle))
+        for other in (handle[:1], [*handle[2:], 1, 1], None):
+            refused(ValueError, "handle: given .*, allowed: the handle of a", combine, recv_x, idx, weights, other)
+        refused(ValueError, "handle: given", buffer.get_next_low_latency_combine_buffer, None)
         cost = dict(combine_wait_recv_cost_stats=waits)
         refused(ValueError, "combine_wait_recv_cost_stats", combine, recv_x, idx, weights, handle, **cost)
         combine(recv_x, idx, weights, handle)
@@ -407,6 +439,25 @@ def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_rank_that_stays_away(pools, engine, by_hand):
     pools(RANKS).run(run_without_a_rank, Case(engine), 1 if by_hand else 3, by_hand)
+
+
+def run_query_before_a_hook(rank: int, case: Case):
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case):
+        buffer, stats = make_buffer(enable_shrink=True), torch.zeros(LOCAL, dtype=torch.int32, device=data.x[0].device)
+        _, count, _, _, receive = buffer.low_latency_dispatch(
+            data.x[rank], data.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
+        )
+        assert status_of(buffer) == [0] * RANKS
+        buffer.low_latency_update_mask_buffer(1, False)
+        assert not bool(stats.any())  # nothing was received
+        receive()
+        assert bool(count.any()) and torch.equal(stats, count)
+        buffer.destroy()
+
+
+def test_a_query_of_masks_receives_nothing(pools, engine):
+    pools(RANKS).run(run_query_before_a_hook, Case(engine))
 
 
 def run_where_masks_are_impossible(rank: int, case: Case):

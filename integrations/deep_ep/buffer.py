@@ -14,10 +14,11 @@ from ep_dispatcher.integrations.deep_ep import layout
 from ep_dispatcher.integrations.deep_ep.config import Config, say_once
 from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
-from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans
+from ep_dispatcher.integrations.deep_ep.handle import Plans, carried_by
 from ep_dispatcher.integrations.deep_ep.low_latency import EXACT_HAS_NO_MASKS, LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
+from ep_dispatcher.integrations.deep_ep.runtime import Runtime
 
 
 class Buffer(LowLatency):
@@ -62,6 +63,7 @@ class Buffer(LowLatency):
         self._pool: Pool | None = pool_of(group)
         self._pool.users.add(self)
         self._comm = CommStream()
+        self.runtime: Runtime | None = Runtime.of(group.rank(), group.size(), self._comm)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -74,7 +76,7 @@ class Buffer(LowLatency):
         if not self.explicitly_destroy:
             checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
         pool = self._live_pool()
-        self._pool = None
+        self._pool = self.runtime = None
         pool.users.discard(self)
         if not pool.users:
             pool.destroy()
@@ -223,7 +225,8 @@ class Buffer(LowLatency):
 
         x             [num_recv_tokens, hidden] of bfloat16, float16 or float32
         topk_weights  float32 [num_recv_tokens, num_topk]. Of experts on other ranks they have to be 0, as dispatch gave
-                      them; with EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
+                      them. Others are a NotImplementedError; on a GPU they make the token's combined_topk_weights NaN.
+                      With EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
         bias          one or two of [num_tokens, hidden], of the dtype of x; added in float32 after the sum
         config        accepted; the engine has nothing to tune with it
         """
@@ -255,8 +258,7 @@ class Buffer(LowLatency):
             return plans.combine(x).x, None
         num_topk = topk_weights.shape[1]
         if not envs.deep_ep_exact() and plans.takes_weights(Kind(x.shape[1], x.dtype), num_topk):
-            plans.check_weights(topk_weights)
-            out = plans.combine(x, topk_weights)
+            out = plans.combine(x, plans.summable(topk_weights))
             return out.x, out.topk_weights
         wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
         return plans.combine(x).x, plans.combine(wide).x[:, :num_topk].contiguous()
@@ -325,9 +327,10 @@ class Buffer(LowLatency):
 
 
 def _plans(handle: tuple | list) -> Plans:
-    if not isinstance(handle, DispatchHandle):
-        checks.fail("handle", type(handle).__name__, "the handle that a dispatch has returned, as it is")
-    return handle.plans
+    plans = carried_by(handle, -1)
+    if not isinstance(plans, Plans):
+        checks.fail("handle", type(handle).__name__, "the handle of a dispatch, or a tuple or list of its items")
+    return plans
 
 
 def _flat(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

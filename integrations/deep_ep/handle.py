@@ -9,7 +9,6 @@ import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
-from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
@@ -19,10 +18,18 @@ _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more
 
 
 class Unavailable:
-    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError."""
+    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError.
 
-    def __init__(self, name: str, reason: str):
-        self.__dict__["_what"] = f"handle: {name} is not available: {reason}"
+    carried  what our operations find by this item
+    """
+
+    def __init__(self, name: str, reason: str, carried: object = None):
+        self.__dict__.update(
+            _what=f"handle: {name} is not available: {reason}", _name=name, _reason=reason, carried=carried
+        )
+
+    def carrying(self, carried: object) -> Unavailable:
+        return Unavailable(self._name, self._reason, carried)
 
     def __repr__(self) -> str:
         return f"<{self._what}>"
@@ -40,6 +47,13 @@ class Unavailable:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         raise NotImplementedError(next(a._what for a in args if isinstance(a, cls)))
+
+
+def carried_by(handle: object, item: int) -> object:
+    """What an item carries of a handle, or of a tuple or list of its items; None of anything else."""
+    if not isinstance(handle, (tuple, list)) or not -len(handle) <= item < len(handle):
+        return None
+    return getattr(handle[item], "carried", None)
 
 
 class Plans:
@@ -87,9 +101,17 @@ class Plans:
         buffer, handle = self._known[kind]
         return buffer.combine(y, handle, topk_weights=topk_weights)
 
-    def check_weights(self, topk_weights: Tensor) -> None:
-        """Refuse weights that the engine would leave out of the sum, those of experts on other ranks."""
-        refuse_unless((topk_weights.eq(0) | self._is_here).all(), NotImplementedError(_OTHER_WEIGHTS))
+    def summable(self, topk_weights: Tensor) -> Tensor:
+        """Return the weights for a combine, which leaves out those of experts on other ranks: they have to be 0.
+
+        Others are refused. On a GPU, where no host waits to see them, they make all weights of the row NaN.
+        """
+        right = (topk_weights.eq(0) | self._is_here).all(1)
+        if topk_weights.is_cuda:
+            return topk_weights.where(right[:, None], float("nan"))
+        if not (right | ~self._is_here.any(1)).all():  # a row without experts here is unused
+            raise NotImplementedError(_OTHER_WEIGHTS)
+        return topk_weights
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
         """Whether a combine of rows of this kind can bring so many weights a row back beside them."""
@@ -115,7 +137,7 @@ _NO_PREFIX, _NO_SRC_IDX = (Unavailable(name, _EXACT) for name in ("rank_prefix_m
 
 
 class DispatchHandle(tuple):
-    """As DeepEP's: 6 items with up to 8 ranks, 10 with more; ``plans`` is what our operations use.
+    """As DeepEP's: 6 items with up to 8 ranks, 10 with more. The last one carries the plans, also without this class.
 
     is_token_in_rank is there always. rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank
     r) and recv_src_idx int32 [num_recv_tokens] (a row's token on its source rank) are there where they were gathered;
@@ -132,10 +154,10 @@ class DispatchHandle(tuple):
                 *_NO_CHANNELS,
                 _NO_SRC_IDX if src_idx is None else src_idx,
                 plans.is_token_in_rank,
-                _NO_SEND_HEAD,
+                _NO_SEND_HEAD.carrying(plans),
             )
         else:
-            items = (plans.is_token_in_rank, *_NO_QUEUES)
+            items = (plans.is_token_in_rank, *_NO_QUEUES[:-1], _NO_QUEUES[-1].carrying(plans))
         handle = cls(items)
         handle.plans = plans
         return handle

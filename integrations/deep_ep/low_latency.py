@@ -14,17 +14,37 @@ from ep_dispatcher import checks, envs, float8
 from ep_dispatcher.integrations.deep_ep import low_latency_decode, low_latency_exact
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
+from ep_dispatcher.integrations.deep_ep.handle import Unavailable, carried_by
 from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Route
 from ep_dispatcher.integrations.deep_ep.pool import Pool
 
 EXACT_HAS_NO_MASKS = "with EP_DISPATCHER_DEEP_EP_EXACT=1 operations need all ranks"
 
 
-class LowLatencyHandle(tuple):
-    """(recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts), as DeepEP's."""
+class Trip:
+    """What a low_latency_dispatch leaves; recv_layout_range of its handle carries it."""
 
-    route: Route
-    combine_buffer: Tensor | None = None  # of get_next_low_latency_combine_buffer
+    def __init__(self, route: Route):
+        self.route = route
+        self.combine_buffer: Tensor | None = None  # of get_next_low_latency_combine_buffer
+
+    def handle(self, most: int, num_experts: int) -> tuple:
+        """(recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts), as DeepEP's."""
+        route, ranges = self.route, self.route.layout_range
+        if isinstance(ranges, Tensor):
+            ranges = ranges.view_as(ranges)  # the route keeps the other: no cycle
+            ranges.carried = self  # type: ignore[attr-defined]  # an attribute of our own
+        elif isinstance(ranges, Unavailable):
+            ranges = ranges.carrying(self)
+        return route.src_info, ranges, most, route.shape[2], num_experts
+
+
+def _trip(handle: tuple) -> Trip:
+    trip = carried_by(handle, 1)
+    if not isinstance(trip, Trip):
+        allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
+        checks.fail("handle", type(handle).__name__, allowed)
+    return trip
 
 
 class LowLatency:
@@ -53,7 +73,7 @@ class LowLatency:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, tuple, EventOverlap, Callable[[], None] | None]:
         """Bring every token to its experts: (recv_x, recv_count, handle, event, hook).
 
             recv_x[expert, i] = the row of the expert's token i, by (source rank, source token), i < recv_count[expert]
@@ -100,17 +120,15 @@ class LowLatency:
         with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
             routed = way.dispatch(pool, x, topk_idx, asked)
             operation.hand_over(*routed.tensors())
-        route = routed.route
-        handle = LowLatencyHandle((route.src_info, route.layout_range, most, x.shape[1], num_experts))
-        handle.route = route
-        return routed.x, routed.counts, handle, operation.event, routed.hook
+        event = _keeping(operation.event, *inputs, *routed.tensors())
+        return routed.x, routed.counts, Trip(routed.route).handle(most, num_experts), event, routed.hook
 
     def low_latency_combine(
         self,
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        handle: LowLatencyHandle,
+        handle: tuple,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -137,15 +155,14 @@ class LowLatency:
         """
         self._check_low_latency()
         self._check_asking(async_finish, return_recv_hook)
-        if not isinstance(handle, LowLatencyHandle):
-            checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
+        trip = _trip(handle)
         if use_logfmt:
             say_once("use_logfmt: accepted; rows travel as bfloat16")
-        route = handle.route
+        route = trip.route
         if zero_copy:
-            if handle.combine_buffer is None:
+            if trip.combine_buffer is None:
                 checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
-            x = handle.combine_buffer
+            x = trip.combine_buffer
         device, num_tokens = x.device.type, route.topk_idx.shape[0]
         checks.tensor("x", x, (torch.bfloat16,), route.shape, device)
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), device)
@@ -158,17 +175,16 @@ class LowLatency:
         with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
             combined_x, hook = route.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
             operation.hand_over(combined_x)
-        return combined_x, operation.event, hook
+        return combined_x, _keeping(operation.event, *inputs, combined_x), hook
 
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: tuple) -> Tensor:
         """The tensor that a low_latency_combine of this handle with zero_copy reads; bfloat16, shaped as its x."""
         self._check_low_latency()
-        if not isinstance(handle, LowLatencyHandle):
-            checks.fail("handle", type(handle).__name__, "the handle that low_latency_dispatch has returned, as it is")
-        if handle.combine_buffer is None:
-            route = handle.route
-            handle.combine_buffer = torch.empty(route.shape, dtype=torch.bfloat16, device=route.topk_idx.device)
-        return handle.combine_buffer
+        trip = _trip(handle)
+        if trip.combine_buffer is None:
+            route = trip.route
+            trip.combine_buffer = torch.empty(route.shape, dtype=torch.bfloat16, device=route.topk_idx.device)
+        return trip.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Mask a rank by hand, for later operations. For all ranks but the masked one; needs enable_shrink=True.
@@ -225,6 +241,13 @@ class LowLatency:
     def _check_asking(async_finish: bool, return_recv_hook: bool) -> None:
         if async_finish and return_recv_hook:
             checks.fail("async_finish", True, "one of async_finish and return_recv_hook")
+
+
+def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
+    """Let the event of an asynchronous operation keep what the operation reads and writes, as DeepEP's does."""
+    if event.event is not None:
+        event.extra_tensors = tuple(t for t in tensors if t is not None)
+    return event
 
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:

@@ -37,14 +37,14 @@ class HookedBuffer:
     """A buffer of our engine in decode layout, and the hook of its last operation until that is called."""
 
     def __init__(self, buffer: ep.Buffer, has_masks: bool):
-        self._buffer, self.has_masks = buffer, has_masks
+        self.buffer, self.has_masks = buffer, has_masks
         self._hook: Callable[[], None] | None = None
 
     def ready(self) -> ep.Buffer:
         """The buffer, for an operation. Receive first what was sent before: one operation is under way at a time."""
         if self._hook is not None:
             self._hook()
-        return self._buffer
+        return self.buffer
 
     def hook(
         self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], None] | None = None
@@ -141,25 +141,24 @@ class Pool:
         if rank == self.group.rank():
             checks.fail("rank_to_mask", f"{rank}, which is this rank", "another one")
         self._masked.add(rank)
-        for buffer in self._masking():
-            buffer.mask_rank(rank)
+        for hooked in self._masking():
+            hooked.ready().mask_rank(rank)
 
     def add_masks(self, status: Tensor) -> None:
-        """Set int32 [num_ranks] to 1 for every rank that is masked in some buffer."""
+        """Set int32 [num_ranks] to 1 for every rank that is masked in some buffer. Hooks go on waiting."""
         for rank in self._masked:
             status[rank] = 1
-        for buffer in self._masking():
-            torch.maximum(status, buffer.mask.to(status.device), out=status)
+        for hooked in self._masking():
+            torch.maximum(status, hooked.buffer.mask.to(status.device), out=status)
 
     def unmask(self) -> None:
         """Let all ranks in again, in all buffers. Collective."""
-        for buffer in self._masking():
-            buffer.unmask()
+        for hooked in self._masking():
+            hooked.ready().unmask()
         self._masked.clear()
 
-    def _masking(self) -> list[ep.Buffer]:
-        """The buffers with masks, after the hooks that wait in them."""
-        return [hooked.ready() for both in self._in_turn.values() for hooked in both if hooked.has_masks]
+    def _masking(self) -> list[HookedBuffer]:
+        return [hooked for both in self._in_turn.values() for hooked in both if hooked.has_masks]
 
     def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
         """The buffer for a dispatch of ``num_tokens`` by this rank, and of other numbers by others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class Rows:
     """Rows on their way through the engine, which moves bytes: ``restore(engine's output of data)`` is like ``x``.
 
     x  [num_tokens, hidden] of any dtype, rows of a multiple of 16 bytes; or a pair of such rows with elements of one
-       byte (hidden a multiple of 128) and scales with elements of four bytes [num_tokens, up to hidden / 128], of any
-       strides
+       byte (hidden a multiple of 128) and scales with elements of four bytes, of any strides: [num_tokens, up to
+       hidden / 128], or [num_tokens]
     """
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
@@ -36,6 +36,9 @@ class Rows:
         if not isinstance(rows, Tensor) or rows.dim() != 2:
             checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
         self.num_tokens, self.device = rows.shape[0], rows.device
+        self._one_scale = isinstance(self._scales, Tensor) and self._scales.dim() == 1
+        if self._one_scale:
+            self._scales = cast(Tensor, self._scales)[:, None]
         if pair:
             self._check_pair()
             self.kind = Kind(rows.shape[1], torch.bfloat16)
@@ -66,7 +69,8 @@ class Rows:
         num_scales = self._scales.shape[1]
         if scales.shape[1] != num_scales:
             scales = scales[:, :num_scales].contiguous()
-        return _seen_as(rows, self._x.dtype), _seen_as(scales, self._scales.dtype)
+        scales = _seen_as(scales, self._scales.dtype)
+        return _seen_as(rows, self._x.dtype), scales[:, 0] if self._one_scale else scales
 
     def _check_pair(self) -> None:
         x, scales = self._x, self._scales
@@ -74,7 +78,8 @@ class Rows:
         if x.element_size() != 1 or x.shape[1] % BLOCK or scales.dim() != 2 or scales.element_size() != 4:
             raise NotImplementedError(
                 f"x: a pair of {list(x.shape)} {x.dtype} and {list(scales.shape)} {scales.dtype}; the engine moves "
-                f"rows of one-byte elements, a multiple of {BLOCK}, with scales [num_tokens, n] of four bytes"
+                f"rows of one-byte elements, a multiple of {BLOCK}, with scales [num_tokens, n] or "
+                "[num_tokens] of four bytes"
             )
         if scales.shape[0] != x.shape[0]:
             checks.fail("x[1]", f"scales of {scales.shape[0]} tokens", f"of the {x.shape[0]} tokens of x[0]")

@@ -2,5 +2,10 @@
 
 from ep_dispatcher.integrations.deep_ep.config import Config, get_low_latency_rdma_size_hint, topk_idx_t
 from ep_dispatcher.integrations.deep_ep.events import EventHandle
+from ep_dispatcher.integrations.deep_ep.runtime import Runtime as Buffer
 
-__all__ = ["Config", "EventHandle", "get_low_latency_rdma_size_hint", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EventHandle", "get_low_latency_rdma_size_hint", "is_sm90_compiled", "topk_idx_t"]
+
+
+def is_sm90_compiled() -> bool:
+    return True
