@@ -61,7 +61,29 @@ def run_decode(case: Case, rank: int, engine: str) -> None:
     inputs = make_inputs(case)
     again = [random_rows(case, len(x), seed=10 + of_rank) for of_rank, x in enumerate(inputs.x)]
     results = test_decode.run_case(rank, engine, case, inputs, again, {})
-    test_decode.assert_case(case, inputs, again, {rank: results})
+    on_the_host = [(tuple(t.cpu() for t in rows), counts.cpu(), sums.cpu()) for rows, counts, sums in results]
+    test_decode.assert_case(case, inputs, again, {rank: on_the_host})
+
+
+def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> None:
+    """A layer of experts, its steps one after the other and with overlap: the same bits."""
+    generator, sizes = torch.Generator().manual_seed(rank), dict(hidden=256, num_experts=6 * num_ranks, num_topk=4)
+    device, dtype = device_of(engine, rank), torch.bfloat16
+    given = torch.randn(500, 256, generator=generator), torch.rand(500, 4, generator=generator)
+    weights = torch.randn(6, 384, 256, generator=generator) / 16, torch.randn(6, 256, 192, generator=generator) / 14
+    leaves = [t.to(device, dtype).requires_grad_() for t in (given[0], *weights)]
+    row_weights = given[1].to(device).requires_grad_()
+    topk_idx = torch.rand(500, 6 * num_ranks, generator=generator).topk(4).indices.to(device)
+    placed = dict(engine=engine, max_tokens_per_rank=2048, ranks_per_node=ranks_per_node, timeout_s=100, num_sms=24)
+    results = []
+    with ep.Buffer(**sizes, **placed) as buffer:
+        for overlap in (False, True):
+            y = ep.moe_mlp(buffer, leaves[0], topk_idx, row_weights, *leaves[1:], overlap=overlap)
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), (*leaves, row_weights))])
+        if engine == "cuda":
+            assert ep.why_no_overlap(buffer) is None
+            buffer.check()
+        assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str = "", engine: str = "cuda") -> None:
@@ -72,6 +94,7 @@ def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str =
         run(Case(num_ranks, ranks_per_node, **kind), rank, engine)
     for kind in DECODE_KINDS:
         run_decode(Case(num_ranks, ranks_per_node, layout="decode", weighted=False, **kind), rank, engine)
+    run_layer(num_ranks, ranks_per_node, rank, engine)
     dist.destroy_process_group()
     print(f"rank {rank} of {num_ranks}: right")
 

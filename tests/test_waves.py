@@ -136,18 +136,20 @@ def pushes_first(rank: int) -> None:
     kernels.wait_for_share(done, torch.zeros_like(ends), 120, 0.5)  # of no rows
     kernels.wait_for_share(done[:0], ends, 0, 0.5)
     torch.cuda.synchronize()
-    # A GEMM that has begun is waited for, however long it takes.
-    other, (begin, end) = torch.cuda.Stream(), (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    ends, done[2] = torch.tensor([40, 190], dtype=torch.int32, device="cuda"), 1
-    torch.cuda.synchronize()
-    with torch.cuda.stream(other):
-        torch.cuda._sleep(CYCLES_OF_A_LONG_TIME)
-        done[0] += 1
-    begin.record()
-    kernels.wait_for_share(done, ends, 192, 1.0)
-    end.record()
-    torch.cuda.synchronize()
-    assert begin.elapsed_time(end) > 3000 * kernels.BEGIN_S
+    # A GEMM that has begun is waited for, however long it takes. Its first kernel is loaded before: that may wait.
+    other, ends = torch.cuda.Stream(), torch.tensor([40, 190], dtype=torch.int32, device="cuda")
+    for cycles in (1, CYCLES_OF_A_LONG_TIME):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        done.copy_(torch.tensor([0, 0, 1]))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(cycles)
+            done[:1].add_(1)
+        begin.record()
+        kernels.wait_for_share(done, ends, 192, 1.0)
+        end.record()
+        torch.cuda.synchronize()
+    assert begin.elapsed_time(end) > 3000 * kernels.BEGIN_S, begin.elapsed_time(end)
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])

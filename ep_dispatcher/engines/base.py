@@ -137,7 +137,7 @@ class Engine(Protocol):
 
     has_waves: bool  # whether it takes `by_expert` and `waves`: a CUDA engine, and not each one
 
-    # The operation that only sent, until `receive` completes it. No other is allowed meanwhile.
+    # The operation that only sent, until `receive` completes it or the engine ends. No other is allowed meanwhile.
     @property
     def unreceived(self) -> str | None: ...
 

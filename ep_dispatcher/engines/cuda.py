@@ -333,7 +333,7 @@ class CudaEngine:
 
     @property
     def unreceived(self) -> str | None:
-        return None if self._unreceived is None else self._unreceived[0]
+        return None if self._unreceived is None or self._health.ended else self._unreceived[0]
 
     def _wait_for_receive(
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
