@@ -12,6 +12,7 @@ least throughput of each operation, as a part of grouped_mm's, and the time that
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -137,13 +138,16 @@ def operations(case: Case, tiles: list):
 
 
 def with_tiles(kind: str, tiles: list, call: Callable) -> dict[str, Callable]:
-    names = {"multiply": ("TRANSPOSED_TILE", "TILE", "SMALL_TILE"), "outer": ("OUTER_TILE",)}[kind]
+    names = {
+        "multiply": ("TRANSPOSED_TILE", "TILE", "SMALL_TILE"),
+        "outer": ("STORED_TILES", "ADDED_TILES"),
+    }[kind]
 
     def with_tile(tile):
         def run():
             before = [getattr(grouped_gemm_kernels, name) for name in names]
             for name in names:
-                setattr(grouped_gemm_kernels, name, tile)
+                setattr(grouped_gemm_kernels, name, tile if kind == "multiply" else {math.inf: tile})
             call()
             for name, value in zip(names, before):
                 setattr(grouped_gemm_kernels, name, value)

@@ -10,6 +10,7 @@ Operands come through the tensor memory accelerator, tile by tile. It reads matr
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,11 @@ class Tile(NamedTuple):
 
 
 # The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
-TRANSPOSED_TILE, TILE, OUTER_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)
-SMALL_TILE = Tile(64, 128, 64, 4, 4)
-FEW_ROWS = 64  # per expert
+TRANSPOSED_TILE, TILE, SMALL_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(64, 128, 64, 4, 4)
+FEW_ROWS = 64  # per expert: for the small tile
+# Of outer products, by the rows per expert up to which a tile is the fastest.
+STORED_TILES = {128: Tile(64, 128, 64, 4, 2), 2048: Tile(128, 128, 64, 4, 3), math.inf: Tile(128, 256, 64, 8, 3)}
+ADDED_TILES = {128: Tile(64, 128, 64, 4, 3), math.inf: Tile(128, 256, 64, 8, 3)}
 SWIGLU_COLUMNS = 1024
 BEGIN_S = 0.01  # the longest wait for a GEMM to write its first rows
 M_TILES_IN_A_ROW = 16  # they read the same weights, one after the other
@@ -270,7 +273,9 @@ def _multiply(
 def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool) -> None:
     """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added."""
     num_rows, n = grad.shape
-    k, experts, tile = rows.shape[1], len(out), OUTER_TILE
+    k, experts = rows.shape[1], len(out)
+    tiles = ADDED_TILES if accumulate else STORED_TILES
+    tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
     if not num_rows:
         if not accumulate:
             torch._foreach_zero_(list(out))
