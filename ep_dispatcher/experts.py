@@ -48,13 +48,13 @@ def moe_mlp(
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same; the same on all
-                   ranks. It needs a GPU, bfloat16 or float16, max_tokens_per_rank of 2048 or more, and at most half
-                   of the GPU's multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192
-                   bytes, because shorter ones gain nothing. With several nodes only the combine of a backward runs
-                   under GEMMs. Else it changes nothing, and ep.why_no_overlap(buffer) says why. What counts is the
-                   buffer's max_tokens_per_rank, not the tokens of a call: all ranks choose alike. The last sums take
-                   all multiprocessors, as the GEMMs do. docs/limits.md says where to set it to False
+    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same. It needs a GPU,
+                   bfloat16 or float16, 2048 tokens or more on this rank, and at most half of the GPU's
+                   multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192 bytes,
+                   because shorter ones gain nothing. With several nodes only the combine of a backward runs under
+                   GEMMs. Else it changes nothing, and ep.why_no_overlap(buffer) says why. Ranks may choose
+                   differently. The last sums take all multiprocessors, as the GEMMs do. docs/limits.md says where to
+                   set it to False
     keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
                    are kept of each received row
 
@@ -97,21 +97,22 @@ def moe_mlp(
     return combine(buffer, second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends), out.handle)
 
 
-def why_no_overlap(buffer: Buffer, *, gradients: bool = True) -> str | None:
+def why_no_overlap(buffer: Buffer, *, gradients: bool = True, num_tokens: int | None = None) -> str | None:
     """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
 
         reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
 
-    gradients  whether the layer has a backward: PyTorch's gradients are on, and an argument of it requires one
+    gradients   whether the layer has a backward: PyTorch's gradients are on, and an argument of it requires one
+    num_tokens  of this rank in the call; None: the buffer's max_tokens_per_rank
 
-    It moves nothing, and needs no other rank. The answer holds for every call with this buffer, however many tokens it
-    has. Only ``torch.compile`` and tools that look at operators (FakeTensor, make_fx) never overlap, whatever the
-    answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: nothing overlaps there.
+    It moves nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
+    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: nothing
+    overlaps there.
 
     Raises ValueError when `buffer` is no ep_dispatcher.Buffer, or was destroyed.
     """
     check_buffer(buffer)
-    return waves.why_not(buffer, gradients)
+    return waves.why_not(buffer, gradients, num_tokens)
 
 
 def run_layer(
@@ -135,7 +136,7 @@ def run_layer(
     one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in one_of_each)
     with torch.cuda.device_of(x):
-        if overlap and waves.can_overlap(buffer, wants_gradients):
+        if overlap and waves.can_overlap(buffer, wants_gradients, x.shape[0]):
             return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
         out = send()
         assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given

@@ -15,6 +15,7 @@ from test_cuda_stress import assert_step
 from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, random_rows, rows_needed, to
 
 import ep_dispatcher as ep
+from ep_dispatcher import waves
 from ep_dispatcher.testing import device_of, make_routing
 
 NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine, and of a window between nodes
@@ -74,9 +75,10 @@ def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> No
     leaves = [t.to(device, dtype).requires_grad_() for t in (given[0], *weights)]
     row_weights = given[1].to(device).requires_grad_()
     topk_idx = torch.rand(500, 6 * num_ranks, generator=generator).topk(4).indices.to(device)
-    placed = dict(engine=engine, max_tokens_per_rank=2048, ranks_per_node=ranks_per_node, timeout_s=100, num_sms=24)
+    placed = dict(engine=engine, max_tokens_per_rank=3000, ranks_per_node=ranks_per_node, timeout_s=100, num_sms=24)
     results = []
     with ep.Buffer(**sizes, **placed) as buffer:
+        waves.MIN_TOKENS = 0
         for overlap in (False, True):
             y = ep.moe_mlp(buffer, leaves[0], topk_idx, row_weights, *leaves[1:], overlap=overlap)
             results.append([y, *torch.autograd.grad(y.float().square().sum(), (*leaves, row_weights))])

@@ -162,10 +162,11 @@ def reasons(rank: int, engine: str) -> None:
         wanted = f"its engine is {engine}" if engine == "cpu" else "its rows are torch.float32"
         assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, gradients=False) == wanted
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(waves, "why_not", lambda buffer, wants_gradients: None if wants_gradients else "no gradients")
-            assert ep.why_no_overlap(buffer) is None
-            assert ep.why_no_overlap(buffer, gradients=False) == "no gradients"
-            assert waves.can_overlap(buffer, True) and not waves.can_overlap(buffer, False)
+            patch.setattr(
+                waves, "why_not", lambda buffer, wants_gradients, num_tokens: "" if wants_gradients else f"{num_tokens}"
+            )
+            assert ep.why_no_overlap(buffer) == "" and ep.why_no_overlap(buffer, gradients=False) == "None"
+            assert ep.why_no_overlap(buffer, gradients=False, num_tokens=7) == "7"
         assert error_of(lambda: ep.why_no_overlap(None)).startswith("buffer: given NoneType, allowed: ")
     assert "destroyed" in error_of(lambda: ep.why_no_overlap(buffer))
 

@@ -68,7 +68,7 @@ def counted_runs():
     runs, run = [], Deferred.run
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu():
-            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients: True)
+            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None: True)
 
         def counted(deferred, *given, **options):
             runs.append(deferred)
@@ -284,7 +284,7 @@ def refusals(rank: int) -> None:
 
         for can in (True, False):  # as of a buffer of several nodes
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, can=can: can)
+                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None, can=can: can)
                 assert communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
     if rank == 0 and not on_gpu():
         reasons = [
