@@ -3,6 +3,7 @@
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
+    EP_DISPATCHER_WIRE_GBPS=50 python benchmarks/moe_mlp.py --ranks-per-node 1 --paths serial overlap   # virtual nodes
     python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --routings uniform \
         --paths serial overlap overlap:24,8,132 overlap:16,12,24@50 overlap:24,16,132,16,8
 
@@ -54,6 +55,7 @@ class Case(NamedTuple):
     routing: str
     sms: int
     max_tokens: int
+    ranks_per_node: int
 
 
 class Measured(NamedTuple):
@@ -81,11 +83,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
     parser.add_argument("--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=ALLOWED_PATHS)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes, which NCCL's path knows nothing of")
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
     parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.ranks_per_node is None:
+        args.ranks_per_node = args.ranks
+    elif args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
+        parser.error(f"--ranks-per-node: given {args.ranks_per_node}, allowed: a divisor of the {args.ranks} ranks")
+    return args
 
 
 def _path(text: str) -> str:
@@ -103,7 +111,7 @@ def _kind(path: str) -> str:
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     return [
-        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]))
+        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]), args.ranks_per_node)
         for sizes in (tuple(map(int, case.split("x"))) for case in args.cases)
         for routing in args.routings
         for sms in args.sms
@@ -117,7 +125,8 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
     idx, weights = (t.to(device) for t in make_routing(case.routing, case.tokens, case.experts, TOPK, seed=rank))
     x, w1, w2 = inputs(case, device)
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.max_tokens)
-    with ep.Buffer(engine="cuda", timeout_s=20, num_sms=case.sms, **sizes) as buffer:
+    placed = dict(num_sms=case.sms, ranks_per_node=case.ranks_per_node)
+    with ep.Buffer(engine="cuda", timeout_s=20, **placed, **sizes) as buffer:
         sides, ran = sides_of(buffer, paths, idx, [x, weights, w1, w2])
         replays, pool = {}, torch.cuda.graph_pool_handle()  # one for all: each backward makes large gradients
         for key, side in sides.items():
@@ -180,7 +189,7 @@ def sides_of(
         calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
         if _kind(path) == "overlap":
             for name, wants_gradients in zip(PASSES, (False, True)):
-                chosen = "overlap" if waves.can_overlap(buffer, wants_gradients) else "serial"
+                chosen = "overlap" if waves.can_overlap(buffer, wants_gradients, len(x)) else "serial"
                 ran[name, path] = f"chose {chosen}, "
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():
@@ -243,7 +252,7 @@ def eagerly(run: Callable[[], None]) -> Callable[[], float]:
 def lines(case: Case, measured: Measured) -> list[str]:
     """The case and its times, a line for each path and pass."""
     sizes = f"{case.tokens} tokens, hidden {case.hidden}, {case.experts} experts, intermediate {case.intermediate}"
-    rest = f"{case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
+    rest = f"nodes of {case.ranks_per_node}, {case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
     shown = [f"{sizes}, {rest}: us"]
     for name in PASSES:
         for path in (path for of, path in measured.times if of == name and _kind(path) in PATHS):

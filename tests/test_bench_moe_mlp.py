@@ -34,9 +34,9 @@ def given_to(rank: int, routing: str, dtype: torch.dtype) -> tuple[torch.Tensor,
     return idx, [t.requires_grad_() for t in (x, weights.to(dtype).float(), w1, w2)]
 
 
-def make_buffer(dtype: torch.dtype) -> ep.Buffer:
+def make_buffer(dtype: torch.dtype, ranks_per_node: int | None = None) -> ep.Buffer:
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=TOKENS + 4)
-    return ep.Buffer(engine="cpu", dtype=dtype, **sizes)
+    return ep.Buffer(engine="cpu", dtype=dtype, ranks_per_node=ranks_per_node, **sizes)
 
 
 def plain_layer(rank: int, routing: str) -> None:
@@ -61,13 +61,13 @@ def test_the_plain_layer_computes_the_same(pools, num_ranks, routing):
     pools(num_ranks).run(plain_layer, routing)
 
 
-def all_sides(rank: int) -> tuple[list, dict]:
+def all_sides(rank: int, ranks_per_node: int) -> tuple[list, dict]:
     sys.path.insert(0, BENCHMARKS)
     import moe_mlp
 
     moe_mlp._nccl[:] = [dist.group.WORLD]
     idx, leaves = given_to(rank, "uniform", torch.bfloat16)
-    with make_buffer(torch.bfloat16) as buffer:
+    with make_buffer(torch.bfloat16, ranks_per_node) as buffer:
         paths = [*moe_mlp.PATHS, SWEPT]
         sides, ran = moe_mlp.sides_of(buffer, paths, idx, [t.detach() for t in leaves])
         for side in sides.values():
@@ -75,9 +75,10 @@ def all_sides(rank: int) -> tuple[list, dict]:
     return list(sides), ran
 
 
-def test_every_side_runs(pools, script):
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_every_side_runs(pools, script, ranks_per_node):
     """Each path and each path's GEMMs alone, in both passes; the choice is that of moe_mlp."""
-    for sides, ran in pools(2).run(all_sides):
+    for sides, ran in pools(2).run(all_sides, ranks_per_node):
         assert set(sides) == {
             (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values(), SWEPT}
         }
@@ -107,17 +108,27 @@ def test_wrong_paths(script, capsys, given):
     assert f"given {given!r}, allowed: {allowed}, numbers of at least 1, SHARE 0 to 99" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["3", "0", "-1", "8"])
+def test_wrong_nodes(script, capsys, size):
+    with pytest.raises(SystemExit):
+        script.parse_args(["--ranks", "4", "--ranks-per-node", size])
+    assert f"--ranks-per-node: given {size}, allowed: a divisor of the 4 ranks" in capsys.readouterr().err
+
+
 def test_lines(script):
-    args = script.parse_args(["--cases", "128x2048x128x768", "--sms", "16", "24", "--max-tokens", "64"])
+    few = ["--cases", "128x2048x128x768", "--sms", "16", "24", "--max-tokens", "64"]
+    args = script.parse_args([*few, "--ranks", "4", "--ranks-per-node", "2"])
     cases = script.cases_of(args)
     assert [(case.routing, case.sms) for case in cases] == [(r, s) for r in ("uniform", "skewed") for s in (16, 24)]
     assert all(case.max_tokens == case.tokens == 128 for case in cases), "never less than the case brings"
     assert len(script.cases_of(script.parse_args(["--ranks", "2"]))) == 12
+    for given, size in ([], 4), (["--ranks-per-node", "2"], 2):
+        assert {case.ranks_per_node for case in script.cases_of(script.parse_args(["--ranks", "4", *given]))} == {size}
     us = {"serial": 30.0, "overlap": 25.0, "nccl": 50.0, "GEMMs": 20.0, "grouped_mm": 22.0}
     times = {(name, path): value + 100 * i for i, name in enumerate(script.PASSES) for path, value in us.items()}
     ran = dict.fromkeys(times, "CUDA graph") | {("forward", "overlap"): "chose serial, CUDA graph"}
     head, *rows = script.lines(cases[0], script.Measured(times, ran))
-    assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, uniform, 16 SMs, buffer of 128")
+    assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, nodes of 2, uniform, 16 SMs, ")
     assert [row.split()[:3] for row in rows[:3]] == [["forward", p, v] for p, v in zip(us, ("30", "25", "50"))]
     assert rows[1].split("exposed")[1].split(maxsplit=1) == ["5", "chose serial, CUDA graph"]
     assert rows[2].split("grouped_mm alone")[1].split()[:3] == ["22", "exposed", "28"]
