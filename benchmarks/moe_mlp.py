@@ -15,6 +15,10 @@ overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (
 for those of the backward. Without these it pulls with PULL too. With @SHARE pushes begin when so many percent of the
 rows are written, instead of when waves.push_after says. NCCL's splits are fixed: its host knows all counts in advance
 (all_to_all_layer.py). It needs a GPU for each rank.
+
+--ranks-per-node makes virtual nodes. EP_DISPATCHER_WIRE_GBPS=50 gives the peer wire between them the rate of a card of
+400 Gb/s per rank (docs/nodes.md). NCCL does not know these nodes: it sends all rows through NVLink, without a pace. So
+compare with it on one node only.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from compare_builds import IN_A_ROW, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import waves
+from ep_dispatcher import envs, waves
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -55,7 +59,9 @@ class Case(NamedTuple):
     routing: str
     sms: int
     max_tokens: int
+    ranks: int
     ranks_per_node: int
+    wire_gbps: float | None  # pace of the wire between nodes; None: no pace, or one node
 
 
 class Measured(NamedTuple):
@@ -83,12 +89,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
     parser.add_argument("--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=ALLOWED_PATHS)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--ranks-per-node", type=int, help="of virtual nodes, which NCCL's path knows nothing of")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="virtual nodes of N ranks; default: EP_DISPATCHER_RANKS_PER_NODE, or one node. EP_DISPATCHER_WIRE_GBPS=50 "
+        "paces the peer wire between them. NCCL does not know these nodes: leave it out of --paths",
+    )
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
     parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
     args = parser.parse_args(argv)
+    if args.ranks_per_node is None:
+        args.ranks_per_node = envs.ranks_per_node()
     if args.ranks_per_node is None:
         args.ranks_per_node = args.ranks
     elif args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
@@ -110,8 +124,10 @@ def _kind(path: str) -> str:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
+    paced = args.ranks_per_node < args.ranks and envs.wire() in ("auto", "peer")
+    placed = args.ranks, args.ranks_per_node, envs.wire_gbps() if paced else None
     return [
-        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]), args.ranks_per_node)
+        Case(*sizes, routing, sms, max(args.max_tokens or 0, sizes[0]), *placed)
         for sizes in (tuple(map(int, case.split("x"))) for case in args.cases)
         for routing in args.routings
         for sms in args.sms
@@ -249,10 +265,18 @@ def eagerly(run: Callable[[], None]) -> Callable[[], float]:
     return timed
 
 
+def nodes(case: Case) -> str:
+    """The nodes in words, and the pace of the wire between them."""
+    if case.ranks == case.ranks_per_node:
+        return f"one node of {case.ranks}"
+    pace = "no pace" if case.wire_gbps is None else f"{case.wire_gbps:g} GB/s"
+    return f"{case.ranks // case.ranks_per_node} virtual nodes of {case.ranks_per_node} ({pace})"
+
+
 def lines(case: Case, measured: Measured) -> list[str]:
     """The case and its times, a line for each path and pass."""
     sizes = f"{case.tokens} tokens, hidden {case.hidden}, {case.experts} experts, intermediate {case.intermediate}"
-    rest = f"nodes of {case.ranks_per_node}, {case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
+    rest = f"{nodes(case)}, {case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
     shown = [f"{sizes}, {rest}: us"]
     for name in PASSES:
         for path in (path for of, path in measured.times if of == name and _kind(path) in PATHS):

@@ -128,12 +128,26 @@ def test_lines(script):
     times = {(name, path): value + 100 * i for i, name in enumerate(script.PASSES) for path, value in us.items()}
     ran = dict.fromkeys(times, "CUDA graph") | {("forward", "overlap"): "chose serial, CUDA graph"}
     head, *rows = script.lines(cases[0], script.Measured(times, ran))
-    assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, nodes of 2, uniform, 16 SMs, ")
+    assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, 2 virtual nodes of 2 (no pace), ")
     assert [row.split()[:3] for row in rows[:3]] == [["forward", p, v] for p, v in zip(us, ("30", "25", "50"))]
     assert rows[1].split("exposed")[1].split(maxsplit=1) == ["5", "chose serial, CUDA graph"]
     assert rows[2].split("grouped_mm alone")[1].split()[:3] == ["22", "exposed", "28"]
     only = {key: value for key, value in times.items() if key[1] in ("serial", "GEMMs")}
     assert len(script.lines(cases[0], script.Measured(only, ran))) == 3
+
+
+def test_nodes_in_words(script, monkeypatch):
+    def seen(*options: str) -> str:
+        return script.nodes(script.cases_of(script.parse_args(["--ranks", "4", *options]))[0])
+
+    monkeypatch.setenv("EP_DISPATCHER_WIRE_GBPS", "50")
+    assert seen() == "one node of 4"
+    assert seen("--ranks-per-node", "2") == "2 virtual nodes of 2 (50 GB/s)"
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "1")
+    assert seen() == "4 virtual nodes of 1 (50 GB/s)"
+    assert seen("--ranks-per-node", "4") == "one node of 4", "the option comes before the switch"
+    monkeypatch.setenv("EP_DISPATCHER_WIRE", "nvshmem")  # it has no pace
+    assert seen() == "4 virtual nodes of 1 (no pace)"
 
 
 @pytest.mark.skipif(bool(cuda_problem()), reason=f"needs a usable GPU: {cuda_problem()}")
