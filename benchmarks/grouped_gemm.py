@@ -5,8 +5,9 @@
     python benchmarks/grouped_gemm.py --tiles 128,256,64,8,3 128,128,64,4,4
 
 Times are medians, in microseconds, of CUDA graphs of ten calls, all sides in turn; in brackets TFLOP/s. "dense" is
-cuBLAS with all rows and the first expert's weights, "one expert" cuBLAS with the rows of one expert. At the end the
-least throughput of each operation, as a part of grouped_mm's, and the time that a call takes the host.
+cuBLAS with all rows and the first expert's weights, "one expert" cuBLAS with the rows of one expert. "grad of W, +="
+adds in float32, grouped_mm by add_. At the end the least throughput of each operation, as a part of grouped_mm's, and
+whether it reaches 0.85; then the time that a call takes the host.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import torch.nn.functional as F
 from compare_builds import on_device
 
 from ep_dispatcher import grouped_gemm, grouped_gemm_kernels
+
+DEVICE = "cuda"
+BAR = 0.85  # the least part of grouped_mm's throughput
 
 
 class Case(NamedTuple):
@@ -63,17 +67,29 @@ def main() -> None:
         print(case, flush=True)
         for name, sides in operations(case, tiles):
             times = in_turn(sides, args.rounds)
-            flop = 2 * case.rows * case.k * case.n
-            shown = []
-            for side, us in times.items():
-                of_side = flop / case.experts if side == "one expert" else flop
-                shown.append(f"{side} {us:.0f} ({of_side / us / 1e6:.0f})")
-            ratio = times["grouped_mm"] / times["ours"]
-            least[name] = min(least.get(name, (ratio, case)), (ratio, case))
-            print(f"  {name:14}" + "   ".join(shown) + f"   {ratio:.2f} of grouped_mm", flush=True)
+            print(f"  {name:14}" + line(case, times), flush=True)
+            if ratio := part_of_grouped_mm(times):
+                least[name] = min(least.get(name, (ratio, case)), (ratio, case))
     for name, (ratio, case) in least.items():
-        print(f"least of {name}: {ratio:.2f} of grouped_mm's throughput, {case}", flush=True)
+        met = "at least" if ratio >= BAR else "BELOW"
+        print(f"least of {name}: {ratio:.2f} of grouped_mm's throughput, {met} {BAR}, {case}", flush=True)
     print("host, us a call:", host_times(), flush=True)
+
+
+def line(case: Case, times: dict[str, float]) -> str:
+    """The sides of an operation: microseconds, TFLOP/s, and the part of grouped_mm's throughput."""
+    flop = 2 * case.rows * case.k * case.n
+    shown = []
+    for side, us in times.items():
+        of_side = flop / case.experts if side == "one expert" else flop
+        shown.append(f"{side} {us:.0f} ({of_side / us / 1e6:.0f})")
+    ratio = part_of_grouped_mm(times)
+    return "   ".join(shown) + (f"   {ratio:.2f} of grouped_mm" if ratio else "")
+
+
+def part_of_grouped_mm(times: dict[str, float]) -> float | None:
+    """None where one of the two could not run: in_turn leaves it out."""
+    return times["grouped_mm"] / times["ours"] if times.keys() >= {"grouped_mm", "ours"} else None
 
 
 def operations(case: Case, tiles: list):
@@ -82,12 +98,12 @@ def operations(case: Case, tiles: list):
     shares = torch.rand(case.experts).mul(4 * case.skew).exp()
     counts = (shares / shares.sum() * case.rows).int()
     counts[-1] += case.rows - counts.sum()
-    ends = counts.cumsum(0).int().cuda()
-    rows = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
-    grad = torch.randn(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
-    stack = torch.randn(case.experts, case.n, case.k, device="cuda", dtype=torch.bfloat16) / case.k**0.5
+    ends = counts.cumsum(0).int().to(DEVICE)
+    rows = torch.randn(case.rows, case.k, device=DEVICE, dtype=torch.bfloat16)
+    grad = torch.randn(case.rows, case.n, device=DEVICE, dtype=torch.bfloat16)
+    stack = torch.randn(case.experts, case.n, case.k, device=DEVICE, dtype=torch.bfloat16) / case.k**0.5
     weights = list(stack)
-    sums = torch.zeros(case.experts, case.n, case.k, device="cuda")
+    sums = torch.zeros(case.experts, case.n, case.k, device=DEVICE)
     of_one = slice(case.rows // case.experts)
     yield (
         "forward",
