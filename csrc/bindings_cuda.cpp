@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "cuda/check.h"
 #include "cuda/engine.h"
+#include "cuda/routing.h"
 #ifdef EP_WIRE_NVSHMEM
 #include "nvshmem/world.h"
 #define EP_MODULE _C_nvshmem
@@ -174,6 +175,20 @@ PYBIND11_MODULE(EP_MODULE, m) {
         cudaMemcpyAsync(pointer<char>(to), pointer<char>(from), bytes, cudaMemcpyDefault, pointer<CUstream_st>(stream)),
         "copy");
   });
+  m.def("map_to_columns",
+        [](int num_tokens, int num_experts, int topk, int slices, int experts_per_rank, bool skips_zeros,
+           ep::DType dtype, Address map, Address probs, Address topk_idx, Address weights, Address stream) {
+          map_to_columns({num_tokens, num_experts, topk, slices, experts_per_rank, skips_zeros, dtype},
+                         pointer<const bool>(map), pointer<const void>(probs), pointer<int64_t>(topk_idx),
+                         pointer<float>(weights), pointer<CUstream_st>(stream));
+        });
+  m.def("columns_to_map",
+        [](int num_tokens, int num_experts, int topk, int slices, int experts_per_rank, bool skips_zeros,
+           ep::DType dtype, Address topk_idx, Address grad_weights, Address grad_probs, Address stream) {
+          columns_to_map({num_tokens, num_experts, topk, slices, experts_per_rank, skips_zeros, dtype},
+                         pointer<const int64_t>(topk_idx), pointer<const float>(grad_weights),
+                         pointer<void>(grad_probs), pointer<CUstream_st>(stream));
+        });
 #ifdef EP_WIRE_NVSHMEM
   const py::call_guard<py::gil_scoped_release> others_run;
   m.def("is_running", &ep::nvshmem::is_running);

@@ -177,6 +177,33 @@ class Engine:
 def aborted_offset(config: Config) -> int: ...
 def excluded_offset(config: Config) -> int: ...
 def copy(to: int, from_: int, bytes: int, stream: int) -> None: ...
+def columns_to_map(
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    slices: int,
+    experts_per_rank: int,
+    skips_zeros: bool,
+    dtype: DType,
+    topk_idx: int,
+    grad_weights: int,
+    grad_probs: int,
+    stream: int,
+) -> None: ...
+def map_to_columns(
+    num_tokens: int,
+    num_experts: int,
+    topk: int,
+    slices: int,
+    experts_per_rank: int,
+    skips_zeros: bool,
+    dtype: DType,
+    map: int,
+    probs: int,
+    topk_idx: int,
+    weights: int,
+    stream: int,
+) -> None: ...
 def flag_bytes(config: Config) -> int: ...
 def plan_capacity(config: Config, num_rows: int) -> int: ...
 def region_bytes(config: Config) -> int: ...

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import buffers, graphs, limits, margins, overfull, recompute
+from ep_dispatcher.integrations.megatron import buffers, graphs, limits, margins, recompute
 from ep_dispatcher.integrations.megatron.deferred import Deferred
+from ep_dispatcher.integrations.megatron.routing import Routing, columns
 
 
 class MoEEPTokenDispatcher(MoETokenDispatcher):
@@ -76,39 +77,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         allowed = (hidden_states.shape[0], self.config.num_moe_experts)
         checks.tensor("routing_map", routing_map, (torch.bool,), allowed, hidden_states.device.type)
         checks.tensor("probs", probs, limits.PROBS_DTYPES, allowed, hidden_states.device.type)
-        if self.config.moe_pad_expert_input_to_capacity:
-            # The map then marks whole capacities; what fills them up has no probability, adds nothing, and stays here.
-            routing_map = routing_map & (probs != 0)
-        self.topk_idx, weights = self._to_topk(routing_map, probs)
+        routing = Routing(
+            topk=self.config.moe_router_topk,
+            slices=self.tp_size,
+            experts_per_rank=self.num_local_experts,
+            skips_zeros=self.config.moe_pad_expert_input_to_capacity,
+        )
+        self.topk_idx, weights = columns(routing, routing_map, probs)
         if graphs.is_warm_up():
             self.topk_idx = torch.full_like(self.topk_idx, -1)
         return hidden_states, weights
-
-    def _to_topk(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token, -1 for none, and their probabilities. Beside -1 the probability is any.
-
-        With expert tensor parallelism an expert's ranks each hold a slice of it and each get its tokens. The group's
-        ranks count the slices fastest, so slice t of expert e is expert ``(e // L * T + t) * L + e % L`` of the group,
-        with L experts per rank and T slices.
-        """
-        num_experts, topk = routing_map.shape[1], self.config.moe_router_topk
-        columns = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
-        ones, idx = routing_map.view(torch.uint8).topk(columns, dim=1)  # a token's experts, then others
-        ones = ones.view(torch.bool)
-        idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
-        host_looks = overfull.host_looks(routing_map)
-        if host_looks and is_overfull.any():
-            overfull.refuse(routing_map, topk)
-        weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0
-        per_rank, slices = self.num_local_experts, self.tp_size
-        if slices > 1:
-            first = idx // per_rank * (slices * per_rank) + idx % per_rank
-            idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
-            chosen, weights = chosen.repeat(1, slices), weights.repeat(1, slices)
-        idx = torch.where(chosen, idx, -1)
-        if columns > topk and not host_looks:
-            overfull.mark(idx, is_overfull, num_experts * slices)
-        return idx, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [num_tokens, hidden] and probs, as preprocessed -> rows [rows, hidden] by expert, probs [rows]."""

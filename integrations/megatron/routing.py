@@ -1,0 +1,121 @@
+"""Megatron's routing, a map of tokens by experts, as the engine takes it: columns of top-k experts.
+
+On a GPU a compiled kernel makes the columns, and another one the gradient: as separate operations of PyTorch they took
+the host longer than a dispatch does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import engines
+from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.integrations.megatron import overfull
+
+_compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
+_DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Routing(NamedTuple):
+    """How columns are made from a map.
+
+    topk              experts of a token
+    slices            ranks that each hold a slice of an expert (expert tensor parallelism); all of them get its tokens.
+                      The group's ranks count them fastest: slice t of expert e is expert
+                      ``(e // L * slices + t) * L + e % L`` of the group, with L = experts_per_rank
+    experts_per_rank  of this rank
+    skips_zeros       an expert with probability 0 is none: Megatron's map then marks whole capacities, and what fills
+                      them up adds nothing
+    """
+
+    topk: int
+    slices: int
+    experts_per_rank: int
+    skips_zeros: bool
+
+
+def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of each token, -1 for none, and their probabilities, slice by slice.
+
+    routing_map bool [num_tokens, num_experts]; probs float [num_tokens, num_experts]
+    -> (int64 [num_tokens, slices * topk], float32 [num_tokens, slices * topk])
+
+    Beside -1 the probability is any. Probabilities are differentiable, once. On a GPU the columns are in the order of
+    experts. Raises ValueError when a token has more than topk experts and the host can see it; where it cannot, the
+    token gets an expert that does not exist.
+    """
+    if routing_map.is_cuda and not is_observed((routing_map, probs)):
+        if probs.dtype == torch.float64:
+            probs = probs.float()
+        return _Columns.apply(probs, routing_map, routing)
+    return _by_operators(routing, routing_map, probs)
+
+
+def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    topk, slices, per_rank, skips_zeros = routing
+    if skips_zeros:
+        routing_map = routing_map & (probs != 0)
+    num_experts = routing_map.shape[1]
+    most = min(topk + 1, num_experts)  # one more shows which tokens have more than top-k experts
+    ones, idx = routing_map.view(torch.uint8).topk(most, dim=1)  # a token's experts, then others
+    ones = ones.view(torch.bool)
+    idx, chosen, is_overfull = idx[:, :topk], ones[:, :topk], ones[:, topk:]
+    host_looks = overfull.host_looks(routing_map)
+    if host_looks and is_overfull.any():
+        overfull.refuse(routing_map, topk)
+    weights = probs.gather(1, idx).float()  # the engine reads none beside -1, and gives it the gradient 0
+    if slices > 1:
+        first = idx // per_rank * (slices * per_rank) + idx % per_rank
+        idx = torch.cat([first + t * per_rank for t in range(slices)], dim=1)
+        chosen, weights = chosen.repeat(1, slices), weights.repeat(1, slices)
+    idx = torch.where(chosen, idx, -1)
+    if most > topk and not host_looks:
+        overfull.mark(idx, is_overfull, num_experts * slices)
+    return idx, weights
+
+
+class _Columns(torch.autograd.Function):
+    """The columns by one kernel, and the gradient of probs by another. Tensors on the current GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, routing_map: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        num_tokens, num_experts = probs.shape
+        probs, routing_map = probs.contiguous(), routing_map.contiguous()
+        shape = (num_tokens, routing.slices * routing.topk)
+        topk_idx = probs.new_empty(shape, dtype=torch.int64)
+        weights = probs.new_empty(shape, dtype=torch.float32)
+        ctx.routing, ctx.num_experts, ctx.dtype = routing, num_experts, probs.dtype
+        addresses = (routing_map.data_ptr(), probs.data_ptr(), topk_idx.data_ptr(), weights.data_ptr())
+        _compiled.map_to_columns(*_sizes(ctx, num_tokens), *addresses, _stream(probs))
+        ctx.save_for_backward(topk_idx)
+        ctx.mark_non_differentiable(topk_idx)
+        ctx.set_materialize_grads(False)
+        return topk_idx, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, grad_weights: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_weights is None:
+            return None, None, None
+        (topk_idx,) = ctx.saved_tensors
+        grad_weights = grad_weights.contiguous()
+        num_tokens = grad_weights.shape[0]
+        grad_probs = grad_weights.new_empty((num_tokens, ctx.num_experts), dtype=ctx.dtype)
+        addresses = (topk_idx.data_ptr(), grad_weights.data_ptr(), grad_probs.data_ptr())
+        _compiled.columns_to_map(*_sizes(ctx, num_tokens), *addresses, _stream(grad_weights))
+        return grad_probs, None, None
+
+
+def _sizes(ctx: Any, num_tokens: int) -> tuple[Any, ...]:
+    """The arguments that both kernels take first."""
+    dtype = getattr(_compiled.DType, _DTYPES[ctx.dtype])
+    return num_tokens, ctx.num_experts, *ctx.routing, dtype
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device())
