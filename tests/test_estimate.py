@@ -11,7 +11,7 @@ import torch
 import ep_dispatcher as ep
 from ep_dispatcher.benchmark.wires import least_rows
 from ep_dispatcher.estimate import __main__ as command
-from ep_dispatcher.estimate import model, published
+from ep_dispatcher.estimate import model, published, report
 from ep_dispatcher.estimate.model import COMBINE, DISPATCH, MACHINES, estimate_time
 from ep_dispatcher.estimate.published import compare_measured, compare_published
 from ep_dispatcher.estimate.routing import Routing, Sizes, make_limited_routing
@@ -365,6 +365,23 @@ def test_command_prints_and_writes_what_estimate_returns(tmp_path, capsys):
     )
     (row,) = [line for line in said.splitlines() if line.split()[:2] == ["4", "8"]]
     assert f"{expected['operations']['dispatch']['us']:.0f}" in row.split()
+    assert row.split()[-1] == f"{expected['memory_bytes'] / 2**30:.2f}"
+
+
+def test_memory_is_in_gib():
+    """The unit of docs/memory.md, whose example this is: 1,510.9 MiB."""
+    job = Job(Sizes(8), Routing(), MACHINES["H200"])
+    found = {
+        "nodes": 8,
+        "tokens_received": {"mean": 0, "max": 0},
+        "expert_rows": {"mean": 0, "max": 0},
+        "operations": {},
+    }
+    memory = {"memory_bytes": job.memory.total, "memory_parts": job.memory.region | job.memory.state}
+    assert job.memory.total / 2**20 == pytest.approx(1510.9, abs=0.05)
+    assert report.nodes_table(job, found | memory).splitlines()[-1] == (
+        "memory of a rank's buffer: 1.48 GiB (1.58 GB), most of it slots 0.63, staging 0.44, sums 0.38 GiB"
+    )
 
 
 def test_means_and_largest_are_over_ranks_and_seeds():
@@ -399,6 +416,15 @@ def test_command_compares(tmp_path, capsys, monkeypatch):
     assert sum("128 x 7168" in line and "fitted" in line for line in lines) == 3
 
 
+def test_every_option_has_a_text_with_its_default():
+    actions = [action for action in command.make_parser()._actions if action.option_strings != ["-h", "--help"]]
+    assert len(actions) > 20
+    for action in actions:
+        assert action.help and "(default: " in action.help, action.option_strings
+    args, _ = command.parse_args([])
+    assert args.nodes == [8] and args.gpus_per_node == 8 and args.published is False
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -418,7 +444,12 @@ def test_command_compares(tmp_path, capsys, monkeypatch):
         ("--measured nowhere", "--measured: given nowhere, allowed: a folder with cuda-*.json"),
         ("--json nowhere/a.json", "--json: given nowhere/a.json, allowed: a file in a folder that exists"),
         ("--published --chart a.png", "--chart: given beside --published or --measured, allowed"),
-        ("--nodes 1,x", "argument --nodes: invalid numbers value: '1,x'"),
+        ("--nodes x", "argument --nodes: given 'x', allowed: integers from 1, with commas between them"),
+        ("--nodes 1,x", "argument --nodes: given '1,x', allowed: integers from 1, with commas between them"),
+        ("--tokens 1.5", "argument --tokens: given '1.5', allowed: an integer"),
+        ("--nic-gbps fast", "argument --nic-gbps: given 'fast', allowed: a number above 0"),
+        ("--gpus-per-node 16", "--gpus-per-node: given 16, allowed: 1 to 8: the engine runs 1 to 8 ranks a node"),
+        ("--gpus-per-node 0", "--gpus-per-node: given 0, allowed: 1 to 8"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

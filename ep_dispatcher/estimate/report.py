@@ -8,6 +8,7 @@ from ep_dispatcher.estimate.model import WIRES
 from ep_dispatcher.estimate.published import Compared
 from ep_dispatcher.estimate.run import WIRE_BYTES, Job
 
+GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
 COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02"}
 
 
@@ -46,8 +47,9 @@ def nodes_table(job: Job, found: dict) -> str:
         cells = "".join(f"{part:17.0f}" for part in parts)
         lines.append(f"{name:<18}{operation['us']:8.0f}  {operation['bottleneck']:<16}{cells}")
     largest = sorted(found["memory_parts"].items(), key=lambda part: -part[1])[:3]
-    most = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
-    lines += ["", f"memory of a rank's buffer: {found['memory_bytes'] / 1e9:.2f} GB, most of it {most}"]
+    most = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest)
+    total = found["memory_bytes"]
+    lines += ["", f"memory of a rank's buffer: {total / GIB:.2f} GiB ({total / 1e9:.2f} GB), most of it {most} GiB"]
     return "\n".join(lines)
 
 
@@ -55,13 +57,13 @@ def growth_table(results: list[dict]) -> str:
     """A line for each number of nodes: times with their bottlenecks, and memory."""
     operations = [name for name in results[0]["operations"] if name != "cached dispatch"]
     columns = "".join(f"{name + ', us':>18}  {'bottleneck':<15}" for name in operations)
-    lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GB':>12}"]
+    lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GiB':>13}"]
     for found in results:
         cells = "".join(
             f"{found['operations'][name]['us']:18.0f}  {found['operations'][name]['bottleneck']:<15}"
             for name in operations
         )
-        lines.append(f"{found['nodes']:5}{found['ranks']:7}{cells}{found['memory_bytes'] / 1e9:12.2f}")
+        lines.append(f"{found['nodes']:5}{found['ranks']:7}{cells}{found['memory_bytes'] / GIB:13.2f}")
     return "\n".join(lines)
 
 
