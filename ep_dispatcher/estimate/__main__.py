@@ -2,8 +2,8 @@
 
     python -m ep_dispatcher.estimate --nodes 8 --topk-groups 4        # 8 nodes of 8 H200, DeepSeek-V3's sizes
     python -m ep_dispatcher.estimate --nodes 1,2,4,8,16,32 --chart growth.png
-    python -m ep_dispatcher.estimate --published                      # the model beside DeepEP's figures
-    python -m ep_dispatcher.estimate --measured benchmarks/results    # the model beside our own
+    python -m ep_dispatcher.estimate --published                      # the model beside DeepEP, and our virtual nodes
+    python -m ep_dispatcher.estimate --measured benchmarks/results    # the model beside our runs on one node
 
 Bytes are counted for sampled routings; times are modelled. docs/estimate.md says how, and what was measured.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ep_dispatcher.estimate.model import CHUNK_TOKENS, MACHINES, Machine
 from ep_dispatcher.estimate.published import compare_measured, compare_published
 from ep_dispatcher.estimate.routing import GROUP_SCORES, KINDS, Routing, Sizes
 from ep_dispatcher.estimate.run import Job, estimate
+from ep_dispatcher.estimate.virtual_nodes import compare_virtual_nodes
 from ep_dispatcher.memory import MAX_LOCAL
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -79,14 +81,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-tokens", "tokens that move from stage to stage together", CHUNK_TOKENS, type=whole)
     add("--max-tokens", "tokens per rank that the buffer has room for (default: --tokens)", type=whole)
     add("--json", "write all figures: bytes and microseconds (default: none)", type=Path, metavar="FILE")
-    add("--chart", "draw times and bytes against nodes; needs matplotlib (default: none)", type=Path, metavar="FILE")
-    add("--published", "only: the model beside published figures (default: off)", action="store_true")
-    add(
-        "--measured",
-        "only: the model beside the benchmark's cuda-*.json there (default: none)",
-        type=Path,
-        metavar="FOLDER",
-    )
+    chart = "draw times and bytes against nodes, or --published; needs matplotlib (default: none)"
+    add("--chart", chart, type=Path, metavar="FILE")
+    published = "only: the model beside DeepEP's figures and those of our virtual nodes (default: off)"
+    add("--published", published, action="store_true")
+    measured = "only: the model beside the benchmark's cuda-*.json there (default: none)"
+    add("--measured", measured, type=Path, metavar="FOLDER")
     return parser
 
 
@@ -112,8 +112,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():
             refuse(f"--{name}", path, "a file in a folder that exists")
-        if path is not None and (args.published or args.measured):
-            refuse(f"--{name}", "beside --published or --measured", "an estimate of its own")
+        if path is not None and (args.measured or args.published and name == "json"):
+            also = " or beside --published alone" if name == "chart" else ""
+            refuse(f"--{name}", "beside --published or --measured", f"an estimate of its own{also}")
     try:
         jobs = [_job(args, nodes) for nodes in args.nodes]
     except ValueError as error:  # of checks.py: begins with the argument's name
@@ -145,9 +146,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.published or args.measured:
         if args.published:
             print(report.compared_table("DeepEP, published", compare_published()))
+            print(f"\n{report.compared_table('this engine, virtual nodes on 2 H200', compare_virtual_nodes())}")
         if args.measured:
             print(report.compared_table("this engine, measured", compare_measured(args.measured)))
-        return 0
+        return _draw(args.chart, report.draw_virtual_nodes)
     print("\n".join(report.title(jobs[0])))
     results = []
     for job in jobs:
@@ -158,9 +160,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": _settings(args, jobs[0]), "estimates": results}, indent=1) + "\n")
         print(f"\nJSON: {args.json}")
-    if args.chart is not None:
+    return _draw(args.chart, lambda path: report.draw(jobs[0], results, path))
+
+
+def _draw(path: Path | None, draw: Callable[[Path], Path]) -> int:
+    """Return the exit code."""
+    if path is not None:
         try:
-            print(f"chart: {report.draw(jobs[0], results, args.chart)}")
+            print(f"chart: {draw(path)}")
         except ImportError:
             print("no chart: matplotlib is missing (pip install matplotlib)")
             return 1

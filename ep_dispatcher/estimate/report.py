@@ -7,7 +7,9 @@ from pathlib import Path
 from ep_dispatcher.estimate.model import WIRES
 from ep_dispatcher.estimate.published import Compared
 from ep_dispatcher.estimate.run import WIRE_BYTES, Job
+from ep_dispatcher.estimate.virtual_nodes import EARLIER, LARGER, RUNS, SHIPPED, compare_run
 
+LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s (benchmarks/paced_wire.py)
 GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
 COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02"}
 
@@ -116,6 +118,65 @@ def draw(job: Job, results: list[dict], path: Path) -> Path:
     figure.suptitle("\n".join(title(job)), fontsize=9)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
     return path
+
+
+def draw_virtual_nodes(path: Path) -> Path:
+    """Draw our runs on a paced wire and the model: times against multiprocessors, ratios against the rate of the wire.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.0, 9.5), layout="constrained")
+    *of_sms, of_rates = figure.subplots(2, 2).flat
+    for axes, operation in zip(of_sms, COLOURS):
+        _draw_against_sms(axes, operation)
+    _draw_against_rate(of_rates)
+    for axes in (*of_sms, of_rates):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(
+        "2 virtual nodes of 1 on 2 x H200, paced peer wire: 4096 tokens per rank, hidden 7168, 256 experts, top-8; "
+        "measured, and dotted the model",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=90, metadata={"Software": None} if path.suffix == ".png" else None)
+    return path
+
+
+def _draw_against_sms(axes, operation: str) -> None:
+    at = sorted((run for run in RUNS if run.gb_per_s == 50 and not run.kernels), key=lambda run: run.sms)
+    series = [(layout, chunks) for chunks in (LARGER, SHIPPED) for layout in ("expert", "rank")]
+    for n, (layout, chunks) in enumerate(series):
+        runs = [run for run in at if (run.layout, run.chunks) == (layout, chunks)]
+        found = [compare_run(run)[operation] for run in runs]
+        sms = [run.sms for run in runs]
+        label = f"{layout} layout, chunks of {chunks[operation == 'combine']}"
+        axes.plot(sms, [c.given for c in found], "o-", color=f"C{n}", label=label)
+        axes.plot(sms, [c.predicted for c in found], "x:", color=f"C{n}", label=f"{label}, model")
+    wire_us = compare_run(at[0])[operation].time.busy_us["NIC"]
+    axes.axhline(LIMIT * wire_us, linestyle="--", linewidth=1, color="grey", label=f"{LIMIT:g} x the wire alone")
+    axes.set_title(f"{operation}, 50 GB/s")
+    axes.set_xticks(sorted({run.sms for run in at}))
+    axes.set_xlabel("multiprocessors, those of the wire too")
+    axes.set_ylabel("microseconds (less is better)")
+
+
+def _draw_against_rate(axes) -> None:
+    runs = [run for run in RUNS if run.kernels]
+    rates = [run.gb_per_s for run in runs]
+    for operation, colour in COLOURS.items():
+        found = [compare_run(run)[operation] for run in runs]
+        alone = [c.time.busy_us["NIC"] for c in found]
+        axes.plot(rates, [c.given / us for c, us in zip(found, alone)], "o-", color=colour, label=operation)
+        predicted = [c.predicted / us for c, us in zip(found, alone)]
+        axes.plot(rates, predicted, "x:", color=colour, label=f"{operation}, model")
+    axes.axhline(LIMIT, linestyle="--", linewidth=1, color="grey")
+    axes.set_title(f"24 multiprocessors, expert layout, {EARLIER}")
+    axes.set_xticks(rates)
+    axes.set_xlabel("GB/s of the wire, per rank")
+    axes.set_ylabel("times the wire alone (1 is best)")
 
 
 def _nodes(number: int) -> str:
