@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -349,6 +350,17 @@ def test_our_virtual_nodes_are_met():
             limit = 0.06 if run.chunks == SHIPPED else 0.15
             assert c.error == pytest.approx(outside.get(c.name, 0), abs=0.005 if c.name in outside else limit), c.name
             assert not c.fitted
+
+
+def test_pages_have_the_figures_of_our_virtual_nodes():
+    docs = Path(__file__).parents[1] / "docs"
+    nodes, page = ((docs / f"{name}.md").read_text() for name in ("nodes", "estimate"))
+    for run in RUNS:
+        compared = compare_run(run)
+        first = re.escape(" | ".join(f"{us}#" for us in run.us[:3])).replace(r"\#", r" \([\d.]+\)")
+        assert re.search(first, nodes), run.name
+        cells = (f"{c.given:.0f}, {c.predicted:.0f}, {c.error:+.1%}".replace("%", " %") for c in compared.values())
+        assert [cell for cell in cells if cell not in page.replace("**", "")] == [], run.name
 
 
 def test_a_paced_wire_has_its_own_time():
