@@ -102,6 +102,7 @@ PROBES: list[Probe] = []
 EVERYTHING = "nothing works without it"
 ONLY_CUDA = 'only for engine="cuda"'
 ONLY_HOSTS = 'only for engine="cuda" on several hosts'
+NOT_ON_ONE_NODE = f"{ONLY_HOSTS}: one node does not need it"
 
 
 def probe(what: str, state: str, matters: str, fix: str) -> Callable:
@@ -357,26 +358,6 @@ def look_for_nvshmem() -> str:
 
 
 @probe(
-    "NVSHMEM transport",
-    OPTIONAL,
-    ONLY_HOSTS,
-    "unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these",
-)
-def look_for_transport() -> str:
-    """What NVSHMEM will take between hosts, from its own switches."""
-    name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
-    if name and name not in TRANSPORTS:
-        said = "nothing leaves a host" if name == "none" else "no such transport"
-        raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {said}; there are {', '.join(TRANSPORTS)}")
-    switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
-    if switch in ("", "0", "n", "no", "f", "false", "off"):
-        return (
-            f"{name or 'ibrc, the default'}; IBGDA is off (NVSHMEM_IB_ENABLE_IBGDA=1 lets kernels post by themselves)"
-        )
-    return f"{name or 'ibrc, the default'}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch})"
-
-
-@probe(
     "RDMA network cards",
     OPTIONAL,
     ONLY_HOSTS,
@@ -397,6 +378,31 @@ def look_for_rdma() -> str:
     if not list((ROOT / "dev/infiniband").glob("uverbs*")):
         raise Unusable(f"{found}; but this process has no /dev/infiniband/uverbs*")
     return found
+
+
+@probe(
+    "NVSHMEM transport",
+    OPTIONAL,
+    NOT_ON_ONE_NODE,
+    "unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these",
+)
+def look_for_transport() -> str | Finding:
+    """What NVSHMEM will take between hosts, from its own switches, and whether what that needs is here."""
+    name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
+    if name and name not in TRANSPORTS:
+        said = "nothing leaves a host" if name == "none" else "no such transport"
+        raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {said}; there are {', '.join(TRANSPORTS)}")
+    taken = name or "ibrc, the default"
+    needed = ["NVSHMEM"] if name == "libfabric" else ["NVSHMEM", "RDMA network cards"]  # libfabric has other cards too
+    lacking = [found for found in (probe.run() for probe in PROBES if probe.what in needed) if found.state != OK]
+    if lacking:
+        missing = " and ".join(f"{found.what} ({found.found})" for found in lacking)
+        fix = "; and ".join(f"for {found.what}: {found.fix}" for found in lacking)
+        return Finding("NVSHMEM transport", OPTIONAL, f"{taken}, lacks {missing}", NOT_ON_ONE_NODE, fix)
+    switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
+    if switch in ("", "0", "n", "no", "f", "false", "off"):
+        return f"{taken}; IBGDA is off (NVSHMEM_IB_ENABLE_IBGDA=1 lets kernels post by themselves)"
+    return f"{taken}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch})"
 
 
 @probe(

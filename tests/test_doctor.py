@@ -268,10 +268,31 @@ def test_nvshmem_wheel(monkeypatch):
     assert found("NVSHMEM").found == "nvidia-nvshmem-cu12 3.3.9"
 
 
-def test_nvshmem_transport(monkeypatch):
-    for name in ("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
+def add_card(root, card: str, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> None:
+    port = root / "sys/class/infiniband" / card / "ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "link_layer").write_text(f"{layer}\n")
+
+
+def add_devices(root) -> None:
+    (root / "dev/infiniband").mkdir(parents=True)
+    (root / "dev/infiniband/uverbs0").touch()
+
+
+@pytest.fixture
+def transport_switches(monkeypatch):
+    for name in ("NVSHMEM_HOME", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_nvshmem_transport(monkeypatch, tmp_path, transport_switches):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(doctor, "_version", lambda *names: "nvidia-nvshmem-cu13 3.4.5")
+    add_card(tmp_path, "mlx5_0")
+    add_devices(tmp_path)
     assert found("NVSHMEM transport").found.startswith("ibrc, the default; IBGDA is off")
+    assert found("NVSHMEM transport").state == "ok"
     monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
     assert "kernels post by IBGDA" in found("NVSHMEM transport").found
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "libfabric")
@@ -283,18 +304,33 @@ def test_nvshmem_transport(monkeypatch):
         assert finding.state == "optional" and said in finding.found and "NVSHMEM_REMOTE_TRANSPORT" in finding.fix
 
 
+def test_a_transport_without_what_it_needs_is_not_ok(monkeypatch, tmp_path, transport_switches):
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    monkeypatch.setattr(doctor, "_version", lambda *names: None)
+    finding = found("NVSHMEM transport")
+    assert finding.state == "optional" and "one node does not need it" in finding.matters
+    assert finding.found == (
+        "ibrc, the default, lacks NVSHMEM (neither the wheel nor NVSHMEM_HOME) and "
+        "RDMA network cards (none in /sys/class/infiniband)"
+    )
+    assert "pip install nvidia-nvshmem-cu13" in finding.fix and "InfiniBand or RoCE cards" in finding.fix
+    monkeypatch.setattr(doctor, "_version", lambda *names: "nvidia-nvshmem-cu13 3.4.5")
+    finding = found("NVSHMEM transport")
+    assert finding.state == "optional" and "wheel" not in finding.found and "pip install" not in finding.fix
+    add_card(tmp_path, "mlx5_0", state="1: DOWN")
+    assert "mlx5_0: no port is active" in found("NVSHMEM transport").found
+    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "libfabric")  # its cards need not be there
+    assert found("NVSHMEM transport").state == "ok"
+
+
 def test_rdma_network_cards(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     assert found("RDMA network cards").found == "none in /sys/class/infiniband"
     for card, state, layer in (("mlx5_0", "4: ACTIVE", "InfiniBand"), ("mlx5_1", "1: DOWN", "Ethernet")):
-        port = tmp_path / "sys/class/infiniband" / card / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-        (port / "link_layer").write_text(f"{layer}\n")
+        add_card(tmp_path, card, state, layer)
     finding = found("RDMA network cards")
     assert finding.state == "optional" and "no /dev/infiniband/uverbs*" in finding.found
-    (tmp_path / "dev/infiniband").mkdir(parents=True)
-    (tmp_path / "dev/infiniband/uverbs0").touch()
+    add_devices(tmp_path)
     assert found("RDMA network cards") == doctor.Finding("RDMA network cards", "ok", "InfiniBand: mlx5_0")
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
     assert found("RDMA network cards").found == "mlx5_0, mlx5_1: no port is active"

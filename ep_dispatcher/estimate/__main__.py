@@ -2,8 +2,8 @@
 
     python -m ep_dispatcher.estimate --nodes 8 --topk-groups 4        # 8 nodes of 8 H200, DeepSeek-V3's sizes
     python -m ep_dispatcher.estimate --nodes 1,2,4,8,16,32 --chart growth.png
-    python -m ep_dispatcher.estimate --published                      # the model beside DeepEP's figures
-    python -m ep_dispatcher.estimate --measured benchmarks/results    # the model beside our own
+    python -m ep_dispatcher.estimate --published                      # the model beside DeepEP, and our virtual nodes
+    python -m ep_dispatcher.estimate --measured benchmarks/results    # the model beside our runs on one node
 
 Bytes are counted for sampled routings; times are modelled. docs/estimate.md says how, and what was measured.
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,40 +25,68 @@ from ep_dispatcher.estimate.model import CHUNK_TOKENS, MACHINES, Machine
 from ep_dispatcher.estimate.published import compare_measured, compare_published
 from ep_dispatcher.estimate.routing import GROUP_SCORES, KINDS, Routing, Sizes
 from ep_dispatcher.estimate.run import Job, estimate
+from ep_dispatcher.estimate.virtual_nodes import compare_virtual_nodes
+from ep_dispatcher.memory import MAX_LOCAL
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: an integer") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: a number above 0") from None
+
+
+def numbers_of_nodes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        allowed = "integers from 1, with commas between them, such as 8 or 1,2,4,8"
+        raise argparse.ArgumentTypeError(f"given {text!r}, allowed: {allowed}") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.estimate", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--nodes", type=numbers, default=[8], help="NVLink domains; or a list: 1,2,4,8")
-    add("--gpus-per-node", type=int, default=8)
-    add("--tokens", type=int, default=4096, help="tokens per rank")
-    add("--hidden", type=int, default=7168)
-    add("--experts", type=int, default=256, help="experts of all ranks together")
-    add("--topk", type=int, default=8)
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--routing", choices=KINDS, default="uniform")
-    add("--topk-groups", type=int, help="limit a token to so many groups of experts (nodes); DeepSeek-V3 has 4")
-    add("--groups", type=int, help="groups of experts (default: one per node); DeepSeek-V3 has 8")
-    add("--group-score", choices=GROUP_SCORES, default="top2", help="which groups a token takes")
-    add("--seeds", type=int, default=2, help="routings to sample")
-    add("--gpu", choices=tuple(MACHINES), default="H200", help="where NVLink and HBM come from")
-    add("--nic-gbps", type=float, default=400.0, help="Gb/s of the NIC of each GPU, one direction")
-    add("--nvlink-gbs", type=float, help="GB/s of a GPU's NVLink, one direction (default: the GPU's)")
-    add("--hbm-gbs", type=float, help="GB/s of a GPU's memory (default: the GPU's)")
-    add("--sms", type=int, default=24, help="multiprocessors of each operation")
-    add("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="tokens that move from stage to stage together")
-    add("--max-tokens", type=int, help="tokens per rank that the buffer has room for (default: --tokens)")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    add("--chart", type=Path, metavar="FILE", help="draw times and bytes against nodes (needs matplotlib)")
-    add("--published", action="store_true", help="only: the model beside DeepEP's published figures")
-    add("--measured", type=Path, metavar="FOLDER", help="only: the model beside the benchmark's cuda-*.json there")
+
+    def add(name: str, text: str, default: object = None, **settings: Any) -> None:
+        if default is not None:
+            settings["default"], text = default, f"{text} (default: {default})"
+        parser.add_argument(name, help=text, **settings)
+
+    add("--nodes", "number of nodes (NVLink domains), or a list: 1,2,4,8", "8", type=numbers_of_nodes)
+    add("--gpus-per-node", f"GPUs of a node, one rank each, 1 to {MAX_LOCAL}", 8, type=whole)
+    add("--tokens", "tokens per rank", 4096, type=whole)
+    add("--hidden", "elements of a token's row", 7168, type=whole)
+    add("--experts", "experts of all ranks together", 256, type=whole)
+    add("--topk", "experts of a token", 8, type=whole)
+    add("--dtype", "of the rows; bfloat16 gives a dispatch FP8 too", "bfloat16", choices=DTYPES)
+    add("--routing", "how tokens choose experts", "uniform", choices=KINDS)
+    add("--topk-groups", "groups of experts of a token, at most (default: no limit); DeepSeek-V3 has 4", type=whole)
+    add("--groups", "groups of experts (default: one per node); DeepSeek-V3 has 8", type=whole)
+    add("--group-score", "two best experts or best one decide on a group", "top2", choices=GROUP_SCORES)
+    add("--seeds", "number of routings to sample", 2, type=whole)
+    add("--gpu", "whose NVLink and memory rates to take", "H200", choices=tuple(MACHINES))
+    add("--nic-gbps", "Gb/s of the NIC of each GPU, one direction", 400.0, type=number)
+    add("--nvlink-gbs", "GB/s of a GPU's NVLink, one direction (default: that of --gpu)", type=number)
+    add("--hbm-gbs", "GB/s of a GPU's memory, reads and writes (default: that of --gpu)", type=number)
+    add("--sms", "multiprocessors of each operation", 24, type=whole)
+    add("--chunk-tokens", "tokens that move from stage to stage together", CHUNK_TOKENS, type=whole)
+    add("--max-tokens", "tokens per rank that the buffer has room for (default: --tokens)", type=whole)
+    add("--json", "write all figures: bytes and microseconds (default: none)", type=Path, metavar="FILE")
+    chart = "draw times and bytes against nodes, or --published; needs matplotlib (default: none)"
+    add("--chart", chart, type=Path, metavar="FILE")
+    published = "only: the model beside DeepEP's figures and those of our virtual nodes (default: off)"
+    add("--published", published, action="store_true")
+    measured = "only: the model beside the benchmark's cuda-*.json there (default: none)"
+    add("--measured", measured, type=Path, metavar="FOLDER")
     return parser
 
 
@@ -68,6 +98,10 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
     def refuse(argument: str, given: object, allowed: str) -> None:
         parser.error(f"{argument}: given {given}, allowed: {allowed}")
 
+    if not 1 <= args.gpus_per_node <= MAX_LOCAL:
+        refuse(
+            "--gpus-per-node", args.gpus_per_node, f"1 to {MAX_LOCAL}: the engine runs 1 to {MAX_LOCAL} ranks a node"
+        )
     for name in ("nic_gbps", "nvlink_gbs", "hbm_gbs", "sms"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
@@ -78,8 +112,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
         path = getattr(args, name)
         if path is not None and not path.parent.is_dir():
             refuse(f"--{name}", path, "a file in a folder that exists")
-        if path is not None and (args.published or args.measured):
-            refuse(f"--{name}", "beside --published or --measured", "an estimate of its own")
+        if path is not None and (args.measured or args.published and name == "json"):
+            also = " or beside --published alone" if name == "chart" else ""
+            refuse(f"--{name}", "beside --published or --measured", f"an estimate of its own{also}")
     try:
         jobs = [_job(args, nodes) for nodes in args.nodes]
     except ValueError as error:  # of checks.py: begins with the argument's name
@@ -111,9 +146,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.published or args.measured:
         if args.published:
             print(report.compared_table("DeepEP, published", compare_published()))
+            print(f"\n{report.compared_table('this engine, virtual nodes on 2 H200', compare_virtual_nodes())}")
         if args.measured:
             print(report.compared_table("this engine, measured", compare_measured(args.measured)))
-        return 0
+        return _draw(args.chart, report.draw_virtual_nodes)
     print("\n".join(report.title(jobs[0])))
     results = []
     for job in jobs:
@@ -124,9 +160,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": _settings(args, jobs[0]), "estimates": results}, indent=1) + "\n")
         print(f"\nJSON: {args.json}")
-    if args.chart is not None:
+    return _draw(args.chart, lambda path: report.draw(jobs[0], results, path))
+
+
+def _draw(path: Path | None, draw: Callable[[Path], Path]) -> int:
+    """Return the exit code."""
+    if path is not None:
         try:
-            print(f"chart: {report.draw(jobs[0], results, args.chart)}")
+            print(f"chart: {draw(path)}")
         except ImportError:
             print("no chart: matplotlib is missing (pip install matplotlib)")
             return 1

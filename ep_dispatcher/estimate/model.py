@@ -50,6 +50,7 @@ class Machine:
     hbm_gb_per_s: float
     nic_gbit_per_s: float = 400.0
     num_sms: int = 24
+    nic_efficiency: float = NIC_EFFICIENCY
 
 
 # Peaks of the data sheets; H800: 400 GB/s of NVLink in both directions together.
@@ -89,7 +90,7 @@ def estimate_time(
         return moved / (gb_per_s * 1e3)
 
     nvlink = machine.nvlink_gb_per_s * NVLINK_EFFICIENCY[operation]
-    nic = machine.nic_gbit_per_s / 8 * NIC_EFFICIENCY
+    nic = machine.nic_gbit_per_s / 8 * machine.nic_efficiency
     busy = {
         "NIC": us(torch.maximum(traffic.nic_in, traffic.nic_out), nic),
         "NVLink": us(torch.maximum(traffic.nvlink_in, traffic.nvlink_out), nvlink),

@@ -7,7 +7,10 @@ from pathlib import Path
 from ep_dispatcher.estimate.model import WIRES
 from ep_dispatcher.estimate.published import Compared
 from ep_dispatcher.estimate.run import WIRE_BYTES, Job
+from ep_dispatcher.estimate.virtual_nodes import EARLIER, LARGER, RUNS, SHIPPED, compare_run
 
+LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s (benchmarks/paced_wire.py)
+GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
 COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02"}
 
 
@@ -46,8 +49,9 @@ def nodes_table(job: Job, found: dict) -> str:
         cells = "".join(f"{part:17.0f}" for part in parts)
         lines.append(f"{name:<18}{operation['us']:8.0f}  {operation['bottleneck']:<16}{cells}")
     largest = sorted(found["memory_parts"].items(), key=lambda part: -part[1])[:3]
-    most = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
-    lines += ["", f"memory of a rank's buffer: {found['memory_bytes'] / 1e9:.2f} GB, most of it {most}"]
+    most = ", ".join(f"{name} {size / GIB:.2f}" for name, size in largest)
+    total = found["memory_bytes"]
+    lines += ["", f"memory of a rank's buffer: {total / GIB:.2f} GiB ({total / 1e9:.2f} GB), most of it {most} GiB"]
     return "\n".join(lines)
 
 
@@ -55,13 +59,13 @@ def growth_table(results: list[dict]) -> str:
     """A line for each number of nodes: times with their bottlenecks, and memory."""
     operations = [name for name in results[0]["operations"] if name != "cached dispatch"]
     columns = "".join(f"{name + ', us':>18}  {'bottleneck':<15}" for name in operations)
-    lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GB':>12}"]
+    lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GiB':>13}"]
     for found in results:
         cells = "".join(
             f"{found['operations'][name]['us']:18.0f}  {found['operations'][name]['bottleneck']:<15}"
             for name in operations
         )
-        lines.append(f"{found['nodes']:5}{found['ranks']:7}{cells}{found['memory_bytes'] / 1e9:12.2f}")
+        lines.append(f"{found['nodes']:5}{found['ranks']:7}{cells}{found['memory_bytes'] / GIB:13.2f}")
     return "\n".join(lines)
 
 
@@ -114,6 +118,65 @@ def draw(job: Job, results: list[dict], path: Path) -> Path:
     figure.suptitle("\n".join(title(job)), fontsize=9)
     figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
     return path
+
+
+def draw_virtual_nodes(path: Path) -> Path:
+    """Draw our runs on a paced wire and the model: times against multiprocessors, ratios against the rate of the wire.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.0, 9.5), layout="constrained")
+    *of_sms, of_rates = figure.subplots(2, 2).flat
+    for axes, operation in zip(of_sms, COLOURS):
+        _draw_against_sms(axes, operation)
+    _draw_against_rate(of_rates)
+    for axes in (*of_sms, of_rates):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(
+        "2 virtual nodes of 1 on 2 x H200, paced peer wire: 4096 tokens per rank, hidden 7168, 256 experts, top-8; "
+        "measured, and dotted the model",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=90, metadata={"Software": None} if path.suffix == ".png" else None)
+    return path
+
+
+def _draw_against_sms(axes, operation: str) -> None:
+    at = sorted((run for run in RUNS if run.gb_per_s == 50 and not run.kernels), key=lambda run: run.sms)
+    series = [(layout, chunks) for chunks in (LARGER, SHIPPED) for layout in ("expert", "rank")]
+    for n, (layout, chunks) in enumerate(series):
+        runs = [run for run in at if (run.layout, run.chunks) == (layout, chunks)]
+        found = [compare_run(run)[operation] for run in runs]
+        sms = [run.sms for run in runs]
+        label = f"{layout} layout, chunks of {chunks[operation == 'combine']}"
+        axes.plot(sms, [c.given for c in found], "o-", color=f"C{n}", label=label)
+        axes.plot(sms, [c.predicted for c in found], "x:", color=f"C{n}", label=f"{label}, model")
+    wire_us = compare_run(at[0])[operation].time.busy_us["NIC"]
+    axes.axhline(LIMIT * wire_us, linestyle="--", linewidth=1, color="grey", label=f"{LIMIT:g} x the wire alone")
+    axes.set_title(f"{operation}, 50 GB/s")
+    axes.set_xticks(sorted({run.sms for run in at}))
+    axes.set_xlabel("multiprocessors, those of the wire too")
+    axes.set_ylabel("microseconds (less is better)")
+
+
+def _draw_against_rate(axes) -> None:
+    runs = [run for run in RUNS if run.kernels]
+    rates = [run.gb_per_s for run in runs]
+    for operation, colour in COLOURS.items():
+        found = [compare_run(run)[operation] for run in runs]
+        alone = [c.time.busy_us["NIC"] for c in found]
+        axes.plot(rates, [c.given / us for c, us in zip(found, alone)], "o-", color=colour, label=operation)
+        predicted = [c.predicted / us for c, us in zip(found, alone)]
+        axes.plot(rates, predicted, "x:", color=colour, label=f"{operation}, model")
+    axes.axhline(LIMIT, linestyle="--", linewidth=1, color="grey")
+    axes.set_title(f"24 multiprocessors, expert layout, {EARLIER}")
+    axes.set_xticks(rates)
+    axes.set_xlabel("GB/s of the wire, per rank")
+    axes.set_ylabel("times the wire alone (1 is best)")
 
 
 def _nodes(number: int) -> str:
