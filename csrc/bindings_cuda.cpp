@@ -115,6 +115,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("ticket", &DispatchArgs::ticket)
       .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
       .def_readwrite("by_expert", &DispatchArgs::by_expert)
+      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks)
       .def_readwrite("waves", &DispatchArgs::waves);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
@@ -132,6 +133,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>())
       .def_readwrite("num_tokens", &CombineArgs::num_tokens)
+      .def_readwrite("rail_blocks", &CombineArgs::rail_blocks)
       .def_readwrite("waves", &CombineArgs::waves);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
@@ -206,13 +208,12 @@ PYBIND11_MODULE(EP_MODULE, m) {
   py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init([](const Config& config, const std::vector<Address>& regions, const std::vector<Address>& rail,
                        const std::vector<int>& rail_pes, double wire_rate, Address state, Address report,
-                       double timeout_s, int num_sms, int rail_blocks) {
+                       double timeout_s, int num_sms) {
              return Engine(config, pointers(regions), pointers(rail), rail_pes, wire_rate, pointer<char>(state),
-                           pointer<char>(report), timeout_s, num_sms, rail_blocks);
+                           pointer<char>(report), timeout_s, num_sms);
            }),
            py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"),
-           py::arg("wire_rate"), py::arg("state"), py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"),
-           py::arg("rail_blocks"))
+           py::arg("wire_rate"), py::arg("state"), py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
       // `prepare` plans (unless a plan is given) and stages, `pull` brings the rows; `dispatch` is both in one launch.
       .def("prepare", launch_dispatch<true, false>)
       .def("pull", launch_dispatch<false, true>)

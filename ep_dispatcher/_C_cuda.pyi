@@ -134,11 +134,13 @@ class DispatchArgs:
     wait_ns: int
     packs_scales: bool
     by_expert: bool
+    rail_blocks: int
     waves: Waves
     def __init__(self) -> None: ...
 
 class CombineArgs:
     num_tokens: int
+    rail_blocks: int
     waves: Waves
     y: int
     topk_weights: int
@@ -161,7 +163,6 @@ class Engine:
         report: int,
         timeout_s: float,
         num_sms: int,
-        rail_blocks: int,
     ) -> None: ...
     def prepare(self, args: DispatchArgs, plan: int, stream: int) -> None: ...
     def pull(self, args: DispatchArgs, plan: int, stream: int) -> None: ...

@@ -107,7 +107,7 @@ SWITCHES = (
         "EP_DISPATCHER_RAIL_SMS",
         None,
         "an integer of at least 1",
-        "multiprocessors among these that serve the wire between nodes; unset: a sixth",
+        "multiprocessors among these that serve the wire between nodes; unset: a sixth, in rank layout a quarter",
         _int_from(1),
     ),
     Switch(

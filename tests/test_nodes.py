@@ -158,6 +158,33 @@ def test_every_step_has_another_routing(pools, engine, num_ranks, ranks_per_node
     pools(num_ranks).run(change_routing, engine, Case(num_ranks, ranks_per_node, **SMALL), num_steps)
 
 
+def too_few_rows(rank: int, engine: str, case: Case, num_steps: int) -> None:
+    """Every other dispatch finds that the rows do not fit, when some have crossed. Its peers' next operation is a
+    combine, or a dispatch."""
+    device, last = device_of(engine, rank), None
+    with make_buffer(case, engine, NUM_TOKENS) as buffer:
+        for step in range(num_steps):
+            given = make_inputs(case, [NUM_TOKENS] * case.num_ranks, "uniform", step)
+            x, idx, weights = (to(device, t[rank]) for t in (given.x, given.topk_idx, given.topk_weights))
+            with pytest.raises(ValueError, match="max_recv_rows: too small: rank 0 needs"):
+                buffer.dispatch(x, idx, weights, max_recv_rows=100)
+                buffer.check()
+            if last is not None and step % 2:
+                y, handle, expected = last
+                assert_same(on_host(buffer.combine(y, handle).x), expected, f"step {step}: the combine after it")
+            out = buffer.dispatch(x, idx, weights, max_recv_rows=NUM_ROWS)
+            y, row_weights = to(device, expert_rows(case, out, rank))
+            combined = buffer.combine(y, out.handle, topk_weights=row_weights)
+            buffer.check()
+            assert_step(case, rank, given, out, combined, NUM_ROWS, f"step {step}")
+            last = y, out.handle, on_host(buffer.combine(y, out.handle).x)
+
+
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
+def test_rows_that_do_not_fit_leave_nothing_behind(pools, engine, num_ranks, ranks_per_node):
+    pools(num_ranks).run(too_few_rows, engine, Case(num_ranks, ranks_per_node, **SMALL), 6)
+
+
 def train(rank: int, engine: str, case: Case, num_steps: int) -> None:
     """Steps with another routing each: dispatch, now and then by the handle, combine, and the backward of both.
 

@@ -230,7 +230,7 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
   params.args = args;
   params.plan = read_plan(config, plan);
   params.max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
-  params.rail_blocks = is_straight() ? std::min(rail_blocks_, 1) : rail_blocks_;  // it only signals then
+  params.rail_blocks = is_straight() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
   params.pushes = pushes;
   params.reduces = reduces;
   const auto memory = [&] {

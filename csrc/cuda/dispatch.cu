@@ -186,7 +186,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
   params.tail_bytes = tail_bytes(config, args);
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
   params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
-  params.rail_blocks = rail_blocks_;
+  params.rail_blocks = args.rail_blocks;
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
@@ -211,7 +211,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
     shared = scratch();
     const int tokens_of_block = 32 * params.plan_warps;
     params.plan_blocks =
-        std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_ - rail_blocks_);
+        std::clamp((args.num_tokens + tokens_of_block - 1) / tokens_of_block, 1, num_sms_ - args.rail_blocks);
   }
   // Give the rings all memory left.
   if (params.pulls) {
@@ -224,7 +224,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
     const uint32_t max_places = params.bulk_scales && !args.quantizes ? kPairPlaces : Pieces::kMaxPlaces;
     params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMaxPiece, max_places);
     shared = std::max(shared, params.rings_at + memory());
-    if (rail_blocks_ > 0) shared = room;  // for the senders' LongPuts
+    if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   }
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context = context_of(args.wait_ns, !stages);

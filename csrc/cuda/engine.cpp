@@ -17,8 +17,8 @@ size_t state_bytes(const Config& config, int num_sms) {
 
 Engine::Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
                const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s,
-               int num_sms, int rail_blocks)
-    : context_{}, num_sms_(num_sms), rail_blocks_(rail_blocks) {
+               int num_sms)
+    : context_{}, num_sms_(num_sms) {
   // Sizes, and this rank's place.
   context_.config = config;
   context_.node = config.node_of(config.rank);

@@ -53,6 +53,7 @@ struct DispatchArgs {
   bool by_expert = false;
   Waves waves;
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
+  int32_t rail_blocks = 0;     // the last blocks of a launch, for the rail; 0 with one node
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
@@ -70,7 +71,8 @@ struct CombineArgs {
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
   Waves waves;
-  int64_t* wait_ns = nullptr;  // as in DispatchArgs
+  int64_t* wait_ns = nullptr;  // as in DispatchArgs, as is the next
+  int32_t rail_blocks = 0;
 };
 
 class Engine {
@@ -82,10 +84,9 @@ class Engine {
   //   wire_rate   [bytes / s] limit of the peer wire; 0: no limit
   //   state       state_bytes() of device memory, zeroed
   //   report      report_bytes() of pinned memory, zeroed
-  //   num_sms     blocks of a launch; the last rail_blocks of them are for the rail
+  //   num_sms     blocks of a launch
   Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
-         const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms,
-         int rail_blocks);
+         const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms);
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
   // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, but the
@@ -136,7 +137,7 @@ class Engine {
   bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }
 
   Context context_;
-  int num_sms_, rail_blocks_;
+  int num_sms_;
 };
 
 template <>

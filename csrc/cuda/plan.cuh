@@ -6,17 +6,26 @@
 namespace ep::cuda::EP_KERNELS {
 
 // [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
-// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end.
+// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. A part's store could be
+// to the next part's place for all that the compiler knows: without an array every load would wait for the one before.
 template <class Total>
 __device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < num; i += Movers::kThreads) {
+    constexpr int kTogether = 8;  // loads under way
     int sum = 0;
-#pragma unroll 8
-    for (int p = 0; p < num_parts; ++p) {
-      const int count = counts[p * stride + i];
-      counts[p * stride + i] = sum;
-      sum += count;
+#pragma unroll 1
+    for (int first = 0; first < num_parts; first += kTogether) {
+      int* const from = counts + first * stride + i;
+      const int num_here = num_parts - first;
+      int count[kTogether];
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) count[p] = p < num_here ? from[p * stride] : 0;
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        if (p < num_here) from[p * stride] = sum;
+        sum += count[p];
+      }
     }
     total(i, sum);
   }

@@ -38,7 +38,8 @@ struct Plan {
   // token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;
   uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
-  uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes
+  uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes.
+                         // Also written for a plan that turns out unusable
   uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Only with several nodes
   // [max_far_chunks, num_ranks] by chunk of tokens and source on another node: the number of its first item here with a
   // token in this chunk or a later one. Unwritten for chunk 0, where it is 0, and for sources without items here.

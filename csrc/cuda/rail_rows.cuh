@@ -1,4 +1,4 @@
-// The rail blocks of a dispatch: they send and relay items, then rows and tails, chunk by chunk.
+// The rail blocks of a dispatch: they send and relay items, and rows and tails, chunk by chunk.
 #pragma once
 #include "cuda/dispatch.cuh"
 #include "cuda/rail.cuh"
@@ -75,16 +75,28 @@ struct DispatchRailWarp : RailWarp {
     return crossed;
   }
 
-  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for `listed` of this rank, then for each
-  // chunk until this rank has staged it. Return false after an abort of this rank. Called in senders, once all ranks
-  // agree.
+  // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
+  __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
+
+  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for each chunk of rows until this rank has
+  // staged it. A new plan is mostly not made yet: rows go first then, and the items between two chunks, once they are
+  // listed. Each sender finds by itself between which. All rows go, because nobody knows yet whether the new plan will
+  // be usable; without a usable one nobody reads them. Return false after an abort of this rank. Called in senders,
+  // once all ranks agree: then sent_nodes is written.
   __device__ bool send_rows(const DispatchParams& params, char* shared) const {
-    if (params.new_plan && !wait_for_self(context.own.listed + op.rank())) return false;
-    const bool usable = params.plan.head->usable;
-    if (params.new_plan) send_items(params, usable);
+    if (!sends_rows(params)) return true;
+    const uint64_t* const listed = context.own.listed + op.rank();
+    bool has_items = params.new_plan;  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
-    for (int chunk = 0; usable && chunk < context.config.num_token_chunks(params.args.num_tokens); ++chunk) {
+    const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
+    for (int chunk = 0;; ++chunk) {
+      if (has_items && (chunk == num_chunks || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
+        if (!wait_for_self(listed)) return false;
+        send_items(params, params.plan.head->usable);
+        has_items = false;
+      }
+      if (chunk == num_chunks) return true;
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return false;
       const int length = context.config.token_chunk(), begin = chunk * length;
@@ -95,26 +107,27 @@ struct DispatchRailWarp : RailWarp {
                        flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
       }
     }
-    return true;
   }
 
   // [warp] Wait for the items of the rail peer on `node`, then for each chunk of its rows. Raise `listed`, then
-  // `staged`, at every rank of this node. Without a usable plan the peer sends no rows: raise only `listed`. Return
-  // false after an abort of this rank. Called in a relay, once all ranks agree.
+  // `staged`, at every rank of this node. If the new plan is unusable, raise only `listed`, but wait for the rows too:
+  // once this operation is complete here, no peer may still store data here. Return false after an abort of this rank.
+  // Called in a relay, once all ranks agree.
   __device__ bool relay_rows(const DispatchParams& params, int node) const {
+    if (!sends_rows(params)) return true;
     const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
     if (params.new_plan) {
       if (!wait_for_peer(Phase::kLists, node, context.own.items_arrived)) return false;
       raise(context.own.listed + source);
       if (!wait_for_self(context.own.listed + op.rank())) return false;  // then PlanHead::usable is written
     }
-    if (!params.plan.head->usable) return true;
+    const bool usable = params.plan.head->usable;
     const int num_chunks = context.config.num_token_chunks(__ldcg(&call_at(op, source)->num_tokens));
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return false;
       // The last chunk stands for all chunks without tokens too.
       const int past = chunk == num_chunks - 1 ? max_chunks : chunk + 1;
-      raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
+      if (usable) raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
     }
     return true;
   }

@@ -111,17 +111,25 @@ struct Scan {
   __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
-    // Read the entries in the order of memory, each lane entries of several tokens.
+    // Read the entries in the order of memory, each lane entries of several tokens. Several loads are under way: they
+    // take a microsecond and more while other warps stage rows.
+    constexpr int kTogether = 8;
     int token = lane / num_topk, k = lane % num_topk;
     const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
-#pragma unroll 4
-    for (int i = lane; i < num * num_topk; i += 32) {
-      const int64_t given = __ldg(from + i);
-      const bool bad = given < -1 || given >= context.config.num_experts;
-      if (bad && checks) keep_bad_entry(context, first + token, k, false, given);
-      choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given);
-      token += step_tokens, k += step_k;
-      if (k >= num_topk) k -= num_topk, ++token;
+#pragma unroll 1
+    for (int left = num * num_topk - lane; left > 0; left -= 32 * kTogether, from += 32 * kTogether) {
+      int64_t given[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) given[i] = 32 * i < left ? __ldg(from + lane + 32 * i) : -1;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (32 * i >= left) break;
+        const bool bad = given[i] < -1 || given[i] >= context.config.num_experts;
+        if (bad && checks) keep_bad_entry(context, first + token, k, false, given[i]);
+        choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given[i]);
+        token += step_tokens, k += step_k;
+        if (k >= num_topk) k -= num_topk, ++token;
+      }
     }
     __syncwarp();
     // Mark the experts of the lane's own token.
@@ -187,8 +195,18 @@ __device__ inline int get_from(const int (&counts)[kRankWords], int which) {
   return count;
 }
 
-// [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Called by the movers of
-// a planning block. Ends with a barrier of the movers.
+// [thread] Return a bit for each other node with one of the ranks.
+__device__ inline uint32_t other_nodes(const Context& context, const RankSet& ranks) {
+  const int locals = context.config.ranks_per_node;
+  uint32_t nodes = 0;
+#pragma unroll 1
+  for (int node = 0; node < context.config.num_nodes; ++node)
+    if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
+  return nodes;
+}
+
+// [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
+// plan: senders need no more of it. Called by the movers of a planning block. Ends with a barrier of the movers.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
@@ -204,6 +222,8 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     // Count batch by batch. `finish` counts the tokens of each expert.
     for (int first = scan.begin; first < scan.end; first += 32) {
       const RankSet ranks = scan.load(first, true);
+      if (op.context.config.num_nodes > 1 && first + lane < scan.end)
+        params.plan.sent_nodes[first + lane] = other_nodes(op.context, ranks);
       scan.finish(first);
 #pragma unroll 1
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
@@ -238,16 +258,10 @@ __device__ int count_between(const int16_t* choices, int num_vectors, int first,
   return count;
 }
 
-// [thread] Write the nodes of one token, and of each of its columns, to the plan: sent_nodes for senders and combines,
-// k_node for combines.
-__device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token, const RankSet& ranks) {
+// [thread] Write the node of each of a token's columns to the plan, for combines.
+__device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token) {
   const Context& context = scan.context;
-  const int num_topk = context.config.num_topk, locals = context.config.ranks_per_node;
-  uint32_t nodes = 0;
-#pragma unroll 1
-  for (int node = 0; node < context.config.num_nodes; ++node)
-    if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
-  plan.sent_nodes[token] = nodes;
+  const int num_topk = context.config.num_topk;
 #pragma unroll 1
   for (int k = 0; k < num_topk; ++k) {
     const int expert = scan.lane_choices()[k];
@@ -258,7 +272,7 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token,
 
 // [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
 // find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
-// plan, and for other nodes to table_out. The plan also gets sent_k and the nodes. `agree` has freed all this memory.
+// plan, and for other nodes to table_out. The plan also gets sent_k and k_node. `agree` has freed all this memory.
 // No barrier at the end.
 __device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -338,7 +352,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       }
     // Describe the token for senders and combine.
     if (token < scan.end) params.plan.sent_k[token] = used;
-    if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token, ranks);
+    if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token);
     scan.finish(first);
   }
 }

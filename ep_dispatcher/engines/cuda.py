@@ -43,7 +43,8 @@ from ep_dispatcher.topology import Topology
 _SLICE_OVER = -2  # of wait_for_counts
 _NO_TRACE = nullcontext()
 
-RAIL_SHARE = 6  # one SM in six serves the wire
+# One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
+RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
 
@@ -53,10 +54,14 @@ def _aligned(t: Tensor) -> Tensor:
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _rail_sms(topology: Topology, num_sms: int) -> int:
-    """Return how many of the SMs serve the wire between nodes."""
+def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
+    """Return how many of the SMs serve the wire between nodes, by layout."""
     check_cuda_sms(topology, num_sms)
-    return 0 if topology.num_nodes == 1 else min(envs.rail_sms() or max(1, num_sms // RAIL_SHARE), num_sms - 1)
+    if topology.num_nodes == 1:
+        return dict.fromkeys(RAIL_SHARES, 0)
+    given = envs.rail_sms()
+    wanted = {layout: given or max(1, round(num_sms / share)) for layout, share in RAIL_SHARES.items()}
+    return {layout: min(sms, num_sms - 1) for layout, sms in wanted.items()}
 
 
 def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
@@ -122,7 +127,7 @@ class CudaEngine:
             )
             check_cuda_masks(shape)
         # All ranks learn what one of them refuses, before any of them waits for the others to allocate.
-        rail_blocks = config.gather("multiprocessors", self._share_sms)[topology.rank]
+        self._rail_sms = config.gather("multiprocessors", self._share_sms)[topology.rank]
         with config.gather.same_on_all_ranks():
             self._regions = regions_of(config)
         compiled = self._compiled = self._regions.compiled
@@ -165,7 +170,6 @@ class CudaEngine:
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
                 num_sms=self.num_sms,
-                rail_blocks=rail_blocks,
             )
         except BaseException:  # a kept exception keeps this object, but not its memory
             for name in ("_c", "_aborts", "_state"):
@@ -174,7 +178,8 @@ class CudaEngine:
             raise
         self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
         if topology.num_nodes > 1:
-            self.summary += f", {rail_blocks} of them for the {self._regions.wire} wire between nodes"
+            shares = sorted(set(self._rail_sms.values()))
+            self.summary += f", {' or '.join(map(str, shares))} of them for the {self._regions.wire} wire between nodes"
             if self._regions.wire == "NVSHMEM":
                 self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
         self._aborts.named = partial(_late_ranks, self._c)
@@ -195,8 +200,8 @@ class CudaEngine:
         c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
         return c
 
-    def _share_sms(self) -> int:
-        """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire."""
+    def _share_sms(self) -> dict[str, int]:
+        """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire, by layout."""
         self._device = torch.device("cuda", torch.cuda.current_device())
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
@@ -221,7 +226,7 @@ class CudaEngine:
             args.scales, args.scale_bytes = address_of(scales), num_scales * 4
             args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
             args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
-            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
+            args.wait_ns, args.rail_blocks = address_of(self._wait_ns.get("dispatch")), self._rail_sms[layout]
             args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
             decodes = layout == "decode"
             count_dtype = torch.int32 if decodes else torch.int64
@@ -312,7 +317,7 @@ class CudaEngine:
         waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
-        y, plan, topk_weights, num_tokens, _ = request
+        y, plan, topk_weights, num_tokens, layout = request
         with self._operation("combine", y, plan, topk_weights, weights, traced=not only_sends) as (stream, _):
             y = _aligned(y)
             args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
@@ -321,6 +326,7 @@ class CudaEngine:
             args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
             args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
             args.factors, args.wait_ns = address_of(weights), address_of(self._wait_ns.get("combine"))
+            args.rail_blocks = self._rail_sms[layout]
             self._set_waves(args, waves)
             combined = Combined(x, weights_out)
             if only_sends:
