@@ -86,6 +86,34 @@ def test_a_rank_that_is_delayed_for_more_than_the_limit(operation):
         pool.run(overslept, 2, operation)
 
 
+def keep_the_stream(rank: int) -> None:
+    """Rank 1 never comes. On rank 0 a long kernel stands for one that NVSHMEM keeps."""
+    from ep_dispatcher.engines import cuda, stuck_kernels
+
+    buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S)
+    round_trip(buffer)
+    if rank == 1:
+        dist.barrier()
+        buffer.destroy()
+        return
+    buffer._engine._stuck = stuck_kernels.StuckKernels(buffer._engine._c.late)
+    begin = time.monotonic()
+    buffer.dispatch(*inputs(rank, device=device(buffer)), max_recv_rows=NUM_ROWS)
+    spin(LIMIT_S + 20)
+    with pytest.raises(ep.PeerTimeoutError, match="NVSHMEM waits in it without a limit") as caught:
+        buffer.check()
+    assert_names(caught.value, 0, 1, [3])
+    buffer.destroy()
+    assert time.monotonic() - begin < LIMIT_S + 2 * stuck_kernels.GRACE_S + 3, "destroy() has not waited for the kernel"
+    assert not torch.cuda.current_stream().query() and len(cuda._stuck_engines) == 1
+    dist.barrier()
+
+
+def test_a_kernel_that_does_not_end_keeps_nobody():
+    with RankPool(2) as pool:
+        pool.run(keep_the_stream)
+
+
 def die_in_flight(rank: int, victim: int, operation: str) -> None:
     """The victim's kernels are launched, and behind one that spins for long, when its process is killed."""
     buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
-from ep_dispatcher.engines import suspension
+from ep_dispatcher.engines import stuck_kernels, suspension
 from ep_dispatcher.engines.aborts import Aborts
 from ep_dispatcher.engines.base import (
     Combined,
@@ -33,6 +33,7 @@ from ep_dispatcher.engines.kernel_reports import KernelReports
 from ep_dispatcher.engines.masks import Masks
 from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.regions import SuspendableRegions, mapped_rail, regions_of
+from ep_dispatcher.engines.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
@@ -47,6 +48,7 @@ _NO_TRACE = nullcontext()
 RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
+_stuck_engines: list[CudaEngine] = []  # destroyed, with a kernel that may still write their memory
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -186,6 +188,10 @@ class CudaEngine:
         self._health = Health(self._aborts.run)
         self._masks = Masks(self._health)
         self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
+        self._stuck: StuckKernels | None = None  # for kernels that may never end
+        if compiled is not _C_cuda:
+            self._stuck = StuckKernels(self._c.late)
+            stuck_kernels.watch(self)
         trace = trace_of(topology.rank)
         self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
@@ -529,6 +535,9 @@ class CudaEngine:
             self._health.stop(self._aborts.run, self._free)
 
     def _free(self) -> None:
+        if self._stuck is not None and not self._is_idle_within(stuck_kernels.GRACE_S):
+            _stuck_engines.append(self)
+            return
         torch.cuda.synchronize(self._device)
         self._aborts.free()
         self._regions.free(self._is_sound)
@@ -615,11 +624,26 @@ class CudaEngine:
     def idle(self) -> bool:
         return self._stream is None or self._stream.query()
 
-    @staticmethod
-    def _wait(stream: torch.cuda.Stream) -> None:
+    def has_stuck_kernel(self) -> bool | None:
+        """Return whether a kernel runs on, long after it has given up. None once the buffer is destroyed."""
+        if self._stuck is None or self._health.is_stopped:
+            return None
+        return not self.idle() and self._stuck.found()
+
+    def _is_idle_within(self, limit_s: float) -> bool:
+        end = time.monotonic() + limit_s
+        while not self.idle():
+            if time.monotonic() > end:
+                return False
+            time.sleep(SLICE_S)
+        return True
+
+    def _wait(self, stream: torch.cuda.Stream) -> None:
         """Wait for a stream. Python's signal handlers run meanwhile; in ``stream.synchronize()`` they would not."""
         begin = time.monotonic()
         while not stream.query():
+            if self._stuck is not None and self._stuck.found():
+                self._reports.raise_found(ends=True, reason=stuck_kernels.REASON)
             waited = time.monotonic() - begin
             if waited > 1e-3:  # then a sleep of a tenth of it delays little
                 time.sleep(min(waited / 10, SLICE_S))

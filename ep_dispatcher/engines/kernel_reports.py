@@ -29,7 +29,8 @@ class KernelReports:
     def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health, masks: Masks | None = None):
         self._engine, self._config, self._health, self._masks = engine, config, health, masks
 
-    def raise_found(self, *, ends: bool) -> None:
+    def raise_found(self, *, ends: bool, reason: str = "") -> None:
+        """``reason``: what the host knows beside, for the error of a late peer."""
         if not self._health.ended:
             late = self._engine.late()
             mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
@@ -41,7 +42,7 @@ class KernelReports:
                 text = ". Found when other operations had begun, which leaves ranks out of step; destroy() this buffer"
                 self._health.end(partial(again, mistake, text))
             elif late is not None:
-                self._end_late(*late)
+                self._end_late(*late, reason)
         self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
 
     def _end_late(
@@ -51,13 +52,14 @@ class KernelReports:
         epoch: int,
         waited_for: list[int],
         waited_s: float,
+        reason: str,
     ) -> None:
         rank, name = self._config.topology.rank, phase.name.replace("_", " ")
         if self._masks is not None and waited_for == [rank]:
             self._masks.end(operation.name, epoch, name, rank, waited_s)
             return
         late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-        error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks=late_ranks, waited_s=waited_s)
+        error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks, waited_s, reason)
         self._health.end(error)
 
     def _take_mistake(self) -> ValueError | None:

@@ -1,0 +1,113 @@
+"""Kernels that never end, because NVSHMEM waits in them: the host says so, waits no longer, and frees nothing."""
+
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+from test_cuda_build import needs_module, reports_of
+
+import ep_dispatcher as ep
+from ep_dispatcher.engines import stuck_kernels
+from ep_dispatcher.engines.stuck_kernels import REASON, StuckKernels
+
+GRACE_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(stuck_kernels, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(stuck_kernels, "LOOK_S", 0.02)
+
+
+def test_it_is_stuck_some_time_after_the_report():
+    reports = []
+    stuck = StuckKernels(lambda: reports or None)
+    assert not stuck.found()
+    time.sleep(GRACE_S)
+    assert not stuck.found(), "no report, however long it takes"
+    reports.append("late")
+    begin = time.monotonic()
+    while not stuck.found():
+        time.sleep(0.01)
+    assert time.monotonic() - begin >= GRACE_S
+
+
+class Watched:
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def has_stuck_kernel(self):
+        return self.answers.pop(0)
+
+
+@pytest.mark.parametrize("answers,said", [([False, False, True], True), ([False, None], False)])
+def test_a_thread_says_it_while_the_program_waits(answers, said, caplog):
+    engine = Watched(*answers)
+    with caplog.at_level(logging.ERROR):
+        thread = stuck_kernels.watch(engine)
+        thread.join(5)
+    assert not thread.is_alive() and not engine.answers
+    assert (REASON in caplog.text) == said
+
+
+def test_the_thread_ends_with_the_engine():
+    thread = stuck_kernels.watch(Watched(*[False] * 10_000))  # nobody keeps it
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """An engine on the NVSHMEM wire whose stream never becomes idle. Its kernel has reported rank 2."""
+    from ep_dispatcher import _C_cuda
+    from ep_dispatcher.engines import cuda
+
+    late = (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 7, [2], 1.5)
+    made = object.__new__(cuda.CudaEngine)
+    made._reports, made.aborts = reports_of(late)
+    made._health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)
+    made._stuck = StuckKernels(lambda: late)
+    made._aborts = SimpleNamespace(run=lambda: None)
+    monkeypatch.setattr(cuda, "_stuck_engines", [])
+    return made
+
+
+@needs_module
+def test_a_wait_ends_with_the_names_of_late_ranks(engine):
+    begin = time.monotonic()
+    with pytest.raises(ep.PeerTimeoutError) as caught:
+        engine._wait(engine._stream)
+    assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
+    assert caught.value.late_ranks == (2,) and caught.value.epoch == 7
+    assert REASON in str(caught.value) and caught.value.reason == REASON
+    assert engine.aborts == [1] and engine._health.ended
+    assert engine.has_stuck_kernel()
+
+
+@needs_module
+def test_destroy_frees_nothing_that_the_kernel_may_write(engine):
+    from ep_dispatcher.engines import cuda
+
+    with pytest.raises(ep.PeerTimeoutError):
+        engine._wait(engine._stream)
+    begin = time.monotonic()
+    engine._free()  # else it would wait for the device, or free: this engine has nothing to free
+    assert GRACE_S <= time.monotonic() - begin < GRACE_S + 2
+    assert cuda._stuck_engines == [engine]
+
+
+@needs_module
+def test_a_kernel_that_ends_in_time_is_not_stuck(engine, monkeypatch):
+    import torch
+
+    from ep_dispatcher.engines import cuda
+
+    answers = [False, False, True]
+    engine._stream = SimpleNamespace(query=lambda: answers.pop(0) if len(answers) > 1 else answers[0])
+    engine._wait(engine._stream)
+    freed, engine._device, engine._is_sound = [], None, False
+    engine._regions, engine._aborts = SimpleNamespace(free=freed.append), SimpleNamespace(free=lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engine._free()
+    assert freed == [False] and cuda._stuck_engines == []
