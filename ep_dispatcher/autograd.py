@@ -206,12 +206,20 @@ def check_saved_plan(plan: Tensor) -> None:
         )
 
 
-def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer_id: str) -> None:
+def buffer_of(ctx: Any) -> Buffer:
+    """Return the buffer of a backward. From here on its errors name this backward."""
+    buffer = find_buffer(ctx.buffer_id)
+    if ctx.note:
+        buffer.note = ctx.note
+    return buffer
+
+
+def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer: Buffer) -> None:
     """Keep what the backward of a dispatch needs."""
     ctx.save_for_backward(received.plan if request.plan is None else request.plan)
     ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
     ctx.layout, ctx.quantize = request.layout, request.quantize
-    ctx.has_weights, ctx.buffer_id = request.topk_weights is not None, buffer_id
+    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer._backward_note
 
 
 def _dispatch_backward(
@@ -219,7 +227,7 @@ def _dispatch_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of rows and topk_weights. Given are those of the dispatch's outputs; None stands for 0."""
     # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
-    buffer, plan = find_buffer(ctx.buffer_id), _saved_plan(ctx)
+    buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config = buffer._config
     grad = anchor if ctx.quantize else rows  # the anchor stands for the exact rows
     if grad is None:
@@ -240,16 +248,17 @@ def _dispatch_backward(
     return combined.x, combined.topk_weights if ctx.has_weights else None
 
 
-def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer_id: str) -> None:
+def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> None:
     """Keep what the backward of a combine needs."""
     ctx.save_for_backward(request.plan)
     ctx.num_tokens, ctx.num_rows = request.num_tokens, request.y.shape[0]
-    ctx.layout, ctx.has_weights, ctx.buffer_id = request.layout, request.topk_weights is not None, buffer_id
+    ctx.layout, ctx.has_weights = request.layout, request.topk_weights is not None
+    ctx.buffer_id, ctx.note = buffer.id, buffer._backward_note
 
 
 def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of y and topk_weights. Given are those of the combine's outputs; None stands for 0."""
-    buffer, plan = find_buffer(ctx.buffer_id), _saved_plan(ctx)
+    buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config = buffer._config
     if x is None:
         x = plan.new_zeros(ctx.num_tokens, config.hidden, dtype=config.dtype)
@@ -291,7 +300,7 @@ class _EagerDispatch(torch.autograd.Function):
         received = _launch_dispatch(buffer, request)
         made.append(received)
         ctx.set_materialize_grads(False)
-        _keep_for_combine(ctx, request, received, buffer.id)
+        _keep_for_combine(ctx, request, received, buffer)
         return received.rows, received.topk_weights, received.anchor
 
     @staticmethod
@@ -308,7 +317,7 @@ class _EagerCombine(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         combined = buffer._launch_combine(request)
         ctx.set_materialize_grads(False)
-        _keep_for_dispatch(ctx, request, buffer.id)
+        _keep_for_dispatch(ctx, request, buffer)
         return combined.x, combined.topk_weights
 
     @staticmethod
@@ -318,7 +327,7 @@ class _EagerCombine(torch.autograd.Function):
 
 def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *fields, buffer_id, _ = inputs
-    _keep_for_combine(ctx, DispatchRequest(*fields), Received(*output), buffer_id)
+    _keep_for_combine(ctx, DispatchRequest(*fields), Received(*output), find_buffer(buffer_id))
 
 
 def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -329,7 +338,7 @@ def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, 
 
 def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *fields, buffer_id, _ = inputs
-    _keep_for_dispatch(ctx, CombineRequest(*fields), buffer_id)
+    _keep_for_dispatch(ctx, CombineRequest(*fields), find_buffer(buffer_id))
 
 
 def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -89,6 +89,7 @@ class Buffer:
     """
 
     note: str = ""
+    _backward_note: str = ""  # becomes `note` in the backward of an operation that is called while it is set
 
     def __init__(
         self,

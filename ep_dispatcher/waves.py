@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import grouped_gemm
-from ep_dispatcher.autograd import check_saved_plan
-from ep_dispatcher.buffer import Buffer, find_buffer
+from ep_dispatcher.autograd import buffer_of, check_saved_plan
+from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
 from ep_dispatcher.grouped_gemm import Matrices
 from ep_dispatcher.grouped_mlp import Call, WriteGrads, checked_call
@@ -196,7 +196,8 @@ class _Mlp(torch.autograd.Function):
                 combined = buffer._launch_combine(request)
         kept = activated if call.keep_activated else None
         ctx.save_for_backward(rows, row_weights, hidden_rows, kept, ends, handle.plan, *weights)
-        ctx.num_tokens, ctx.buffer_id, ctx.call = handle.num_tokens, buffer.id, call
+        ctx.num_tokens, ctx.call = handle.num_tokens, call
+        ctx.buffer_id, ctx.note = buffer.id, buffer._backward_note
         return combined.x
 
     @staticmethod
@@ -204,7 +205,7 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, hidden_rows, activated, ends, plan, *weights = ctx.saved_tensors
         call: Call = ctx.call
-        (w1, w2), buffer, kernels = call.saved(weights), find_buffer(ctx.buffer_id), grouped_gemm.kernels()
+        (w1, w2), buffer, kernels = call.saved(weights), buffer_of(ctx), grouped_gemm.kernels()
         check_saved_plan(plan)
         has_waves = buffer._live_engine().has_waves
         sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)

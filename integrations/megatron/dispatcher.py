@@ -104,7 +104,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             microbatch, self.buffer, handle = recomputed.microbatch, recomputed.buffer, recomputed.handle
             self._where = f"{layer}, microbatch {microbatch}"
         self._shared_experts_wait()
-        self.buffer.note = self._where
+        self._note()
         _used_here(self.topk_idx)
         limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
         send = partial(self._send, self.buffer, self.topk_idx, handle, microbatch)
@@ -117,7 +117,6 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self.handle, self.rows_per_expert, self.deferred = out.handle, out.rows_per_expert, None
             rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
             arriving = rows
-            self._note_backward(rows)
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
@@ -190,9 +189,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         else:
             handle, self.handle, self.rows_per_expert = self.handle, None, None
             assert handle is not None  # since token_dispatch
-            self.buffer.note = self._where
+            self._note()
             combined = ep.combine(self.buffer, hidden_states, handle)
-        self._note_backward(combined)
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -214,11 +212,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self._shared_experts_wait_apart:
             self.shared_experts.wait_current_stream()
 
-    def _note_backward(self, output: Tensor) -> None:
-        """When this output's backward runs, the buffer shall know which layer and microbatch it is."""
-        if output.grad_fn is not None:
-            buffer, note = self.buffer, f"{self._where}, backward"
-            output.grad_fn.register_prehook(lambda grads: setattr(buffer, "note", note))
+    def _note(self) -> None:
+        """Let the buffer's errors name this layer and microbatch, those of a backward too."""
+        self.buffer.note, self.buffer._backward_note = self._where, f"{self._where}, backward"
 
 
 def _no(*_: object) -> bool:
