@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import engines
-from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.autograd import PlainFunction, is_observed
 from ep_dispatcher.integrations.megatron import overfull
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
@@ -79,7 +79,7 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
     return idx, weights
 
 
-class _Columns(torch.autograd.Function):
+class _Columns(PlainFunction):
     """The columns by one kernel, and the gradient of probs by another. Tensors on the current GPU."""
 
     @staticmethod
