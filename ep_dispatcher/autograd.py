@@ -180,8 +180,8 @@ def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if _needs_no_autograd():
         return _launch_dispatch(buffer, request)
     made: list[Received] = []
-    rows, topk_weights, anchor = _EagerDispatch.apply(request.rows, request.topk_weights, request, buffer, made)
-    return made[0]._replace(rows=rows, topk_weights=topk_weights, anchor=anchor)
+    _EagerDispatch.apply(request.rows, request.topk_weights, request, buffer, made)
+    return made[0]  # apply() has returned these very tensors, and given them their gradient
 
 
 def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
@@ -297,7 +297,7 @@ class PlainFunction(torch.autograd.Function):
 
 
 class _EagerDispatch(PlainFunction):
-    """dispatch_op with its gradient, without torch.library. ``made`` takes the outputs that have none."""
+    """dispatch_op with its gradient, without torch.library. ``made`` takes all outputs, also those that have none."""
 
     @staticmethod
     def forward(
