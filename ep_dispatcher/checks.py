@@ -143,10 +143,8 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
     if not isinstance(value, Tensor):
         given = type(value).__name__
     else:
-        fits, dense = value.dim() == len(shape), value.layout == torch.strided
-        for wanted, size in zip(shape, value.shape):
-            if not isinstance(wanted, str) and wanted != size:
-                fits = False
+        fits = value.shape == shape or _fits(value.shape, shape)  # the first of them is fast, and mostly true
+        dense = value.layout == torch.strided
         # A device's type is a new str each time, and a third of this check: ask for a GPU without it.
         is_there = value.is_cuda if device == "cuda" else value.device.type == device
         if fits and dense and value.dtype in dtypes and is_there:
@@ -154,6 +152,11 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
+    """Return whether the sizes are those of a shape with names."""
+    return len(sizes) == len(shape) and all(isinstance(w, str) or w == s for w, s in zip(shape, sizes))
 
 
 def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, quantize: str | None) -> None:
