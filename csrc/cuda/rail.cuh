@@ -4,8 +4,8 @@
 //
 //   sender                                           relay for node m, on the receiving rank
 //   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
-//   items and tables  -> rail peers                  `listed`
 //   rows and tails, chunk by chunk -> rail peers     `staged`
+//   items and tables, between two chunks             `listed`
 //   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
 //
 // Before all ranks agree, only Calls and counts are sent.

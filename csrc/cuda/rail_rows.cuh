@@ -6,6 +6,10 @@
 namespace ep::cuda::EP_KERNELS {
 
 struct DispatchRailWarp : RailWarp {
+  // The most chunks of rows that go before the items of a new plan. A sender that does not wait for its puts to cross
+  // could post all rows first, and no rank there pulls a row before it has all items.
+  static constexpr int kChunksAhead = 2;
+
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
@@ -79,10 +83,10 @@ struct DispatchRailWarp : RailWarp {
   __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
 
   // [warp] Send this rank's items, rows and tails to all rail peers. Wait for each chunk of rows until this rank has
-  // staged it. A new plan is mostly not made yet: rows go first then, and the items between two chunks, once they are
-  // listed. Each sender finds by itself between which. All rows go, because nobody knows yet whether the new plan will
-  // be usable; without a usable one nobody reads them. Return false after an abort of this rank. Called in senders,
-  // once all ranks agree: then sent_nodes is written.
+  // staged it. A new plan is mostly not made yet: rows go first then, and the items once they are listed, behind at
+  // most kChunksAhead chunks. Each sender finds by itself behind which. All rows go, because nobody knows yet whether
+  // the new plan will be usable; without a usable one nobody reads them. Return false after an abort of this rank.
+  // Called in senders, once all ranks agree: then sent_nodes is written.
   __device__ bool send_rows(const DispatchParams& params, char* shared) const {
     if (!sends_rows(params)) return true;
     const uint64_t* const listed = context.own.listed + op.rank();
@@ -91,7 +95,8 @@ struct DispatchRailWarp : RailWarp {
     const int max_chunks = context.max_token_chunks;
     const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
     for (int chunk = 0;; ++chunk) {
-      if (has_items && (chunk == num_chunks || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
+      const bool waits = chunk == num_chunks || chunk == kChunksAhead;
+      if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
         if (!wait_for_self(listed)) return false;
         send_items(params, params.plan.head->usable);
         has_items = false;

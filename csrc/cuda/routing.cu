@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       weights[slice * r.topk + column] = 0;
     }
   __syncwarp();  // another lane has written the last column
-  if (lane == 0 && found > r.topk) topk_idx[r.slices * r.topk - 1] = static_cast<int64_t>(r.num_experts) * r.slices;
+  if (lane == 0 && found > r.topk && r.topk > 0)
+    topk_idx[r.slices * r.topk - 1] = static_cast<int64_t>(r.num_experts) * r.slices;
 }
 
 template <class Prob>

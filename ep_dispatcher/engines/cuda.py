@@ -45,7 +45,7 @@ _SLICE_OVER = -2  # of wait_for_counts
 _NO_TRACE = nullcontext()
 
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
-RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
+_RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
 # How often a waiting host looks for signals and for destroy() in another thread.
 SLICE_S = 0.05
 _stuck_engines: list[CudaEngine] = []  # destroyed, with a kernel that may still write their memory
@@ -60,10 +60,9 @@ def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
     """Return how many of the SMs serve the wire between nodes, by layout."""
     check_cuda_sms(topology, num_sms)
     if topology.num_nodes == 1:
-        return dict.fromkeys(RAIL_SHARES, 0)
+        return dict.fromkeys(_RAIL_SHARES, 0)
     given = envs.rail_sms()
-    wanted = {layout: given or max(1, round(num_sms / share)) for layout, share in RAIL_SHARES.items()}
-    return {layout: min(sms, num_sms - 1) for layout, sms in wanted.items()}
+    return {layout: min(given or max(1, num_sms // share), num_sms - 1) for layout, share in _RAIL_SHARES.items()}
 
 
 def _late_ranks(engine: _C_cuda.Engine) -> list[int]:

@@ -49,11 +49,16 @@ def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tenso
     experts. Raises ValueError when a token has more than topk experts and the host can see it; where it cannot, the
     token gets an expert that does not exist.
     """
-    if routing_map.is_cuda and not is_observed((routing_map, probs)):
+    if _has_kernels(routing_map) and not is_observed((routing_map, probs)):
         if probs.dtype == torch.float64:
             probs = probs.float()
         return _Columns.apply(probs, routing_map, routing)
     return _by_operators(routing, routing_map, probs)
+
+
+def _has_kernels(routing_map: Tensor) -> bool:
+    """Return whether the kernels can be launched as they are, in the current stream of the current GPU."""
+    return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch.cuda.current_device()
 
 
 def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
