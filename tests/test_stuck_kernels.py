@@ -83,6 +83,15 @@ def test_a_wait_ends_with_the_names_of_late_ranks(engine):
     assert REASON in str(caught.value) and caught.value.reason == REASON
     assert engine.aborts == [1] and engine._health.ended
     assert engine.has_stuck_kernel()
+    engine._stream = SimpleNamespace(query=lambda: True)
+    assert engine.has_stuck_kernel() is None, "it has ended after all"
+
+
+@needs_module
+def test_the_thread_asks_no_stream_before_a_report(engine):
+    """It could be captured."""
+    engine._stuck, engine._stream = StuckKernels(lambda: None), None
+    assert engine.has_stuck_kernel() is False
 
 
 @needs_module

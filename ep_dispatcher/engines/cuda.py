@@ -624,10 +624,15 @@ class CudaEngine:
         return self._stream is None or self._stream.query()
 
     def has_stuck_kernel(self) -> bool | None:
-        """Return whether a kernel runs on, long after it has given up. None once the buffer is destroyed."""
+        """Return whether a kernel runs on, long after it has given up. None if nobody need ask again.
+
+        The stream is asked only then: a question from another thread would end a capture of a CUDA graph.
+        """
         if self._stuck is None or self._health.is_stopped:
             return None
-        return not self.idle() and self._stuck.found()
+        if not self._stuck.found():
+            return False
+        return None if self.idle() else True
 
     def _is_idle_within(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s

@@ -36,7 +36,7 @@ class StuckKernels:
         self._since: float | None = None  # when the report was first seen
 
     def found(self) -> bool:
-        """Return whether the report is old enough. To be asked while a kernel runs."""
+        """Return whether the report is old enough. Read memory of the host alone."""
         if self._since is None:
             if self._late() is None:
                 return False
@@ -46,7 +46,7 @@ class StuckKernels:
 
 class Watched(Protocol):
     def has_stuck_kernel(self) -> bool | None:
-        """None: nobody uses the engine any more."""
+        """None: nobody need ask again."""
 
 
 def watch(engine: Watched) -> threading.Thread:
