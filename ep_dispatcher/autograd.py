@@ -281,6 +281,17 @@ def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -
     return received.rows, received.topk_weights if ctx.has_weights else None
 
 
+def will_run(node: torch.autograd.graph.Node) -> bool:
+    """Return whether the backward under way runs a node: it leaves out those behind which nothing is asked for.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for some gradients. needs_input_grad does not show that.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad asks for
+        return True
+
+
 # Autograd makes zeros of its own for every output without a gradient: for the integers among them, in each backward. So
 # it gets only the outputs that can have a gradient, and set_materialize_grads(False).
 

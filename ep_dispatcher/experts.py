@@ -64,7 +64,7 @@ def moe_mlp(
     Gradients reach x, topk_weights, w1 and w2. For the backward the received rows, the results of the first GEMM and
     those of the activation are kept, all in the buffer's dtype. There are no second derivatives. As in ep.dispatch,
     every rank must run the backward. Each of x, topk_weights and the pair (w1, w2) must require a gradient on all
-    ranks or on none.
+    ranks or on none. What torch.autograd.grad or backward(inputs=...) asks for must be the same on all ranks too.
 
     Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
     """

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import grouped_gemm
-from ep_dispatcher.autograd import buffer_of, check_saved_plan
+from ep_dispatcher.autograd import buffer_of, check_saved_plan, will_run
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
 from ep_dispatcher.grouped_gemm import Matrices
@@ -209,8 +209,10 @@ class _Mlp(torch.autograd.Function):
         check_saved_plan(plan)
         has_waves = buffer._live_engine().has_waves
         sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
-        # As where the steps run one after the other: another rank may take that way.
-        goes_back = any(ctx.needs_input_grad[:2])
+        # As where the steps run one after the other: another rank may take that way. There autograd leaves out the
+        # backward of the dispatch if neither x nor topk_weights wants a gradient, or none is asked for in this pass.
+        inputs = zip(ctx.needs_input_grad[:2], ctx.next_functions)
+        goes_back = any(wanted and will_run(node) for wanted, (node, _) in inputs)
         of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
         of_rows = torch.empty_like(rows) if goes_back else None
         combined: Combined | tuple[None, None] = (None, None)

@@ -680,6 +680,44 @@ def test_gradients_with_stand_ins_for_the_gpu(pools, kind):
     pools(2).run(with_stand_ins, kind)
 
 
+def some_gradients(rank: int, asked: tuple[int, ...], by_grad: bool) -> None:
+    """Rank 0 overlaps, rank 1 takes one step after the other, and both ask for the same gradients alone."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10)
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
+    x, probs, w1, w2 = leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    idx = torch.rand(5, 4, generator=generator).topk(2).indices
+    results = []
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+        for overlaps in (False, rank == 0):
+            if overlaps:
+                Machine(patch, buffer)
+                patch.setattr(type(buffer._engine), "has_waves", True)
+                y = waves.overlapped_mlp(buffer, x, idx, probs, w1, w2, 40)
+            else:
+                out = ep.dispatch(buffer, x, idx, probs)
+                ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                y = ep.combine(buffer, grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2), out.handle)
+            wanted = [leaves[i] for i in asked]
+            if by_grad:
+                found = torch.autograd.grad(y.sum(), wanted)
+            else:
+                for t in leaves:
+                    t.grad = None
+                y.sum().backward(inputs=wanted)
+                found = [t.grad for t in wanted]
+            results.append([y.detach(), *found])
+        ep.dispatch(buffer, x.detach(), idx, probs.detach())  # all ranks are in step
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("by_grad", [True, False])
+@pytest.mark.parametrize("asked", [(2, 3), (0,), (1, 2)])
+def test_ranks_that_choose_differently_and_ask_for_some_gradients(pools, asked, by_grad):
+    """Autograd leaves out the backward of a dispatch where nobody asks for its gradients. So does a layer."""
+    pools(2).run(some_gradients, asked, by_grad)
+
+
 def without_memory(rank: int) -> None:
     """An error behind what a layer has sent and not received ends the buffer; one elsewhere does not."""
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
