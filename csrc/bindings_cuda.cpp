@@ -64,7 +64,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("partial_sums", Phase::kSums)
       .value("weights", Phase::kWeights)
       .value("experts", Phase::kExperts)
-      .value("sums_between_nodes", Phase::kNodeSums);
+      .value("sums_between_nodes", Phase::kNodeSums)
+      .value("multiprocessors", Phase::kMultiprocessors);
   py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
@@ -222,6 +223,10 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
+      .def("wait_until_begun",
+           [](const Engine& e, const Waves& waves, int num_groups, Address stream) {
+             e.wait_until_begun(waves, num_groups, pointer<CUstream_st>(stream));
+           })
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.

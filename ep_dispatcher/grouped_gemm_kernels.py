@@ -116,22 +116,6 @@ def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool
     return triton.cdiv(columns, _tile(num_rows, experts, transposed).n)
 
 
-def wait_until_begun(begun: Tensor, num_blocks: int, limit_s: float) -> None:
-    """Let the current stream wait until so many blocks of an operation in another stream have begun, within the limit.
-
-    Kernels that wait for that operation come after this: else they could take the multiprocessors that it needs.
-    """
-    _wait_until_begun[1,](begun, num_blocks, int(limit_s * 1e9), num_warps=1)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "limit_ns"])
-def _wait_until_begun(begun, num_blocks, limit_ns: tl.int64):
-    begin = globaltimer()
-    seen = tl.atomic_add(begun, 0, sem="acquire")
-    while (seen < num_blocks) & (globaltimer() - begin < limit_ns):
-        seen = tl.atomic_add(begun, 0, sem="acquire")
-
-
 def wait_for_share(written: Tensor, ends: Tensor, num_rows: int, share: float) -> None:
     """Let the current stream wait until `multiply` in another stream has written this share of its rows.
 

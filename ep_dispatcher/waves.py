@@ -319,8 +319,7 @@ class _Layer:
     def _begin_after(self, waves: Waves) -> None:
         """Let the main stream go on once the operation of these counters has its multiprocessors."""
         assert waves.begun is not None
-        limit_s = self.buffer._config.timeout_s
-        grouped_gemm.kernels().wait_until_begun(waves.begun, waves.num_blocks, limit_s)
+        self.engine.wait_until_begun(waves)
 
     def join(self) -> None:
         """Let the main stream wait for the operation beside it."""

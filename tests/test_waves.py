@@ -184,6 +184,27 @@ def test_ranks_that_choose_differently(pools, engine, num_ranks, ranks_per_node)
     pools(num_ranks).run(partial(each_its_own_way, ranks_per_node=ranks_per_node))
 
 
+def a_pull_that_cannot_begin(rank: int) -> None:
+    """The gate of a pull without its multiprocessors: the error names this rank, and no GEMM waits for rows."""
+    device_of("cuda", rank)
+    buffer = make_buffer(timeout_s=1)
+    for num_begun in (3, 2):
+        begun = torch.full((1,), num_begun, dtype=torch.int32, device="cuda")
+        done = torch.zeros(200, dtype=torch.int32, device="cuda")
+        buffer._engine.wait_until_begun(Waves(3, begun, done))
+        torch.cuda.synchronize()
+        assert done.tolist() == [0 if num_begun == 3 else grouped_gemm.WAVE_ROWS] * 200
+    with pytest.raises(ep.PeerTimeoutError, match="phase 'multiprocessors'") as error:
+        buffer.check()
+    assert error.value.late_ranks == (rank,)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_the_wait_for_a_pull_to_begin_ends(pools, engine):
+    pools(1).run(a_pull_that_cannot_begin)
+
+
 @contextlib.contextmanager
 def a_late_last_gemm() -> Iterator[None]:
     """Pushes wait for no share of the last GEMM, which begins long after them."""
@@ -527,6 +548,9 @@ class EngineOnACpu:
         self.machine.note(f"receive the {self.unreceived} by {waves.num_blocks}")
         self.engine.receive()
 
+    def wait_until_begun(self, waves: Waves) -> None:
+        self.machine.note(f"until {waves.num_blocks} have begun")
+
     def give_up(self, doing: str, error: BaseException) -> None:
         self.given_up.append(f"{doing}: {error}")
 
@@ -547,9 +571,6 @@ class KernelsOnACpu:
         self.machine.note("GEMM" + " that waits" * (arrived is not None) + " that counts" * (written is not None))
         call = grouped_gemm.linear if transposed else grouped_gemm.linear_grad_rows
         out.copy_(call(rows, weights, ends))
-
-    def wait_until_begun(self, begun, num_blocks, limit_s):
-        self.machine.note(f"until {num_blocks} have begun")
 
     def wait_for_share(self, written, ends, num_rows, share):
         self.machine.note("until rows are written")

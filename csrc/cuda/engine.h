@@ -96,6 +96,10 @@ class Engine {
   // both all in one launch. Two launches of one combine get the same arguments.
   void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
 
+  // [host] Launch the gate behind a pull with these waves: it ends once all blocks of the pull have begun. After the
+  // limit it aborts this rank, and counts in the rows of all groups of `waves.done`.
+  void wait_until_begun(const Waves& waves, int num_groups, cudaStream_t stream) const;
+
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
   // abort by a kernel of this rank, or -2 when the time is up. An abort by the host shows as -2.

@@ -14,7 +14,8 @@ enum class Phase : int32_t {
   kSums = 5,
   kWeights = 6,
   kExperts = 7,
-  kNodeSums = 8
+  kNodeSums = 8,
+  kMultiprocessors = 9
 };
 // Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };

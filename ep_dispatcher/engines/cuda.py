@@ -355,10 +355,13 @@ class CudaEngine:
 
     def _set_waves(self, args: _C_cuda.DispatchArgs | _C_cuda.CombineArgs, waves: Waves | None) -> None:
         if waves is not None:
-            launch = self._compiled.Waves()
-            launch.begun, launch.done = address_of(waves.begun), address_of(waves.done)
-            launch.pieces_of_row, launch.num_blocks = waves.pieces_of_row, waves.num_blocks
-            args.waves = launch
+            args.waves = self._native_waves(waves)
+
+    def _native_waves(self, waves: Waves) -> _C_cuda.Waves:
+        launch: _C_cuda.Waves = self._compiled.Waves()
+        launch.begun, launch.done = address_of(waves.begun), address_of(waves.done)
+        launch.pieces_of_row, launch.num_blocks = waves.pieces_of_row, waves.num_blocks
+        return launch
 
     def receive(self, waves: Waves | None = None) -> None:
         assert self._unreceived is not None  # the caller has seen to it
@@ -373,6 +376,18 @@ class CudaEngine:
             self._set_waves(args, waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
+
+    def wait_until_begun(self, waves: Waves) -> None:
+        """Let the current stream wait until all blocks of a dispatch that `receive` has launched have begun.
+
+        Kernels that wait for its rows come after this: else they could take the multiprocessors that it needs. If it
+        cannot begin within the limit, this rank aborts, and all rows count as arrived: those kernels end.
+        """
+        assert waves.begun is not None and waves.done is not None
+        device = self._device.index
+        with self._health.operation("dispatch"), torch.cuda.device(device):
+            launch = self._native_waves(waves)
+            self._c.wait_until_begun(launch, waves.done.numel(), torch._C._cuda_getCurrentRawStream(device))
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         self._wait_ns.pop(operation, None)
