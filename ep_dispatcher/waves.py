@@ -275,6 +275,7 @@ class _Layer:
         """
         begun, arrived = self.counters()
         waves = self.beside(most, begun, arrived)
+        self.kept = self.engine.sent  # a copy of x too, if the pull reads one: the main stream may not use its memory
         self.side.wait_stream(self.main)
         with torch.cuda.stream(self.side):
             self.buffer._explaining(self.engine.receive, waves)

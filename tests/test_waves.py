@@ -540,6 +540,7 @@ class EngineOnACpu:
         self.machine, self.engine, self.given_up = machine, engine, []
 
     unreceived = property(lambda self: self.engine.unreceived)
+    sent = ()
 
     def side_stream(self):
         return self.machine.side

@@ -346,6 +346,11 @@ class CudaEngine:
     def unreceived(self) -> str | None:
         return None if self._unreceived is None or self._health.ended else self._unreceived[0]
 
+    @property
+    def sent(self) -> tuple[Tensor | None, ...]:
+        """What the second launch of that operation reads and writes. With waves the caller keeps it until it joins."""
+        return () if self._unreceived is None else self._unreceived[4]
+
     def _wait_for_receive(
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
     ) -> None:
