@@ -109,6 +109,7 @@ class Buffer:
     ):
         self._engine: engines.Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
+        self._sent: object = None  # stands for the last operation with a hook
         if not dist.is_initialized():
             given = "None" if group is None else type(group).__name__
             checks.fail(
@@ -522,10 +523,11 @@ class Buffer:
     def unmask(self) -> None:
         """Let all ranks in again. Collective: all ranks of the group call it, the masked ones too.
 
-        It waits for all ranks and their operations under way. Handles and captured graphs are as good as before. If a
-        rank does not come within timeout_s, PeerTimeoutError names it; the masks are then as before, and operations go
-        on with them. A rank that is gone for good cannot be let in: make a new buffer on a smaller group. A rank that
-        fails when all have come ends the buffer on all of them, with a RuntimeError.
+        It waits for all ranks and their operations under way. One that waits for its hook is dropped. Handles and
+        captured graphs are as good as before. If a rank does not come within timeout_s, PeerTimeoutError names it; the
+        masks are then as before, and operations go on with them. A rank that is gone for good cannot be let in: make a
+        new buffer on a smaller group. A rank that fails when all have come ends the buffer on all of them, with a
+        RuntimeError.
         """
         engine, config = self._masking_engine(), self._config
         self._unmask_history.attempts = 0  # a call that some ranks gave up needs no counterpart on the others
@@ -533,6 +535,7 @@ class Buffer:
             engine.unmask,
             partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history),
         )
+        self._sent = None  # it was dropped
 
     def _masking_engine(self) -> engines.Engine:
         engine = self._live_engine()

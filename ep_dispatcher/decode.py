@@ -191,10 +191,13 @@ def _complete(buffer: Buffer, complete: Callable[[], None], with_hook: bool) -> 
         complete()
         return None
     received = False
+    sent = buffer._sent = object()
 
     def hook() -> None:
         nonlocal received
         if not received:
+            if buffer._sent is not sent:
+                checks.fail("hook", "that of an operation before unmask()", "that of a later one: it was dropped")
             buffer._explaining(buffer._live_engine().receive)
             received = True
             complete()

@@ -2,12 +2,15 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
 from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, environment, make_data
+
+from ep_dispatcher.errors import PeerTimeoutError
 
 HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
 LOW_32_BITS = (1 << 32) - 1
@@ -458,6 +461,23 @@ def run_query_before_a_hook(rank: int, case: Case):
 
 def test_a_query_of_masks_receives_nothing(pools, engine):
     pools(RANKS).run(run_query_before_a_hook, Case(engine))
+
+
+def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
+    """On a GPU the hook of what it has sent raises then, each time."""
+    from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Pool
+
+    late = PeerTimeoutError("dispatch", 1, "rows", rank=1, late_ranks=[1], waited_s=1.0)
+    pool, engine_buffer = Pool(None), mock.Mock()
+    hooked = HookedBuffer(engine_buffer, has_masks=True)
+    pool._in_turn[None] = [hooked]
+    receive = hooked.hook(mock.Mock(hook=mock.Mock(side_effect=late)))
+    for _ in range(2):
+        with pytest.raises(PeerTimeoutError):
+            receive()
+    pool.unmask()
+    engine_buffer.unmask.assert_called_once_with()
+    assert hooked.ready() is engine_buffer
 
 
 def run_where_masks_are_impossible(rank: int, case: Case):

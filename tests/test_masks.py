@@ -456,3 +456,24 @@ def replay(rank: int) -> list[list[int]]:
 @pytest.mark.parametrize("engine", [on("cuda")])
 def test_graphs(pools, engine):
     pools(NUM_RANKS).run(replay)
+
+
+def hook_from_before(rank: int, engine: str) -> None:
+    """What was sent before unmask() and not received is dropped. Its hook does not receive what is sent later."""
+    with make_masking_buffer(engine) as buffer:
+        x, idx, weights = inputs(rank, device=device(buffer))
+        old = buffer.dispatch(x, idx, layout="decode", return_hook=True)
+        buffer.unmask()
+        new = buffer.dispatch(x, idx, layout="decode", return_hook=True)
+        with pytest.raises(ValueError, match="hook: given that of an operation before unmask"):
+            old.hook()
+        with pytest.raises(ValueError, match="before the hook of the dispatch"):
+            buffer.combine(new.x, new.handle, weights=weights)
+        new.hook()
+        buffer.combine(new.x, new.handle, weights=weights)
+        new.hook()  # a second call does nothing
+        buffer.check()
+
+
+def test_unmask_drops_hooks(pools, engine):
+    pools(NUM_RANKS).run(hook_from_before, engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -45,6 +45,13 @@ class HookedBuffer:
         if self._hook is not None:
             self._hook()
         return self.buffer
+
+    def unmask(self) -> None:
+        """Let all ranks in again. What a rank has sent and cannot receive, because it is out, is dropped."""
+        with suppress(ep.PeerTimeoutError):
+            self.ready()
+        self._hook = None
+        self.buffer.unmask()
 
     def hook(
         self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], None] | None = None
@@ -154,7 +161,7 @@ class Pool:
     def unmask(self) -> None:
         """Let all ranks in again, in all buffers. Collective."""
         for hooked in self._masking():
-            hooked.ready().unmask()
+            hooked.unmask()
         self._masked.clear()
 
     def _masking(self) -> list[HookedBuffer]:
