@@ -142,7 +142,11 @@ def combine(
 
 def _takes_sums(out: Tensor, y: Tensor) -> bool:
     """Return whether an engine may write its sums there while y is read: a tensor in one piece, none of y's memory."""
-    is_apart = out.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
+    if out.device != y.device:  # kernels may not reach it
+        return False
+    # By address: two storages may be the same memory, as DLPack makes them. What is strided in y is copied before.
+    begin, begin_of_y = out.data_ptr(), y.data_ptr()
+    is_apart = begin + out.numel() * out.itemsize <= begin_of_y or begin_of_y + y.numel() * y.itemsize <= begin
     return is_apart and out.is_contiguous() and not out.is_neg() and out.data_ptr() % checks.ROW_GRANULARITY == 0
 
 

@@ -28,7 +28,7 @@ from test_experts import uninitialised_memory_is_nan
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import PeerTimeoutError, float8, reference
+from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines import Combined
 from ep_dispatcher.testing import ROUTINGS, device_of
 
@@ -255,7 +255,8 @@ def with_outputs(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
             (torch.empty_like(right), y, True),
             (right.new_empty(num_tokens, 2 * case.hidden)[:, : case.hidden], y, False),
             (right.new_empty(right.numel() + 1)[1:].view_as(right), y, False),
-            (memory[y.numel() :].view_as(right), shared, False),
+            (memory[y.numel() :].view_as(right), shared, True),
+            (torch.from_dlpack(memory[: right.numel()]).view_as(right), shared, False),  # a storage of its own
         ):
             version = out._version
             combined = buffer.combine(rows, received.handle, weights=weights, out=out)
@@ -269,6 +270,10 @@ def with_outputs(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
 def test_outputs(pools, engine):
     case = Case(2, 2, torch.bfloat16, layout="decode", weighted=False, num_topk=3, experts_per_rank=3)
     pools(2).run(with_outputs, engine, case, make_inputs(case))
+
+
+def test_an_output_on_another_device_takes_no_sums():
+    assert not decode._takes_sums(torch.empty(2, 8, device="meta"), torch.empty(2, 8))
 
 
 def operations_so_far(buffer: ep.Buffer) -> int:
