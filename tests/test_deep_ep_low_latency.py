@@ -480,6 +480,27 @@ def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
     assert hooked.ready() is engine_buffer
 
 
+def run_beside_a_replay(rank: int, case: Case):
+    """Rank 1 replays a round trip, which leaves its host as it was. The others make the same one anew."""
+    data = make_data(case, rank, hidden=HIDDEN)
+    with environment(case, EP_DISPATCHER_TIMEOUT_S="10"):
+        buffer = make_buffer()
+        trip_without(buffer, data, rank, case, None)
+        (both,) = buffer._pool._in_turn.values()
+        turn = both[0].turn
+        before = turn[0]
+        trip_without(buffer, data, rank, case, None)
+        if rank == 1:
+            turn[0] = before
+        trip_without(buffer, data, rank, case, None)
+        buffer.destroy()
+
+
+def test_graphs_of_any_length_beside_eager_ranks(pools, engine):
+    """As on DeepEP, a combine gives the turn back: a rank's next buffer does not depend on how its operations ran."""
+    pools(RANKS).run(run_beside_a_replay, Case(engine))
+
+
 def run_where_masks_are_impossible(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     with environment(case):

@@ -41,7 +41,7 @@ class Decoded(NamedTuple):
     def combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        weights, buffer = self._weights(topk_idx, topk_weights), self.buffer.ready()
+        weights, buffer = self._weights(topk_idx, topk_weights), self.buffer.combines()
         with measured(buffer, "combine", waits):
             combined = buffer.combine(x, self.handle, weights=weights, out=out, return_hook=hook)
         return combined.x, self.buffer.hook(combined) if hook else None

@@ -38,7 +38,14 @@ class HookedBuffer:
 
     def __init__(self, buffer: ep.Buffer, has_masks: bool):
         self.buffer, self.has_masks = buffer, has_masks
+        self.turn = [0]  # the number of operations, shared by the two of Pool.in_turn
         self._hook: Callable[[], None] | None = None
+
+    def combines(self) -> ep.Buffer:
+        """The buffer, for a combine, which takes a turn of the next dispatches."""
+        buffer = self.ready()
+        self.turn[0] += 1
+        return buffer
 
     def ready(self) -> ep.Buffer:
         """The buffer, for an operation. Receive first what was sent before: one operation is under way at a time."""
@@ -88,7 +95,7 @@ class Pool:
         self.num_sms: int | None = None
         self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
-        # By tokens per rank, and whether they have masks. The first of two was used last.
+        # By tokens per rank, and whether they have masks.
         self._in_turn: dict[tuple[Key, int, bool], list[HookedBuffer]] = {}
         self._masked: set[int] = set()  # by hand
         self._no_masks: str | None = None  # why buffers that were to have masks have none
@@ -105,13 +112,18 @@ class Pool:
     def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
         """One of two buffers of exactly ``max_tokens``, by turns, as DeepEP has two: so many hooks may wait at a time.
 
+        Combines take turns too, as DeepEP's do (HookedBuffer.combines). So a layer leaves the turn as it was, and ranks
+        that replay CUDA graphs fit those that do not, and those with graphs of another size.
+
         Collective the first time, which makes both: later ones may be in a CUDA graph. masks: where they can have them
         """
         both = self._in_turn.get((key, max_tokens, masks))
         if both is None:
             both = self._in_turn[key, max_tokens, masks] = [self._make_hooked(key, max_tokens, masks) for _ in range(2)]
-        both.reverse()
-        return both[0]
+            both[1].turn = both[0].turn
+        turn = both[0].turn
+        turn[0] += 1
+        return both[turn[0] % 2]
 
     def _make(self, key: Key, max_tokens: int, mask_late_ranks: bool = False) -> ep.Buffer:
         buffer = ep.Buffer(
