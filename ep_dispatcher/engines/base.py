@@ -57,6 +57,11 @@ class DispatchRequest(NamedTuple):
     num_rows: int  # of the output; -1: as many as are received
     quantize: bool  # bfloat16 rows travel as ep_dispatcher.quantize makes them
 
+    @property
+    def counts(self) -> bool:
+        """Return whether the rows of the output are counted first: the host waits for their number."""
+        return self.plan is None and self.num_rows < 0
+
     def plain(self) -> DispatchRequest:
         """Return it with tensors as engines read them: by address, topk_idx as int64."""
         return DispatchRequest(

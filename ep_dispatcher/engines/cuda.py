@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_masks, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
+T = TypeVar("T")
+Step = Callable[[str], None]
+
 _SLICE_OVER = -2  # of wait_for_counts
-_NO_TRACE = nullcontext()
 
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
@@ -217,67 +219,11 @@ class CudaEngine:
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received:
-        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
-        counted = plan is None and num_rows < 0
+        counted = request.counts
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        given = (rows, scales, topk_idx, topk_weights, plan)
-        with self._operation("dispatch", *given, traced=not only_sends) as (stream, step):
-            rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
-            args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
-            dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
-            num_scales = num_scales if scales is None else scales.shape[1]
-            args.rows, args.row_bytes, args.quantizes = address_of(rows), rows.shape[1] * dtype.itemsize, quantize
-            args.scales, args.scale_bytes = address_of(scales), num_scales * 4
-            args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
-            args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
-            args.wait_ns, args.rail_blocks = address_of(self._wait_ns.get("dispatch")), self._rail_sms[layout]
-            args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
-            decodes = layout == "decode"
-            count_dtype = torch.int32 if decodes else torch.int64
-            tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
-            if decodes:
-                rows_per_expert = tokens_per_expert
-                args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
-            else:
-                rows_per_expert = torch.empty_like(tokens_per_expert)
-                args.out_tokens_per_expert = address_of(tokens_per_expert)
-                args.out_rows_per_expert = address_of(rows_per_expert)
-            new_plan = None
-            if plan is None:
-                elements = self.plan_capacity(num_rows, layout)
-                plan = new_plan = torch.empty(elements, dtype=torch.int32, device=self._device)
-            if counted:
-                self._ticket += 1
-                args.ticket = self._ticket
-                self._c.prepare(args, plan.data_ptr(), stream)
-                step("wait for counts")
-                num_rows = self._wait_for_counts()
-                # An unusable plan has no rows; the counts there are not its own.
-                self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
-                step("launch")
-            by_rank = layout == "rank"
-            per_choice = (num_rows, self._config.num_topk)
-            weights_shape = per_choice if by_rank else (num_rows,)
-            received = Received(
-                rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
-                scales=self._empty_scales(num_rows, num_scales, decodes, packs_scales),
-                topk_weights=None if topk_weights is None else topk_weights.new_empty(weights_shape),
-                topk_idx=rows.new_empty(per_choice, dtype=torch.int64) if by_rank else None,
-                tokens_per_expert=tokens_per_expert,
-                rows_per_expert=rows_per_expert,
-                plan=new_plan,
-            )
-            args.num_rows, args.out_rows = num_rows, address_of(received.rows)
-            args.out_scales, args.out_weights = address_of(received.scales), address_of(received.topk_weights)
-            args.out_topk_idx = address_of(received.topk_idx)
-            if only_sends:
-                if not counted:
-                    self._c.prepare(args, plan.data_ptr(), stream)
-                self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
-            else:
-                (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
-            self._hand_over(received)
+        launch = partial(self._dispatch, request, only_sends, packs_scales, by_expert)
+        received = self._run("dispatch", launch, *request[:5], traced=not only_sends)
         if counted:
             try:
                 self._reports.raise_found(ends=False)
@@ -287,6 +233,75 @@ class CudaEngine:
                 assert self._stream is not None  # that of this operation
                 self._wait(self._stream)  # until the operation is complete: then all ranks are in step
                 raise
+        return received
+
+    def _dispatch(
+        self,
+        request: DispatchRequest,
+        only_sends: bool,
+        packs_scales: bool,
+        by_expert: bool,
+        stream: int,
+        step: Step,
+    ) -> Received:
+        """Launch the kernels of a dispatch; with `only_sends` those before its hook."""
+        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
+        counted = request.counts
+        rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
+        args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
+        dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
+        num_scales = num_scales if scales is None else scales.shape[1]
+        args.rows, args.row_bytes, args.quantizes = address_of(rows), rows.shape[1] * dtype.itemsize, quantize
+        args.scales, args.scale_bytes = address_of(scales), num_scales * 4
+        args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
+        args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
+        args.wait_ns, args.rail_blocks = address_of(self._wait_ns.get("dispatch")), self._rail_sms[layout]
+        args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
+        decodes = layout == "decode"
+        count_dtype = torch.int32 if decodes else torch.int64
+        tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
+        if decodes:
+            rows_per_expert = tokens_per_expert
+            args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
+        else:
+            rows_per_expert = torch.empty_like(tokens_per_expert)
+            args.out_tokens_per_expert = address_of(tokens_per_expert)
+            args.out_rows_per_expert = address_of(rows_per_expert)
+        new_plan = None
+        if plan is None:
+            elements = self.plan_capacity(num_rows, layout)
+            plan = new_plan = torch.empty(elements, dtype=torch.int32, device=self._device)
+        if counted:
+            self._ticket += 1
+            args.ticket = self._ticket
+            self._c.prepare(args, plan.data_ptr(), stream)
+            step("wait for counts")
+            num_rows = self._wait_for_counts()
+            # An unusable plan has no rows; the counts there are not its own.
+            self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
+            step("launch")
+        by_rank = layout == "rank"
+        per_choice = (num_rows, self._config.num_topk)
+        weights_shape = per_choice if by_rank else (num_rows,)
+        received = Received(
+            rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
+            scales=self._empty_scales(num_rows, num_scales, decodes, packs_scales),
+            topk_weights=None if topk_weights is None else topk_weights.new_empty(weights_shape),
+            topk_idx=rows.new_empty(per_choice, dtype=torch.int64) if by_rank else None,
+            tokens_per_expert=tokens_per_expert,
+            rows_per_expert=rows_per_expert,
+            plan=new_plan,
+        )
+        args.num_rows, args.out_rows = num_rows, address_of(received.rows)
+        args.out_scales, args.out_weights = address_of(received.scales), address_of(received.topk_weights)
+        args.out_topk_idx = address_of(received.topk_idx)
+        if only_sends:
+            if not counted:
+                self._c.prepare(args, plan.data_ptr(), stream)
+            self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
+        else:
+            (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
+        self._hand_over(received)
         return received
 
     def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor | None:
@@ -322,24 +337,37 @@ class CudaEngine:
         waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
+        launch = partial(self._combine, request, weights, only_sends, waves, out)
+        return self._run("combine", launch, *request[:3], weights, traced=not only_sends)
+
+    def _combine(
+        self,
+        request: CombineRequest,
+        weights: Tensor | None,
+        only_sends: bool,
+        waves: Waves | None,
+        out: Tensor | None,
+        stream: int,
+        step: Step,
+    ) -> Combined:
+        """Launch the kernels of a combine; with `only_sends` those before its hook."""
         y, plan, topk_weights, num_tokens, layout = request
-        with self._operation("combine", y, plan, topk_weights, weights, traced=not only_sends) as (stream, _):
-            y = _aligned(y)
-            args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
-            x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
-            weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
-            args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
-            args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
-            args.factors, args.wait_ns = address_of(weights), address_of(self._wait_ns.get("combine"))
-            args.rail_blocks = self._rail_sms[layout]
-            self._set_waves(args, waves)
-            combined = Combined(x, weights_out)
-            if only_sends:
-                self._c.push(args, plan.data_ptr(), stream)
-                self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
-            else:
-                self._c.combine(args, plan.data_ptr(), stream)
-            self._hand_over(combined)
+        y = _aligned(y)
+        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
+        x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
+        weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
+        args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
+        args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
+        args.factors, args.wait_ns = address_of(weights), address_of(self._wait_ns.get("combine"))
+        args.rail_blocks = self._rail_sms[layout]
+        self._set_waves(args, waves)
+        combined = Combined(x, weights_out)
+        if only_sends:
+            self._c.push(args, plan.data_ptr(), stream)
+            self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
+        else:
+            self._c.combine(args, plan.data_ptr(), stream)
+        self._hand_over(combined)
         return combined
 
     @property
@@ -374,13 +402,16 @@ class CudaEngine:
         if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
             where = "in the CUDA graph" if self._sent_in_capture else "outside of a CUDA graph"
             checks.fail("hook", f"a call elsewhere than the {name}", f"one {where}, where the {name} was called")
-        with self._operation(name) as (stream, _):
+
+        def pull_or_reduce(stream: int, step: Step) -> None:
             for t in (plan, *outputs):
                 if t is not None and waves is None:  # with waves the caller joins the streams
                     t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
             self._set_waves(args, waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
+
+        self._run(name, pull_or_reduce)
 
     def wait_until_begun(self, waves: Waves) -> None:
         """Let the current stream wait until all blocks of a dispatch that `receive` has launched have begun.
@@ -679,14 +710,13 @@ class CudaEngine:
                 if t is not None:
                     t.record_stream(self._caller)
 
-    @contextmanager
-    def _operation(
-        self, name: str, *inputs: Tensor | None, traced: bool = True
-    ) -> Iterator[tuple[int, Callable[[str], None]]]:
-        """Run one operation at a time, in the current stream.
+    def _run(self, name: str, launch: Callable[[int, Step], T], *inputs: Tensor | None, traced: bool = True) -> T:
+        """Run one operation at a time, in the current stream. Return ``launch(stream, step)``.
 
-        Yield the stream's number and the function that names a step to profilers. ``traced``: EP_DISPATCHER_TRACE
-        shows it; an operation with a hook shows once, when it receives.
+        ``stream``: its number. ``step``: names a step to profilers. ``traced``: EP_DISPATCHER_TRACE shows the
+        operation; one with a hook shows once, when it receives.
+
+        A ``contextmanager`` would take the host 1 us more.
         """
         with ranges_of(name) as ranges:
             ranges.step("check")
@@ -704,5 +734,7 @@ class CudaEngine:
                     self._follow()
                     self._stream = torch.cuda.current_stream()
                 ranges.step("launch")
-                with _NO_TRACE if self._trace is None or not traced else self._trace.operation(name):
-                    yield stream, ranges.step
+                if self._trace is None or not traced:
+                    return launch(stream, ranges.step)
+                with self._trace.operation(name):
+                    return launch(stream, ranges.step)
