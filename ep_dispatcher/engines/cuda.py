@@ -277,8 +277,6 @@ class CudaEngine:
             self._c.prepare(args, plan.data_ptr(), stream)
             step("wait for counts")
             num_rows = self._wait_for_counts()
-            # An unusable plan has no rows; the counts there are not its own.
-            self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
             step("launch")
         by_rank = layout == "rank"
         per_choice = (num_rows, self._config.num_topk)
@@ -301,6 +299,9 @@ class CudaEngine:
             self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
         else:
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
+        if counted:  # copied only now, while the rows move
+            # An unusable plan has no rows; the counts there are not its own.
+            self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
         self._hand_over(received)
         return received
 
