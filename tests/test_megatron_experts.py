@@ -21,6 +21,7 @@ from megatron_layer import (
     make_config,
     make_layer,
     megatron_pool,
+    on_gpu,
     random,
     run_layer,
     set_weights,
@@ -328,12 +329,13 @@ def line_of_copies(rank: int) -> None:
     side_by_side = dict(use_distributed_optimizer=True)
     assert said_of(None) == said_of({}) == head + apart
     assert said_of(side_by_side) == ""
-    assert said_of(side_by_side | dict(bucket_size=1), moe_ffn_hidden_size=18) == head + parted
+    if not on_gpu():  # it has no kernels for rows of 18 entries
+        assert said_of(side_by_side | dict(bucket_size=1), moe_ffn_hidden_size=18) == head + parted
     assert said_of(side_by_side, moe_ffn_hidden_size=18) == ""
     assert said_of({}, num_moe_experts=2) == "", "one expert of a rank lies where it lies"
     with switched_on() as printed:
         make_grouped_layer(make_config(**GROUPED))(tokens_of(rank))
-    assert "copies" not in printed.getvalue(), "loops of a CPU copy nothing"
+    assert ("copies" in printed.getvalue()) == (on_gpu() and rank == 0), "loops of a CPU copy nothing"
 
 
 def test_weights_that_each_gemm_copies_are_named():
@@ -376,6 +378,12 @@ def lose_weights_of_others(ddp) -> None:
     ddp.start_param_sync()
 
 
+def skip_what_gloo_refuses(settings: dict) -> None:
+    """For a test whose ranks may share a GPU, where NCCL does not start: skip what Gloo reduces on CPUs alone."""
+    if on_gpu() and (not settings.get("use_distributed_optimizer") or settings.get("overlap_param_gather")):
+        pytest.skip("Megatron reduces lists of gradients, and Gloo takes no list of CUDA tensors")
+
+
 def main_grads(rank: int, settings: dict, switch: str = SWITCH) -> None:
     """Megatron's hooks see every weight's gradient once, and reduce it, whoever has written it."""
     use_layout(EP2)
@@ -413,6 +421,7 @@ def count_accumulations(module) -> list:
     ids=["overlapped", "at the end", "distributed optimizer, several buckets", "weights gathered meanwhile"],
 )
 def test_gradients_reach_main_grad_and_are_reduced(settings):
+    skip_what_gloo_refuses(settings)
     megatron_pool(4).run(main_grads, settings)  # 2 ranks share an expert's weights
 
 

@@ -44,6 +44,7 @@ from test_megatron_experts import (
     main_grads,
     make_grouped_layer,
     plain_main_grad,
+    skip_what_gloo_refuses,
     step,
     switched_on,
 )
@@ -198,6 +199,7 @@ def test_mistakes():
     ids=["overlapped", "distributed optimizer, weights gathered meanwhile"],
 )
 def test_gradients_reach_main_grad_and_are_reduced(settings):
+    skip_what_gloo_refuses(settings)
     megatron_pool(4).run(main_grads, settings, WAVES)
 
 
@@ -230,6 +232,7 @@ def same_main_grads(rank: int) -> None:
 
 
 def test_the_bits_of_main_grad():
+    skip_what_gloo_refuses({})
     megatron_pool(4).run(same_main_grads)
 
 
