@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                          is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
-    verdict = op.block >= op.num_blocks ? run_rail(op, params, shared)
+    verdict = op.block >= op.num_blocks ? run_rail(op, params, shared, is_free)
               : Movers::has_thread()    ? move(op, params, shared, is_free)
                                         : help(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no

@@ -8,7 +8,7 @@
 //   items and tables, between two chunks             `listed`
 //   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
 //
-// Before all ranks agree, only Calls and counts are sent.
+// Before all ranks agree, only `inbox_free`, Calls, counts, and rows and tails of a new plan are sent.
 #pragma once
 #include "cuda/call.cuh"
 #include "cuda/long_puts.cuh"
@@ -111,6 +111,20 @@ struct RailWarp {
     __syncwarp();
   }
 
+  // [warp] Tell the rail peers that their rows and tails may come, as soon as the ranks of this node have read those of
+  // earlier operations; the senders take the peers in turn. Peers may be in another operation than this rank: then the
+  // rows come, and nobody reads them. `is_free` as in wait_for_free_staging. Return false after an abort of this rank.
+  // Called in senders, once per operation.
+  __device__ bool hand_over_inbox(bool is_free) const {
+    if (sender() >= num_others) return true;
+    if (!is_free && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
+      return false;
+    for (int i = sender(); i < num_others; i += num_senders)
+      if (lane == 0) wire().signal(node(i), flag_at(node(i), context.own.inbox_free), op.epoch);
+    __syncwarp();
+    return true;
+  }
+
   // [warp] Raise a wire flag that covers the puts of this sender alone, once they have crossed.
   __device__ void signal_alone(int node, uint64_t* flag_there, uint32_t crossed) const {
     __syncwarp();
@@ -158,10 +172,10 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Exchange Calls with the rail peers: send this rank's, or relay one. Return false after an abort of this
-  // rank.
-  __device__ bool exchange_calls(bool has_counts) const {
-    return relays() ? relay_call(node(warp), has_counts) : send_call(has_counts);
+  // [warp] Begin the operation with the rail peers: hand the inboxes over, and exchange Calls. `is_free` as in
+  // wait_for_free_staging. Return false after an abort of this rank.
+  __device__ bool begin(bool has_counts, bool is_free) const {
+    return relays() ? relay_call(node(warp), has_counts) : hand_over_inbox(is_free) && send_call(has_counts);
   }
 };
 

@@ -88,6 +88,7 @@ struct Region {
   uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
   // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
+  uint64_t* inbox_free;     // [num_others] its node has read all rows and tails in its inbox for this rank's node
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
   uint64_t* items_arrived;  // [num_others] its items and table are here
   uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and tails of a chunk are here
@@ -142,6 +143,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.freed = c.take<uint64_t>(locals * config.max_far_chunks());
   region.summed = c.take<uint64_t>(others * config.max_far_chunks());
   region.sums_here = c.take<uint64_t>(others * config.max_sum_chunks());
+  region.inbox_free = c.take<uint64_t>(others);
   region.call_arrived = c.take<uint64_t>(others);
   region.items_arrived = c.take<uint64_t>(others);
   region.rows_arrived = c.take<uint64_t>(others * config.max_token_chunks());

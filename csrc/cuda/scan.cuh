@@ -206,7 +206,7 @@ __device__ inline uint32_t other_nodes(const Context& context, const RankSet& ra
 }
 
 // [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
-// plan: senders need no more of it. Called by the movers of a planning block. Ends with a barrier of the movers.
+// plan. Called by the movers of a planning block. Ends with a barrier of the movers.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
