@@ -36,7 +36,7 @@ def version() -> tuple[int, ...]:
     return tuple(map(int, re.search(r"Version (\d+)\.(\d+)", said).groups()))
 
 
-@pytest.mark.parametrize("num_ranks,ranks_per_node", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(1, 1), (2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_nothing_to_complain_about(tool, num_ranks, ranks_per_node, tmp_path):
     least = FIRST_RIGHT.get(tool, (0,))

@@ -27,7 +27,7 @@ SETTINGS = dict(
 REMOTE = SETTINGS | dict(NVSHMEM_REMOTE_TRANSPORT="ucx", NVSHMEM_DISABLE_P2P="1", REMOTE_WIRE_HOLD_US="2000")
 REMOTE_STEPS = 20
 TRAIN_STEPS = 200
-# NVSHMEM lets ranks share a GPU, but nobody has tried it with a remote transport: only where it is asked for.
+# NVSHMEM lets ranks share a GPU; they need NVIDIA's MPS, and few multiprocessors each. So only where it is asked for.
 SHARES_GPU = os.environ.get("EP_TEST_SHARED_GPU") == "1"
 BUILD = ["-std=c++17", "-O2", "-shared", "-cudart=static", "-Xlinker=-soname=nvshmem_transport_ucx.so.3"]
 BUILD += ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"]
