@@ -28,7 +28,8 @@ from node_model import EPOCHS, Agent, Event, Place
 Rank = tuple[int, int]
 Routing = Mapping[tuple[Rank, int], frozenset[Rank]]  # receivers of a chunk of tokens, by source and chunk
 Task = Callable[[Agent], None]
-DISPATCH, COUNTED, CACHED, COMBINE = "dispatch", "counted dispatch", "cached dispatch", "combine"
+DISPATCH, COUNTED, CACHED = "dispatch", "counted dispatch", "cached dispatch"
+COMBINE, HOOKED = "combine", "hooked combine"
 
 # Rules that a test may take away.
 FENCE = "a fence stands between data and signal"
@@ -73,27 +74,28 @@ class Protocol:
     ``unusable`` lists the operations whose plan is unusable: rows do not fit, or did not when the plan was made.
     ``behind``: a sender puts the items of a new plan behind so many chunks of rows. Ranks and operations take the
     values in turn. In the engine it is up to chance, and at most kChunksAhead. ``window``: chunks of slots.
+    ``straight``: sums for other nodes are stored there at once, without staging.
     ``blocks="many"`` gives each piece of work an agent of its own: as many orders as there can be. ``"few"`` gives a
     rank as few agents as the engine may run: as many waits behind each other as there can be.
     """
 
     def __init__(self, nodes: int, ranks: int, program, routings: Iterable[Routing], *, chunks: int = 2, blocks="many",
-                 window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (),
+                 window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), straight=False,
                  without: Iterable[str] = (), merges: bool = True):  # fmt: skip
         self.nodes, self.locals, self.chunks = range(nodes), range(ranks), range(chunks)
         self.ranks: list[Rank] = list(product(self.nodes, self.locals))
         programs = program if isinstance(program[0], tuple) else [tuple(program)] * len(self.ranks)
         self.programs = dict(zip(self.ranks, programs, strict=True))
         self.routings, self.few, self.without, self.merges = list(routings), blocks == "few", set(without), merges
-        self.window, self.unusable = window, set(unusable)
+        self.window, self.unusable, self.straight = window, set(unusable), straight
         self.behind = [min(chunks, number) for number in behind]
         self.events: list[Event] = []
         for epoch, rank in product(range(1, len(programs[0]) + 1), self.ranks):
             Operation(self, rank, epoch)
 
     def kind(self, rank: Rank, epoch: int) -> str:
-        """Return what all compare: a counted dispatch looks like any other to the peers."""
-        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH)
+        """Return what all compare: two launches look like one to the peers."""
+        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH).replace(HOOKED, COMBINE)
 
     def agrees(self, epoch: int) -> bool:
         return len({self.kind(rank, epoch) for rank in self.ranks}) == 1
@@ -123,10 +125,11 @@ class Operation:
         self.arrivals: list[Place] = []
         self.compared: set[tuple[str, bool]] = set()  # agents that have compared the Calls, and whether they drained
         self.begin()
+        twice = protocol.programs[rank][epoch - 1] in (COUNTED, HOOKED)
         if self.kind == COMBINE:
-            self.combine()
+            self.combine(twice)
         else:
-            self.dispatch(is_counted=protocol.programs[rank][epoch - 1] == COUNTED)
+            self.dispatch(twice)
         self.end()
 
     # What all operations share.
@@ -141,7 +144,7 @@ class Operation:
     def run(self, name: str, *tasks: Task, begin: str = "begun", rail: bool = False) -> None:
         """Run tasks one after the other in one agent, or each in an agent of its own."""
         for number, group in enumerate([tasks] if self.protocol.few else [[task] for task in tasks]):
-            agent = self.agent(f"{name} {number}")
+            agent = self.agent(f"{name} {number}" + " again" * (begin == "launched"))
             agent.wait((begin, self.me), self.epoch)
             for task in group:
                 task(agent)
@@ -170,6 +173,15 @@ class Operation:
         agent.wait(("complete", self.me), self.epoch - 1)
         agent.raise_flag(("begun", self.me), self.epoch)
         agent.end_event()
+
+    def launch_again(self) -> None:
+        """Begin the second launch, when all blocks of the first one have ended."""
+        agent = self.agent("launch")
+        for arrival in self.arrivals:
+            agent.wait(arrival, self.epoch)
+        agent.raise_flag(("launched", self.me), self.epoch)
+        agent.end_event()
+        self.arrivals = []
 
     def end(self) -> None:
         """Complete the operation, which every rank must have begun."""
@@ -260,7 +272,7 @@ class Operation:
 
     # Dispatch.
 
-    def dispatch(self, is_counted: bool) -> None:
+    def dispatch(self, twice: bool) -> None:
         pulls = [lambda agent, source=source: self.pull(agent, source) for source in self.protocol.ranks]
         looks = [lambda agent, source=source: self.pull(agent, source, looks=True) for source in self.protocol.ranks]
         if self.protocol.few:
@@ -272,16 +284,11 @@ class Operation:
                 for chunk, node in product(self.chunks, self.others)
             ]
         relays = {node: self.row_relay(node) for node in self.others}
-        if is_counted:  # two launches: the second begins when all blocks of the first have ended
+        if twice:
             self.run("mover", self.plan)
             self.run("helper", self.stage)
             self.run_rail(self.call_senders(), {node: self.call_relay(node) for node in self.others})
-            agent = self.agent("launch")
-            for arrival in self.arrivals:
-                agent.wait(arrival, self.epoch)
-            agent.raise_flag(("launched", self.me), self.epoch)
-            agent.end_event()
-            self.arrivals = []
+            self.launch_again()
             self.run("mover", *pulls, begin="launched")
             self.run("helper", *looks, begin="launched")
             self.run_rail(senders, relays, begin="launched")
@@ -409,38 +416,49 @@ class Operation:
 
     # Combine.
 
-    def combine(self) -> None:
-        """Push and sum as milestones.h demands: sums of a far chunk come just before the pushes that need its slots."""
+    def combine(self, twice: bool) -> None:
+        """Push and sum as milestones.h demands: sums of a far chunk come just before the pushes that need its slots.
+
+        The first of two launches pushes and makes the sums before the own pushes.
+        """
         pushes: list[Task] = [self.begin_combine]
-        sums: list[Task] = []
-        window = self.protocol.window
+        window, few = self.protocol.window, self.protocol.few
         for chunk in self.chunks:
-            if self.protocol.few and chunk >= window:
+            if few and chunk >= window:
                 pushes.append(lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk - window))
             pushes.append(lambda agent, chunk=chunk: self.push_far(agent, chunk))
         pushes.append(self.push_own)
-        late = self.chunks[-window:] if self.protocol.few else self.chunks
-        if self.keeps(SUMS_IN_ORDER):
-            sums.append(lambda agent: self.reduce_for_others(agent, *late))
-        else:
-            sums += [lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk) for chunk in late]
-        own: list[Task] = [lambda agent, chunk=chunk: self.reduce_own(agent, chunk) for chunk in self.chunks]
-        reduces = [*sums, *own] if self.keeps(OTHERS_FIRST) else [*own, *sums]
 
         def push(agent: Agent) -> None:
             for task in pushes:
                 task(agent)
 
-        self.run("block", push, *reduces)
+        def sums(chunks: Sequence[int]) -> list[Task]:
+            if self.keeps(SUMS_IN_ORDER):
+                return [lambda agent: self.reduce_for_others(agent, *chunks)]
+            return [lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk) for chunk in chunks]
+
+        early, late = self.chunks[:-window], self.chunks[-window:]
+        own: list[Task] = [lambda agent, chunk=chunk: self.reduce_own(agent, chunk) for chunk in self.chunks]
+        for_others = sums(late if few or twice else self.chunks)
+        reduces = [*for_others, *own] if self.keeps(OTHERS_FIRST) else [*own, *for_others]
         senders: list[Task] = [
             lambda agent, chunk=chunk, node=node: self.send_sums(agent, node, chunk)
             for chunk, node in product(self.chunks, self.others)
         ]
-        relays = {
-            node: [*self.call_relay(node), lambda agent, node=node: self.relay_sums(agent, node)]
-            for node in self.others
+        calls = {node: self.call_relay(node) for node in self.others}
+        relays: dict[int, list[Task]] = {
+            node: [lambda agent, node=node: self.relay_sums(agent, node)] for node in self.others
         }
-        self.run_rail([*self.call_senders(), *senders], relays)
+        if twice:
+            self.run("block", push, *(sums(early) if early and not few else []))
+            self.run_rail(self.call_senders(), calls)
+            self.launch_again()
+            self.run("block", *reduces, begin="launched")
+            self.run_rail(senders, relays, begin="launched")
+        else:
+            self.run("block", push, *reduces)
+            self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
 
     @property
     def promised(self) -> int:
@@ -509,7 +527,9 @@ class Operation:
                 self.read_call(agent, node)
                 for local in pushers:
                     agent.read(*self.slot(self.me, node, local, chunk))
-                if pushers:
+                if pushers and self.protocol.straight:
+                    agent.write(("sums", (node, self.local), self.node, chunk), self.epoch)
+                elif pushers:
                     agent.write(("staging", self.me, node, chunk), self.epoch)
                 agent.raise_flag(("summed", self.me, node, chunk), self.epoch)
             self.raise_at_neighbours(agent, "freed", self.local, chunk)
@@ -522,7 +542,7 @@ class Operation:
         if self.keeps(SUMMED):
             agent.wait(("summed", self.me, node, chunk), self.epoch)
         self.read_call(agent, node)
-        if mine:
+        if mine and not self.protocol.straight:
             agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
         for k in mine:
             here = ("weights", self.me, node, k, chunk)

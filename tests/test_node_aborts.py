@@ -16,9 +16,8 @@ import pytest
 from conftest import exhaustive
 from node_aborts import Aborts, deaf_waits, explore_aborts, late_raises, walk
 from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, QUIET, RAIL_ENDS, Protocol
-from test_node_model import BOTH, build, differing, subsets
+from test_node_model import BOTH, OPERATIONS, build, differing, subsets
 
-OPERATIONS = (DISPATCH, COUNTED, CACHED, COMBINE)
 RULES = [value for name, value in vars(node_aborts).items() if name.isupper() and " " in str(value)]
 
 
