@@ -13,7 +13,8 @@ rank that its name is followed by; ``node`` is the inbox, or the rail peer's nod
     staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums
     slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index. Slots of
                                               other nodes hold a window of chunks
-    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k
+    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k. Or
+                                              factors: the source writes all columns
     sums           rank, node, chunk          sums from another node
     rail weights   rank, node, k, chunk       weights from another node: RailArrays::weights
 
@@ -29,7 +30,8 @@ Rank = tuple[int, int]
 Routing = Mapping[tuple[Rank, int], frozenset[Rank]]  # receivers of a chunk of tokens, by source and chunk
 Task = Callable[[Agent], None]
 DISPATCH, COUNTED, CACHED = "dispatch", "counted dispatch", "cached dispatch"
-COMBINE, HOOKED = "combine", "hooked combine"
+COMBINE, HOOKED, FACTORED = "combine", "hooked combine", "factored combine"
+COMBINES = (COMBINE, FACTORED)
 
 # Rules that a test may take away.
 FENCE = "a fence stands between data and signal"
@@ -60,6 +62,10 @@ OWN_WARPS = "relays and senders are different warps"
 FREED = "pushes behind the window wait for freed"
 AGREE_BEFORE_FREED = "after a difference nobody waits for freed"
 FLAGS_BEFORE_DRAIN = "after a difference a rank raises what it promised before it waits for others"
+AGREE_BEFORE_FACTORS = "factors are sent after all agreed"
+AGREE_BEFORE_PUSHES = "with factors all agree before they push"
+FACTORS_HERE = "pushes wait for the factors of ranks on other nodes"
+RELAY_FACTORS = "the relay of factors waits for rows_arrived"
 HEAD = "a relay waits for listed of its own rank before it reads whether the plan is usable"
 EMPTY_ITEMS = "items_arrived rises for an unusable plan too"
 UNUSED_ROWS = "all rows are sent, also those of an unusable plan"
@@ -121,12 +127,12 @@ class Operation:
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
         self.others = [node for node in protocol.nodes if node != self.node]
         self.staged_epoch = protocol.last(rank, epoch, (DISPATCH, CACHED))
-        self.pushed_epoch = protocol.last(rank, epoch, (COMBINE,))
+        self.pushed_epoch = protocol.last(rank, epoch, COMBINES)
         self.arrivals: list[Place] = []
         self.compared: set[tuple[str, bool]] = set()  # agents that have compared the Calls, and whether they drained
         self.begin()
         twice = protocol.programs[rank][epoch - 1] in (COUNTED, HOOKED)
-        if self.kind == COMBINE:
+        if self.kind in COMBINES:
             self.combine(twice)
         else:
             self.dispatch(twice)
@@ -191,9 +197,9 @@ class Operation:
         for rank in self.protocol.ranks:
             agent.check(("begun", rank), self.epoch)
         frees_both = not self.agrees and self.keeps(FREE_AFTER_DIFFERENCE)
-        if self.kind != COMBINE or frees_both:
+        if self.kind not in COMBINES or frees_both:
             self.raise_at_neighbours(agent, "consumed", self.local)
-        if self.kind == COMBINE or frees_both:
+        if self.kind in COMBINES or frees_both:
             self.raise_at_neighbours(agent, "slots_free", self.local)
         agent.raise_flag(("complete", self.me), self.epoch)
         agent.end_event()
@@ -234,7 +240,7 @@ class Operation:
             agent.read(self.call_cells(self.me, source)[0], self.epoch)
         if not self.agrees and drains and self.keeps(DRAIN):
             for pusher in self.neighbours:
-                if self.protocol.kind(pusher, self.epoch) == COMBINE:
+                if self.protocol.kind(pusher, self.epoch) == COMBINE:  # with factors nothing is promised
                     agent.wait(("pushed", self.me, pusher[1], self.promised - 1), self.epoch)
         return self.agrees
 
@@ -356,7 +362,7 @@ class Operation:
 
     def may_send(self, agent: Agent) -> bool:
         """Return whether rows cross: also those of a new plan that turns out to be unusable."""
-        agrees = self.agree(agent) if self.keeps(AGREE_BEFORE_ROWS) else True
+        agrees = not self.keeps(AGREE_BEFORE_ROWS) or self.agree(agent)
         return agrees and (self.is_new or self.usable)
 
     def send_all(self, agent: Agent) -> None:
@@ -450,6 +456,10 @@ class Operation:
         relays: dict[int, list[Task]] = {
             node: [lambda agent, node=node: self.relay_sums(agent, node)] for node in self.others
         }
+        if self.has_factors:
+            senders = [lambda agent, node=node: self.send_factors(agent, node) for node in self.others] + senders
+            for node, tasks in relays.items():
+                tasks.insert(0, lambda agent, node=node: self.relay_factors(agent, node))
         if twice:
             self.run("block", push, *(sums(early) if early and not few else []))
             self.run_rail(self.call_senders(), calls)
@@ -468,10 +478,44 @@ class Operation:
     def receivers(self, source: Rank, chunk: int) -> list[Rank]:
         return sorted(self.routing[source, chunk])
 
+    @property
+    def has_factors(self) -> bool:
+        return self.kind == FACTORED
+
+    def factors(self, at: Rank, node: int, chunk: int) -> list[Place]:
+        """Return where the factors of a chunk of (node, local index of ``at``) lie."""
+        return [("weights", at, node, k, chunk) for k in range(len(self.receivers((node, at[1]), chunk)))]
+
+    def send_factors(self, agent: Agent, node: int) -> None:
+        agrees = not self.keeps(AGREE_BEFORE_FACTORS) or self.agree(agent)
+        if not agrees or not self.usable:
+            return
+        peer = (node, self.local)
+        for chunk in self.chunks:
+            for there, here in zip(self.factors(peer, self.node, chunk), self.factors(self.me, self.node, chunk)):
+                agent.put(there, here, self.epoch)
+        self.signal(agent, ("rows_arrived", peer, self.node, 0))
+
+    def relay_factors(self, agent: Agent, node: int) -> None:
+        if not self.agree(agent) or not self.usable:
+            return
+        if self.keeps(RELAY_FACTORS):
+            agent.wait(("rows_arrived", self.me, node, 0), self.epoch)
+        self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
+
     def begin_combine(self, agent: Agent) -> None:
-        """Announce, then push all weights."""
+        """Announce, then push all weights. Or give the own factors, announce, agree and wait for those of others."""
         self.wait_for_slots(agent)
+        for chunk in self.chunks if self.has_factors else ():
+            for cell in self.factors(self.me, self.node, chunk):
+                agent.write(cell, self.epoch)
         self.announce(agent)
+        if self.has_factors:
+            agrees = not self.keeps(AGREE_BEFORE_PUSHES) or self.agree(agent)
+            for source in self.protocol.ranks if agrees and self.usable and self.keeps(FACTORS_HERE) else ():
+                if source[0] != self.node:
+                    agent.wait(("staged", self.me, source, 0), self.epoch)
+            return
         for owner, node, chunk in product(self.neighbours, self.protocol.nodes, self.chunks) if self.usable else ():
             receivers = self.receivers((node, owner[1]), chunk)
             if self.me in receivers:
@@ -486,13 +530,16 @@ class Operation:
         """Push the partial sums of a chunk of all sources of a node."""
         for owner in self.neighbours:
             if self.me in self.routing[(node, owner[1]), chunk]:
+                if self.has_factors:
+                    k = self.receivers((node, owner[1]), chunk).index(self.me)
+                    agent.read(("weights", owner, node, k, chunk), self.epoch)
                 agent.write(*self.slot(owner, node, self.local, chunk))
 
     def push_far(self, agent: Agent, chunk: int) -> None:
-        window, stops = self.protocol.window, False
+        window, stops = self.protocol.window, self.has_factors and not self.agrees
         sources = [(node, local) for node, local in self.protocol.ranks if node != self.node]
         has_items = self.usable and any(self.me in self.routing[source, chunk] for source in sources)
-        if has_items and chunk >= window:
+        if has_items and chunk >= window and not stops:
             if self.keeps(AGREE_BEFORE_FREED):
                 stops = not self.agree(agent, drains=not self.keeps(FLAGS_BEFORE_DRAIN))
             for _, local in self.neighbours if not stops and self.keeps(FREED) else ():
@@ -503,7 +550,7 @@ class Operation:
 
     def push_own(self, agent: Agent) -> None:
         """Push own chunks, which follow far chunks in the numbers of flags."""
-        for chunk in self.chunks if self.usable else ():
+        for chunk in self.chunks if self.usable and (self.agrees or not self.has_factors) else ():
             self.push(agent, chunk, self.node)
             self.raise_at_neighbours(agent, "pushed", self.local, len(self.chunks) + chunk)
 
@@ -544,7 +591,7 @@ class Operation:
         self.read_call(agent, node)
         if mine and not self.protocol.straight:
             agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
-        for k in mine:
+        for k in mine if not self.has_factors else ():
             here = ("weights", self.me, node, k, chunk)
             agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
         if mine or self.keeps(EMPTY_SUMS):
@@ -571,5 +618,5 @@ class Operation:
             agent.read(*self.slot(self.me, self.node, local, chunk))
         for node in nodes:
             agent.read(("sums", self.me, node, chunk), self.epoch)
-        for k, (node, _) in enumerate(receivers):
+        for k, (node, _) in enumerate(receivers if not self.has_factors else ()):
             agent.read(("weights" if node == self.node else "rail weights", self.me, node, k, chunk), self.epoch)

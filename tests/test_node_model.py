@@ -8,7 +8,7 @@ Nearly all tests use ``check_order``: it answers for every order of events, so 2
 ``explore`` visits every state. It can do so for 2 nodes of 1 rank with few blocks (a dispatch of 2 chunks: 164,735
 states) and for a small combine of 2 nodes of 2 ranks, and shows that both searches find the same.
 
-The model leaves out: factors and straight rows; the order in which stores inside a node become visible (a raise
+The model leaves out: straight rows; the order in which stores inside a node become visible (a raise
 covers all stores before it, as docs/protocol.md demands); the content of data, but for its epoch. test_node_aborts.py
 has aborts.
 """
@@ -20,12 +20,12 @@ import node_protocol as protocol
 import pytest
 from conftest import exhaustive
 from node_model import COMPLETE, Place, check_order, explore
-from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, HOOKED, Protocol, Routing
+from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, Protocol, Routing
 
 BOTH = ("few", "many")
 OPERATIONS = (DISPATCH, COUNTED, CACHED, COMBINE, HOOKED)
 RULES = [value for name, value in vars(protocol).items() if name.isupper() and isinstance(value, str) and " " in value]
-RULES = [rule for rule in RULES if rule not in OPERATIONS]
+RULES = [rule for rule in RULES if rule not in (*OPERATIONS, FACTORED)]
 
 
 def everywhere(nodes: int, ranks: int, chunks: int) -> Routing:
@@ -132,13 +132,24 @@ def test_windows_of_slots(window, straight):
             assert_no_fault(build((2, 2, 3), programs, blocks=blocks, **options))
 
 
+@pytest.mark.parametrize("shape,length", [((2, 2, 2), 2), exhaustive((2, 2, 3), 3)])
+def test_combines_with_factors(shape, length):
+    """Beside other operations, and where ranks differ."""
+    kinds = (DISPATCH, COMBINE, FACTORED)
+    for program, unusable, blocks in product(product(kinds, repeat=length), subsets(length), BOTH):
+        assert_no_fault(build(shape, list(program), blocks=blocks, unusable=unusable))
+    for programs in differing(4, (FACTORED,), (CACHED, COMBINE, FACTORED), (COMBINE,)):
+        for blocks in BOTH:
+            assert_no_fault(build(shape, programs, blocks=blocks))
+
+
 @pytest.mark.parametrize("seeds", [range(40), exhaustive(range(40, 600))])
 def test_long_programs_of_any_routing(seeds):
     for seed in seeds:
         choose = random.Random(seed)
         nodes, ranks, chunks = shape = choose.choice([(2, 1, 3), (2, 2, 2), (2, 2, 3), (3, 2, 2), (2, 3, 2)])
         length = choose.randint(3, 7)
-        programs = [[choose.choice(OPERATIONS) for _ in range(length)]] * (nodes * ranks)
+        programs = [[choose.choice((*OPERATIONS, FACTORED)) for _ in range(length)]] * (nodes * ranks)
         programs = [
             tuple(choose.choice((DISPATCH, COMBINE)) if choose.random() < 0.1 else op for op in p) for p in programs
         ]
@@ -177,7 +188,7 @@ NEEDED = {
     protocol.FENCE: {
         f"{what} {cell}"
         for what in ("late", "stale")
-        for cell in ("call", "counts", "items", "table_in", "staging", "sums", "rail weights")
+        for cell in ("call", "counts", "items", "table_in", "staging", "sums", "weights", "rail weights")
     },
     protocol.QUIET: {"stale staging", "stale weights", "falling call_arrived"},
     protocol.RAIL_ENDS: {
@@ -221,6 +232,10 @@ NEEDED = {
     protocol.FREED: {"stale slots"},
     protocol.AGREE_BEFORE_FREED: {"deadlock"},
     protocol.FLAGS_BEFORE_DRAIN: {"deadlock"},
+    protocol.AGREE_BEFORE_FACTORS: {"stale weights", "late weights"},
+    protocol.AGREE_BEFORE_PUSHES: {"deadlock"},
+    protocol.FACTORS_HERE: {"stale weights"},
+    protocol.RELAY_FACTORS: {"stale weights", "late weights"},
     protocol.HEAD: {"stale head"},
     protocol.EMPTY_ITEMS: {"deadlock"},
     protocol.UNUSED_ROWS: {"deadlock"},
@@ -253,6 +268,7 @@ def models_without(*rules: str) -> list[Protocol]:
         ([DISPATCH, CACHED, COMBINE, DISPATCH], (1, 2, 3)),
         ([DISPATCH, COUNTED, DISPATCH, COMBINE], (2, 3)),
         (mixed(DISPATCH, (DISPATCH, COMBINE), COMBINE, by_local), (1, 2)),
+        (mixed(FACTORED, (DISPATCH, FACTORED), FACTORED, by_local), ()),
     ]
     models = [
         build((2, 2, 2), program, blocks=blocks, unusable=unusable, without=rules)
@@ -306,6 +322,7 @@ def test_covered_rules_are_needed_without_agreement(rule):
         ([DISPATCH], 2, (1,), 49_951),
         ([(DISPATCH, COMBINE), (COMBINE, COMBINE)], 1, (), 8_801),
         ([(CACHED, COMBINE, COMBINE), (CACHED, CACHED, COMBINE)], 1, (), 34_356),
+        ([FACTORED], 1, (), 1_316),
         exhaustive([COMBINE], 3, (), 266_759),
         exhaustive([COUNTED], 1, (), 99_334),
         exhaustive([HOOKED], 2, (), 29_390),
