@@ -28,6 +28,7 @@ from typing import NamedTuple
 Place = tuple  # of a cell or a flag: a name, the rank in whose memory it is, and indices
 READ, WRITE = "read", "write"
 COMPLETE = "complete"  # name of the flag that holds the last operation which a rank has completed
+EPOCHS = 64  # content of a cell: an epoch below this number, and a multiple of it tells apart what has the same epoch
 
 
 class Event(NamedTuple):
@@ -39,6 +40,7 @@ class Event(NamedTuple):
     checks: tuple[tuple[Place, int], ...] = ()  # not waited for; wrong where it does not hold
     accesses: tuple[tuple[str, Place, int], ...] = ()  # READ or WRITE, a cell, the epoch that it must have or gets
     raises: tuple[tuple[Place, int], ...] = ()
+    rank: Place = ()  # of the agent
 
 
 class Wrong(NamedTuple):
@@ -70,12 +72,13 @@ class Findings(NamedTuple):
 class Agent:
     """Append the steps of one agent to ``events``."""
 
-    def __init__(self, events: list[Event], name: str, *, merges: bool = True):
-        self.events, self.name, self.merges = events, name, merges
+    def __init__(self, events: list[Event], name: str, *, rank: Place = (), merges: bool = True):
+        self.events, self.name, self.rank, self.merges = events, name, rank, merges
         self.after: list[int] = []  # of the next event
         self.puts: dict[Place, list[int]] = defaultdict(list)  # by target: all so far, and those before a fence
         self.fenced: dict[Place, list[int]] = defaultdict(list)
         self.steps: dict[str, list] = defaultdict(list)  # of the next event
+        self.seen: dict[Place, int] = {}  # flags waited for, and their epochs
 
     def _step(self, field: str, *step, ends: Sequence[str] = ()) -> None:
         if any(self.steps[e] for e in ends) or (not self.merges and any(self.steps.values())):
@@ -85,12 +88,13 @@ class Agent:
     def end_event(self) -> None:
         if any(self.steps.values()):
             fields = {field: tuple(steps) for field, steps in self.steps.items()}
-            self.events.append(Event(self.name, tuple(self.after), **fields))
+            self.events.append(Event(self.name, tuple(self.after), rank=self.rank, **fields))
             self.after = [len(self.events) - 1]
             self.steps.clear()
 
     def wait(self, flag: Place, epoch: int) -> None:
-        if epoch > 0:
+        if epoch > self.seen.get(flag, 0):
+            self.seen[flag] = epoch
             self._step("waits", flag, epoch, ends=("checks", "accesses", "raises"))
 
     def check(self, flag: Place, epoch: int) -> None:
@@ -108,7 +112,7 @@ class Agent:
     def _deliver(self, target: Place, **fields) -> None:
         self.end_event()
         after = (*self.after, *self.fenced[target])
-        self.events.append(Event(f"wire of {self.name}", after, **fields))
+        self.events.append(Event(f"wire of {self.name}", after, rank=self.rank, **fields))
         self.puts[target].append(len(self.events) - 1)
 
     def put(self, cell: Place, source: Place, epoch: int) -> None:
@@ -148,7 +152,7 @@ class Memory:
         for kind, cell, epoch in event.accesses:
             if kind == WRITE:
                 new[self.index[cell]] = epoch
-                if new[self.index[COMPLETE, cell[1]]] >= epoch:
+                if new[self.index[COMPLETE, cell[1]]] >= epoch % EPOCHS:
                     wrong.add(Wrong("late", number, cell))
             elif new[self.index[cell]] != epoch:
                 wrong.add(Wrong("stale", number, cell))
@@ -258,7 +262,7 @@ def faults_of_order(
             if kind == WRITE:
                 writes[cell].append((epoch, number))
                 for completed, end in raised[COMPLETE, cell[1]]:
-                    if completed >= epoch and not is_before(number, end):
+                    if completed >= epoch % EPOCHS and not is_before(number, end):
                         yield Wrong("late", number, cell), [end, number]
     for number in causes:
         for flag, least in events[number].checks:

@@ -8,24 +8,30 @@ rank that its name is followed by; ``node`` is the inbox, or the rail peer's nod
     table_in       rank, node                 item numbers for the sums on the way back
     items_out      rank, node, receiver       items for a receiver of another node, as the source lists them
     table_out      rank, node
+    sent_nodes     rank                       of the plan: the nodes of each token
+    head           rank                       of the plan: whether it is usable
     staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums
-    slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index
-    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k
+    slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index. Slots of
+                                              other nodes hold a window of chunks
+    weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k. Or
+                                              factors: the source writes all columns
     sums           rank, node, chunk          sums from another node
     rail weights   rank, node, k, chunk       weights from another node: RailArrays::weights
 
-The owner waits for the wire flag sums_arrived itself. In the engine its relay does, and raises sums_here for it.
-One token stands for each chunk. Routings say which ranks receive it, so an item of a receiver is a chunk of its own.
+One token stands for each chunk, of all kinds of chunks. Routings say which ranks receive it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 
-from node_model import Agent, Event, Place
+from node_model import EPOCHS, Agent, Event, Place
 
 Rank = tuple[int, int]
 Routing = Mapping[tuple[Rank, int], frozenset[Rank]]  # receivers of a chunk of tokens, by source and chunk
-DISPATCH, COUNTED, CACHED, COMBINE = "dispatch", "counted dispatch", "cached dispatch", "combine"
+Task = Callable[[Agent], None]
+DISPATCH, COUNTED, CACHED = "dispatch", "counted dispatch", "cached dispatch"
+COMBINE, HOOKED, FACTORED = "combine", "hooked combine", "factored combine"
+COMBINES = (COMBINE, FACTORED)
 
 # Rules that a test may take away.
 FENCE = "a fence stands between data and signal"
@@ -37,20 +43,33 @@ CONSUMED_BEFORE_CALL = "a dispatch waits for consumed before its counts and Call
 SLOTS_FREE = "a combine waits for slots_free before it pushes and before its Call is sent"
 CONSUMED_BEFORE_SUMS = "outgoing sums wait for consumed"
 AGREE_ALL = "Calls of all ranks are waited for, not only those of the own node"
-AGREE_BEFORE_LISTS = "lists and rows are sent after all agreed"
+AGREE_BEFORE_ROWS = "rows and items are sent after all agreed"
 AGREE_BEFORE_SUMS = "sums are made and sent after all agreed"
-CALL_ARRIVED_BEFORE_LISTS = "lists are sent after call_arrived of the receiving node"
-CALL_ARRIVED_BEFORE_SUMS = "sums are sent after call_arrived of the owner's node"
+LISTED_BEFORE_ITEMS = "items are sent after listed of the own rank"
 RELAY_CALLS = "the relay of called waits for call_arrived"
-RELAY_LISTS = "the relay of listed waits for items_arrived"
+RELAY_ITEMS = "the relay of listed waits for items_arrived"
 RELAY_ROWS = "the relay of staged waits for rows_arrived"
+RELAY_SUMS = "the relay of sums_here waits for sums_arrived"
 RELAY_IN_ORDER = "the relay of staged goes chunk by chunk"
-SUMS_ARRIVED = "the owner waits for sums_arrived"
+SUMS_HERE = "own tokens wait for sums_here"
 SUMMED = "the rail waits for summed"
+EMPTY_SUMS = "sums_arrived rises for chunks without sums too"
 DRAIN = "after a difference all wait for the chunks that were promised to them"
 FREE_AFTER_DIFFERENCE = "after a difference both consumed and slots_free rise"
+SUMS_IN_ORDER = "sums for other nodes go chunk by chunk"
 OTHERS_FIRST = "sums for other nodes come before own tokens"
-SENDS_FIRST = "a rail block sends its own Call before it waits for those of peers"
+OWN_WARPS = "relays and senders are different warps"
+FREED = "pushes behind the window wait for freed"
+AGREE_BEFORE_FREED = "after a difference nobody waits for freed"
+FLAGS_BEFORE_DRAIN = "after a difference a rank raises what it promised before it waits for others"
+AGREE_BEFORE_FACTORS = "factors are sent after all agreed"
+AGREE_BEFORE_PUSHES = "with factors all agree before they push"
+FACTORS_HERE = "pushes wait for the factors of ranks on other nodes"
+RELAY_FACTORS = "the relay of factors waits for rows_arrived"
+HEAD = "a relay waits for listed of its own rank before it reads whether the plan is usable"
+EMPTY_ITEMS = "items_arrived rises for an unusable plan too"
+UNUSED_ROWS = "all rows are sent, also those of an unusable plan"
+AWAIT_UNUSED_ROWS = "a relay waits for the rows of an unusable plan too"
 
 
 class Protocol:
@@ -58,24 +77,31 @@ class Protocol:
 
     ``program`` lists operations, or for each rank (node by node) its own list. Operations take the routings in turn: a
     combine or a cached dispatch may have a handle of any earlier plan.
+    ``unusable`` lists the operations whose plan is unusable: rows do not fit, or did not when the plan was made.
+    ``behind``: a sender puts the items of a new plan behind so many chunks of rows. Ranks and operations take the
+    values in turn. In the engine it is up to chance, and at most kChunksAhead. ``window``: chunks of slots.
+    ``straight``: sums for other nodes are stored there at once, without staging.
     ``blocks="many"`` gives each piece of work an agent of its own: as many orders as there can be. ``"few"`` gives a
     rank as few agents as the engine may run: as many waits behind each other as there can be.
     """
 
     def __init__(self, nodes: int, ranks: int, program, routings: Iterable[Routing], *, chunks: int = 2, blocks="many",
+                 window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), straight=False,
                  without: Iterable[str] = (), merges: bool = True):  # fmt: skip
         self.nodes, self.locals, self.chunks = range(nodes), range(ranks), range(chunks)
         self.ranks: list[Rank] = list(product(self.nodes, self.locals))
         programs = program if isinstance(program[0], tuple) else [tuple(program)] * len(self.ranks)
         self.programs = dict(zip(self.ranks, programs, strict=True))
         self.routings, self.few, self.without, self.merges = list(routings), blocks == "few", set(without), merges
+        self.window, self.unusable, self.straight = window, set(unusable), straight
+        self.behind = [min(chunks, number) for number in behind]
         self.events: list[Event] = []
         for epoch, rank in product(range(1, len(programs[0]) + 1), self.ranks):
             Operation(self, rank, epoch)
 
     def kind(self, rank: Rank, epoch: int) -> str:
-        """Return what all compare: a counted dispatch looks like any other to the peers."""
-        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH)
+        """Return what all compare: two launches look like one to the peers."""
+        return self.programs[rank][epoch - 1].replace(COUNTED, DISPATCH).replace(HOOKED, COMBINE)
 
     def agrees(self, epoch: int) -> bool:
         return len({self.kind(rank, epoch) for rank in self.ranks}) == 1
@@ -95,18 +121,21 @@ class Operation:
         self.protocol, self.me, self.epoch = protocol, rank, epoch
         self.node, self.local = rank
         self.kind, self.agrees = protocol.kind(rank, epoch), protocol.agrees(epoch)
-        self.is_new = self.kind == DISPATCH
+        self.is_new, self.usable = self.kind == DISPATCH, epoch not in protocol.unusable
         self.routing, self.chunks = protocol.routing(epoch), protocol.chunks
+        self.behind = protocol.behind[(epoch + protocol.ranks.index(rank)) % len(protocol.behind)]
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
         self.others = [node for node in protocol.nodes if node != self.node]
         self.staged_epoch = protocol.last(rank, epoch, (DISPATCH, CACHED))
-        self.pushed_epoch = protocol.last(rank, epoch, (COMBINE,))
+        self.pushed_epoch = protocol.last(rank, epoch, COMBINES)
         self.arrivals: list[Place] = []
+        self.compared: set[tuple[str, bool]] = set()  # agents that have compared the Calls, and whether they drained
         self.begin()
-        if self.kind == COMBINE:
-            self.combine()
+        twice = protocol.programs[rank][epoch - 1] in (COUNTED, HOOKED)
+        if self.kind in COMBINES:
+            self.combine(twice)
         else:
-            self.dispatch(is_counted=protocol.programs[rank][epoch - 1] == COUNTED)
+            self.dispatch(twice)
         self.end()
 
     # What all operations share.
@@ -115,21 +144,31 @@ class Operation:
         return rule not in self.protocol.without
 
     def agent(self, name: str) -> Agent:
-        return Agent(self.protocol.events, f"{self.kind} {self.epoch} {self.me} {name}", merges=self.protocol.merges)
+        name = f"{self.kind} {self.epoch} {self.me} {name}"
+        return Agent(self.protocol.events, name, rank=self.me, merges=self.protocol.merges)
 
-    def run(self, name: str, *tasks: Callable[[Agent], None], begin: str = "begun", counts: bool = True) -> None:
+    def run(self, name: str, *tasks: Task, begin: str = "begun", rail: bool = False) -> None:
         """Run tasks one after the other in one agent, or each in an agent of its own."""
         for number, group in enumerate([tasks] if self.protocol.few else [[task] for task in tasks]):
-            agent = self.agent(f"{name} {number}")
+            agent = self.agent(f"{name} {number}" + " again" * (begin == "launched"))
             agent.wait((begin, self.me), self.epoch)
             for task in group:
                 task(agent)
-            if name == "rail" and self.keeps(QUIET):
+            if rail and self.keeps(QUIET):
                 agent.quiet()
-            if name != "rail" or self.keeps(RAIL_ENDS):
+            if not rail or self.keeps(RAIL_ENDS):
                 self.arrivals.append(("arrived", self.me, f"{name} {number} {begin}"))
                 agent.raise_flag(self.arrivals[-1], self.epoch)
             agent.end_event()
+
+    def run_rail(self, senders: list[Task], relays: dict[int, list[Task]], begin: str = "begun") -> None:
+        """Run the rail blocks: all senders, and a relay for each other node."""
+        if self.keeps(OWN_WARPS):
+            self.run("sender", *senders, begin=begin, rail=True)
+            for node, tasks in relays.items():
+                self.run(f"relay {node}", *tasks, begin=begin, rail=True)
+        else:
+            self.run("rail", *sum(relays.values(), []), *senders, begin=begin, rail=True)
 
     def raise_at_neighbours(self, agent: Agent, name: str, *indices) -> None:
         for rank in self.neighbours:
@@ -141,6 +180,15 @@ class Operation:
         agent.raise_flag(("begun", self.me), self.epoch)
         agent.end_event()
 
+    def launch_again(self) -> None:
+        """Begin the second launch, when all blocks of the first one have ended."""
+        agent = self.agent("launch")
+        for arrival in self.arrivals:
+            agent.wait(arrival, self.epoch)
+        agent.raise_flag(("launched", self.me), self.epoch)
+        agent.end_event()
+        self.arrivals = []
+
     def end(self) -> None:
         """Complete the operation, which every rank must have begun."""
         agent = self.agent("end")
@@ -149,9 +197,9 @@ class Operation:
         for rank in self.protocol.ranks:
             agent.check(("begun", rank), self.epoch)
         frees_both = not self.agrees and self.keeps(FREE_AFTER_DIFFERENCE)
-        if self.kind != COMBINE or frees_both:
+        if self.kind not in COMBINES or frees_both:
             self.raise_at_neighbours(agent, "consumed", self.local)
-        if self.kind == COMBINE or frees_both:
+        if self.kind in COMBINES or frees_both:
             self.raise_at_neighbours(agent, "slots_free", self.local)
         agent.raise_flag(("complete", self.me), self.epoch)
         agent.end_event()
@@ -170,35 +218,40 @@ class Operation:
         names = ["call", "counts"] if self.protocol.kind(source, self.epoch) == DISPATCH else ["call"]
         return [(name, at, parities[name], source) for name in names]
 
+    def read_call(self, agent: Agent, node: int) -> None:
+        """Read how many tokens a rail peer has."""
+        agent.read(self.call_cells(self.me, (node, self.local))[0], self.epoch)
+
     def announce(self, agent: Agent) -> None:
         for rank in self.neighbours:
             for cell in self.call_cells(rank, self.me):
                 agent.write(cell, self.epoch)
         self.raise_at_neighbours(agent, "called", self.me)
 
-    def agree(self, agent: Agent) -> bool:
+    def agree(self, agent: Agent, drains: bool = True) -> bool:
         """Wait for the Calls of all ranks and compare them. If they differ, wait for all that is on its way to me."""
+        if (agent.name, drains) in self.compared:
+            return self.agrees
+        self.compared |= {(agent.name, False), (agent.name, drains)}
         ranks = self.protocol.ranks if self.keeps(AGREE_ALL) else self.neighbours
         for source in ranks:
             agent.wait(("called", self.me, source), self.epoch)
         for source in ranks:
             agent.read(self.call_cells(self.me, source)[0], self.epoch)
-        if not self.agrees and self.keeps(DRAIN):
+        if not self.agrees and drains and self.keeps(DRAIN):
             for pusher in self.neighbours:
-                if self.protocol.kind(pusher, self.epoch) == COMBINE:
-                    for number in range(len(self.pushed_items(pusher, self.me))):
-                        agent.wait(("pushed", self.me, pusher[1], number), self.epoch)
+                if self.protocol.kind(pusher, self.epoch) == COMBINE:  # with factors nothing is promised
+                    agent.wait(("pushed", self.me, pusher[1], self.promised - 1), self.epoch)
         return self.agrees
 
     # The rail in both operations.
 
-    def send_call(self, agent: Agent) -> None:
+    def send_call(self, agent: Agent, node: int) -> None:
         agent.wait(("called", self.me, self.me), self.epoch)
-        for node in self.others:
-            peer = (node, self.local)
-            for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
-                agent.put(there, here, self.epoch)
-            self.signal(agent, ("call_arrived", peer, self.node))
+        peer = (node, self.local)
+        for there, here in zip(self.call_cells(peer, self.me), self.call_cells(self.me, self.me)):
+            agent.put(there, here, self.epoch)
+        self.signal(agent, ("call_arrived", peer, self.node))
 
     def signal(self, agent: Agent, flag: Place) -> None:
         if self.keeps(FENCE):
@@ -217,67 +270,68 @@ class Operation:
                 agent.write(cell, self.epoch)
         self.raise_at_neighbours(agent, "called", source)
 
-    def rail_calls(self) -> list[Callable[[Agent], None]]:
-        relays = [lambda agent, node=node: self.relay_call(agent, node) for node in self.others]
-        return [self.send_call, *relays] if self.keeps(SENDS_FIRST) else [*relays, self.send_call]
+    def call_senders(self) -> list[Task]:
+        return [lambda agent, node=node: self.send_call(agent, node) for node in self.others]
+
+    def call_relay(self, node: int) -> list[Task]:
+        return [lambda agent: self.relay_call(agent, node)]
 
     # Dispatch.
 
-    def dispatch(self, is_counted: bool) -> None:
-        rail_calls = self.rail_calls()
+    def dispatch(self, twice: bool) -> None:
         pulls = [lambda agent, source=source: self.pull(agent, source) for source in self.protocol.ranks]
         looks = [lambda agent, source=source: self.pull(agent, source, looks=True) for source in self.protocol.ranks]
-        nodes_chunks = list(product(self.others, self.chunks))
         if self.protocol.few:
-            rail_data = [self.send_lists, self.relay_lists, self.exchange_rows]
+            senders: list[Task] = [self.send_all]
         else:
-            rail_data = [lambda agent, node=node: self.send_list(agent, node) for node in self.others]
-            rail_data += [lambda agent, node=node: self.relay_list(agent, node) for node in self.others]
-            rail_data += [lambda agent, at=at: self.send_rows(agent, *at) for at in nodes_chunks]
-            if self.keeps(RELAY_IN_ORDER):
-                rail_data += [
-                    lambda agent, node=node: self.relay_rows(agent, node, self.chunks) for node in self.others
-                ]
-            else:
-                rail_data += [lambda agent, at=at: self.relay_rows(agent, at[0], [at[1]]) for at in nodes_chunks]
-        if is_counted:  # two launches: the second begins when all blocks of the first have ended
+            senders = [lambda agent, node=node: self.send_items(agent, node) for node in self.others]
+            senders += [
+                lambda agent, chunk=chunk, node=node: self.send_rows(agent, node, chunk)
+                for chunk, node in product(self.chunks, self.others)
+            ]
+        relays = {node: self.row_relay(node) for node in self.others}
+        if twice:
             self.run("mover", self.plan)
             self.run("helper", self.stage)
-            self.run("rail", *rail_calls)
-            agent = self.agent("launch")
-            for arrival in self.arrivals:
-                agent.wait(arrival, self.epoch)
-            agent.raise_flag(("launched", self.me), self.epoch)
-            agent.end_event()
-            self.arrivals = []
+            self.run_rail(self.call_senders(), {node: self.call_relay(node) for node in self.others})
+            self.launch_again()
             self.run("mover", *pulls, begin="launched")
             self.run("helper", *looks, begin="launched")
-            self.run("rail", *rail_data, begin="launched")
+            self.run_rail(senders, relays, begin="launched")
         else:
             self.run("mover", self.plan, *pulls)
             self.run("helper", self.stage, *looks)
-            self.run("rail", *rail_calls, *rail_data)
+            calls = {node: self.call_relay(node) for node in self.others}
+            self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
+
+    def row_relay(self, node: int) -> list[Task]:
+        items: Task = lambda agent: self.relay_items(agent, node)  # noqa: E731
+        if self.keeps(RELAY_IN_ORDER):
+            return [items, lambda agent: self.relay_rows(agent, node, self.chunks)]
+        return [items, *(lambda agent, chunk=chunk: self.relay_rows(agent, node, [chunk]) for chunk in self.chunks)]
 
     def plan(self, agent: Agent) -> None:
-        """Announce the operation. For a new plan also read the counts and list the items."""
+        """Announce the operation. For a new plan count before that; afterwards read the counts and list the items."""
         if self.keeps(CONSUMED_BEFORE_CALL):
             self.wait_for_consumed(agent)
+        if self.is_new:
+            agent.write(("sent_nodes", self.me), self.epoch)
         self.announce(agent)
-        self.wait_for_consumed(agent)
-        if not self.agree(agent) or not self.is_new:
+        agrees = self.agree(agent)
+        if not self.is_new:
             return
-        self.read_counts(agent)
-        for _, receiver in self.neighbours:
-            agent.write(("items", self.me, self.node, receiver), self.epoch)
-        for node in self.others:
-            agent.write(("table_out", self.me, node), self.epoch)
-            for receiver in self.protocol.locals:
-                agent.write(("items_out", self.me, node, receiver), self.epoch)
+        if agrees:
+            for source in self.protocol.ranks:
+                agent.read(self.call_cells(self.me, source)[1], self.epoch)
+        agent.write(("head", self.me), self.epoch)
+        if agrees and self.usable:
+            for _, receiver in self.neighbours:
+                agent.write(("items", self.me, self.node, receiver), self.epoch)
+            for node in self.others:
+                agent.write(("table_out", self.me, node), self.epoch)
+                for receiver in self.protocol.locals:
+                    agent.write(("items_out", self.me, node, receiver), self.epoch)
         self.raise_at_neighbours(agent, "listed", self.me)
-
-    def read_counts(self, agent: Agent) -> None:
-        for source in self.protocol.ranks:
-            agent.read(self.call_cells(self.me, source)[1], self.epoch)
 
     def stage(self, agent: Agent) -> None:
         self.wait_for_consumed(agent)
@@ -291,8 +345,12 @@ class Operation:
             return
         node, holder = source[0], (self.node, source[1])
         if self.is_new:
-            self.read_counts(agent)
-            agent.wait(("listed", self.me, source), self.epoch)
+            for rank in self.protocol.ranks:
+                agent.wait(("listed", self.me, rank), self.epoch)
+            agent.read(("head", self.me), self.epoch)
+        if not self.usable:
+            return
+        if self.is_new:
             agent.read(("items", holder, node, self.local), self.epoch)
             if node != self.node and holder == self.me:
                 agent.read(("table_in", self.me, node), self.epoch)  # the plan keeps a copy
@@ -303,148 +361,262 @@ class Operation:
                 agent.read(("staging", holder, node, part), self.epoch)
 
     def may_send(self, agent: Agent) -> bool:
-        return self.agree(agent) if self.keeps(AGREE_BEFORE_LISTS) else True
+        """Return whether rows cross: also those of a new plan that turns out to be unusable."""
+        agrees = not self.keeps(AGREE_BEFORE_ROWS) or self.agree(agent)
+        return agrees and (self.is_new or self.usable)
 
-    def send_list(self, agent: Agent, node: int) -> None:
+    def send_all(self, agent: Agent) -> None:
+        """Send rows chunk by chunk, and in between the items of a new plan."""
+        for chunk in range(len(self.chunks) + 1):
+            for node in self.others if chunk == self.behind else ():
+                self.send_items(agent, node)
+            for node in self.others if chunk < len(self.chunks) else ():
+                self.send_rows(agent, node, chunk)
+
+    def send_items(self, agent: Agent, node: int) -> None:
         if not self.is_new or not self.may_send(agent):
             return
         peer = (node, self.local)
-        agent.wait(("listed", self.me, self.me), self.epoch)
-        if self.keeps(CALL_ARRIVED_BEFORE_LISTS):
-            agent.wait(("call_arrived", self.me, node), self.epoch)
-        for receiver in self.protocol.locals:
-            agent.put(("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch)
-        agent.put(("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
-        self.signal(agent, ("items_arrived", peer, self.node))
-
-    def relay_list(self, agent: Agent, node: int) -> None:
-        if not self.is_new or not self.agree(agent):
-            return
-        if self.keeps(RELAY_LISTS):
-            agent.wait(("items_arrived", self.me, node), self.epoch)
-        self.raise_at_neighbours(agent, "listed", (node, self.local))
+        if self.keeps(LISTED_BEFORE_ITEMS):
+            agent.wait(("listed", self.me, self.me), self.epoch)
+        agent.read(("head", self.me), self.epoch)
+        if self.usable:
+            agent.read(self.call_cells(self.me, self.me)[1], self.epoch)
+            for receiver in self.protocol.locals:
+                agent.put(("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch)
+            agent.put(("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
+        if self.usable or self.keeps(EMPTY_ITEMS):
+            self.signal(agent, ("items_arrived", peer, self.node))
 
     def send_rows(self, agent: Agent, node: int, chunk: int) -> None:
-        if not self.may_send(agent):
+        if not self.may_send(agent) or not (self.usable or chunk < self.behind or self.keeps(UNUSED_ROWS)):
             return
         peer = (node, self.local)
         agent.wait(("staged", self.me, self.me, chunk), self.epoch)
+        if self.is_new:
+            agent.read(("sent_nodes", self.me), self.epoch)
         if any(receiver[0] == node for receiver in self.routing[self.me, chunk]):
             agent.put(("staging", peer, self.node, chunk), ("staging", self.me, self.node, chunk), self.epoch)
         self.signal(agent, ("rows_arrived", peer, self.node, chunk))
 
-    def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
-        if not self.agree(agent):
+    def relay_items(self, agent: Agent, node: int) -> None:
+        if not self.agree(agent) or not self.is_new:
             return
-        for chunk in chunks:
+        if self.keeps(RELAY_ITEMS):
+            agent.wait(("items_arrived", self.me, node), self.epoch)
+        self.raise_at_neighbours(agent, "listed", (node, self.local))
+
+    def relay_rows(self, agent: Agent, node: int, chunks: Iterable[int]) -> None:
+        if not self.agree(agent) or not (self.is_new or self.usable):
+            return
+        if self.is_new:
+            if self.keeps(HEAD):
+                agent.wait(("listed", self.me, self.me), self.epoch)
+            agent.read(("head", self.me), self.epoch)
+        self.read_call(agent, node)
+        for chunk in chunks if self.usable or self.keeps(AWAIT_UNUSED_ROWS) else ():
             if self.keeps(RELAY_ROWS):
                 agent.wait(("rows_arrived", self.me, node, chunk), self.epoch)
-            self.raise_at_neighbours(agent, "staged", (node, self.local), chunk)
-
-    def send_lists(self, agent: Agent) -> None:
-        for node in self.others:
-            self.send_list(agent, node)
-
-    def relay_lists(self, agent: Agent) -> None:
-        for node in self.others:
-            self.relay_list(agent, node)
-
-    def exchange_rows(self, agent: Agent) -> None:
-        for chunk in self.chunks:
-            for node in self.others:
-                self.send_rows(agent, node, chunk)
-            for node in self.others:
-                self.relay_rows(agent, node, [chunk])
+            if self.usable:
+                self.raise_at_neighbours(agent, "staged", (node, self.local), chunk)
 
     # Combine.
 
-    def combine(self) -> None:
-        others = [
-            lambda agent, node=node, chunk=chunk: self.reduce_for(agent, node, chunk)
-            for chunk, node in product(self.chunks, self.others)
-        ]
-        own = [lambda agent, chunk=chunk: self.reduce_own(agent, chunk) for chunk in self.chunks]
-        reduce = [*others, *own] if self.keeps(OTHERS_FIRST) else [*own, *others]
-        pushes = [lambda agent, owner=owner: self.push(agent, owner) for owner in self.neighbours]
-        sums = [
-            lambda agent, node=node, chunk=chunk: self.send_sums(agent, node, chunk)
-            for chunk, node in product(self.chunks, self.others)
-        ]
-        self.run("block", self.begin_combine, *pushes, *reduce)
-        self.run("rail", *self.rail_calls(), *sums)
+    def combine(self, twice: bool) -> None:
+        """Push and sum as milestones.h demands: sums of a far chunk come just before the pushes that need its slots.
 
-    def begin_combine(self, agent: Agent) -> None:
-        self.wait_for_slots(agent)
-        self.announce(agent)
+        The first of two launches pushes and makes the sums before the own pushes.
+        """
+        pushes: list[Task] = [self.begin_combine]
+        window, few = self.protocol.window, self.protocol.few
+        for chunk in self.chunks:
+            if few and chunk >= window:
+                pushes.append(lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk - window))
+            pushes.append(lambda agent, chunk=chunk: self.push_far(agent, chunk))
+        pushes.append(self.push_own)
+
+        def push(agent: Agent) -> None:
+            for task in pushes:
+                task(agent)
+
+        def sums(chunks: Sequence[int]) -> list[Task]:
+            if self.keeps(SUMS_IN_ORDER):
+                return [lambda agent: self.reduce_for_others(agent, *chunks)]
+            return [lambda agent, chunk=chunk: self.reduce_for_others(agent, chunk) for chunk in chunks]
+
+        early, late = self.chunks[:-window], self.chunks[-window:]
+        own: list[Task] = [lambda agent, chunk=chunk: self.reduce_own(agent, chunk) for chunk in self.chunks]
+        for_others = sums(late if few or twice else self.chunks)
+        reduces = [*for_others, *own] if self.keeps(OTHERS_FIRST) else [*own, *for_others]
+        senders: list[Task] = [
+            lambda agent, chunk=chunk, node=node: self.send_sums(agent, node, chunk)
+            for chunk, node in product(self.chunks, self.others)
+        ]
+        calls = {node: self.call_relay(node) for node in self.others}
+        relays: dict[int, list[Task]] = {
+            node: [lambda agent, node=node: self.relay_sums(agent, node)] for node in self.others
+        }
+        if self.has_factors:
+            senders = [lambda agent, node=node: self.send_factors(agent, node) for node in self.others] + senders
+            for node, tasks in relays.items():
+                tasks.insert(0, lambda agent, node=node: self.relay_factors(agent, node))
+        if twice:
+            self.run("block", push, *(sums(early) if early and not few else []))
+            self.run_rail(self.call_senders(), calls)
+            self.launch_again()
+            self.run("block", *reduces, begin="launched")
+            self.run_rail(senders, relays, begin="launched")
+        else:
+            self.run("block", push, *reduces)
+            self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
+
+    @property
+    def promised(self) -> int:
+        """Return how many chunks each rank of a combine promises to push: far chunks, then own ones."""
+        return len(self.chunks) * (2 if self.usable else 1)
 
     def receivers(self, source: Rank, chunk: int) -> list[Rank]:
         return sorted(self.routing[source, chunk])
 
-    def pushed_items(self, pusher: Rank, owner: Rank) -> list[tuple[int, int]]:
-        """Return node and chunk of each item that ``pusher`` pushes to an inbox of ``owner``, in order."""
-        at = product(self.chunks, self.protocol.nodes)
-        return [(node, chunk) for chunk, node in at if pusher in self.routing[(node, owner[1]), chunk]]
+    @property
+    def has_factors(self) -> bool:
+        return self.kind == FACTORED
 
-    def push(self, agent: Agent, owner: Rank) -> None:
+    def factors(self, at: Rank, node: int, chunk: int) -> list[Place]:
+        """Return where the factors of a chunk of (node, local index of ``at``) lie."""
+        return [("weights", at, node, k, chunk) for k in range(len(self.receivers((node, at[1]), chunk)))]
+
+    def send_factors(self, agent: Agent, node: int) -> None:
+        agrees = not self.keeps(AGREE_BEFORE_FACTORS) or self.agree(agent)
+        if not agrees or not self.usable:
+            return
+        peer = (node, self.local)
+        for chunk in self.chunks:
+            for there, here in zip(self.factors(peer, self.node, chunk), self.factors(self.me, self.node, chunk)):
+                agent.put(there, here, self.epoch)
+        self.signal(agent, ("rows_arrived", peer, self.node, 0))
+
+    def relay_factors(self, agent: Agent, node: int) -> None:
+        if not self.agree(agent) or not self.usable:
+            return
+        if self.keeps(RELAY_FACTORS):
+            agent.wait(("rows_arrived", self.me, node, 0), self.epoch)
+        self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
+
+    def begin_combine(self, agent: Agent) -> None:
+        """Announce, then push all weights. Or give the own factors, announce, agree and wait for those of others."""
         self.wait_for_slots(agent)
-        items = self.pushed_items(self.me, owner)
-        for node, chunk in items:
-            k = self.receivers((node, owner[1]), chunk).index(self.me)
-            agent.write(("weights", owner, node, k, chunk), self.epoch)
-        for number, (node, chunk) in enumerate(items):
-            agent.write(("slots", owner, node, self.local, chunk), self.epoch)
-            agent.raise_flag(("pushed", owner, self.local, number), self.epoch)
+        for chunk in self.chunks if self.has_factors else ():
+            for cell in self.factors(self.me, self.node, chunk):
+                agent.write(cell, self.epoch)
+        self.announce(agent)
+        if self.has_factors:
+            agrees = not self.keeps(AGREE_BEFORE_PUSHES) or self.agree(agent)
+            for source in self.protocol.ranks if agrees and self.usable and self.keeps(FACTORS_HERE) else ():
+                if source[0] != self.node:
+                    agent.wait(("staged", self.me, source, 0), self.epoch)
+            return
+        for owner, node, chunk in product(self.neighbours, self.protocol.nodes, self.chunks) if self.usable else ():
+            receivers = self.receivers((node, owner[1]), chunk)
+            if self.me in receivers:
+                agent.write(("weights", owner, node, receivers.index(self.me), chunk), self.epoch)
+
+    def slot(self, owner: Rank, node: int, pusher: int, chunk: int) -> tuple[Place, int]:
+        """Return a slot and its content: the chunks of another node take turns in a window."""
+        place = chunk if node == self.node else chunk % self.protocol.window
+        return ("slots", owner, node, pusher, place), self.epoch + EPOCHS * chunk
+
+    def push(self, agent: Agent, chunk: int, node: int) -> None:
+        """Push the partial sums of a chunk of all sources of a node."""
+        for owner in self.neighbours:
+            if self.me in self.routing[(node, owner[1]), chunk]:
+                if self.has_factors:
+                    k = self.receivers((node, owner[1]), chunk).index(self.me)
+                    agent.read(("weights", owner, node, k, chunk), self.epoch)
+                agent.write(*self.slot(owner, node, self.local, chunk))
+
+    def push_far(self, agent: Agent, chunk: int) -> None:
+        window, stops = self.protocol.window, self.has_factors and not self.agrees
+        sources = [(node, local) for node, local in self.protocol.ranks if node != self.node]
+        has_items = self.usable and any(self.me in self.routing[source, chunk] for source in sources)
+        if has_items and chunk >= window and not stops:
+            if self.keeps(AGREE_BEFORE_FREED):
+                stops = not self.agree(agent, drains=not self.keeps(FLAGS_BEFORE_DRAIN))
+            for _, local in self.neighbours if not stops and self.keeps(FREED) else ():
+                agent.wait(("freed", self.me, local, chunk - window), self.epoch)
+        for node in self.others if has_items and not stops else ():
+            self.push(agent, chunk, node)
+        self.raise_at_neighbours(agent, "pushed", self.local, chunk)
+
+    def push_own(self, agent: Agent) -> None:
+        """Push own chunks, which follow far chunks in the numbers of flags."""
+        for chunk in self.chunks if self.usable and (self.agrees or not self.has_factors) else ():
+            self.push(agent, chunk, self.node)
+            self.raise_at_neighbours(agent, "pushed", self.local, len(self.chunks) + chunk)
 
     def wait_for_pushed(self, agent: Agent, node: int, chunk: int) -> list[int]:
         """Wait for the partial sums of a chunk of (node, my local index). Return who pushed them."""
+        number = chunk + len(self.chunks) * (node == self.node)
         pushers = [rank for rank in self.neighbours if rank in self.routing[(node, self.local), chunk]]
-        for rank in pushers:
-            number = self.pushed_items(rank, self.me).index((node, chunk))
-            agent.wait(("pushed", self.me, rank[1], number), self.epoch)
+        for _, local in pushers:
+            agent.wait(("pushed", self.me, local, number), self.epoch)
         return [local for _, local in pushers]
 
-    def reduce_for(self, agent: Agent, node: int, chunk: int) -> None:
-        """Sum what my node has for the tokens of a rail peer."""
-        if self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent):
+    def reduce_for_others(self, agent: Agent, *chunks: int) -> None:
+        """Sum what my node has for the tokens of all rail peers, then free the slots."""
+        if self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent, drains=False):
             return
-        pushers = self.wait_for_pushed(agent, node, chunk)
-        if not pushers:
-            return
-        if self.keeps(CONSUMED_BEFORE_SUMS):
-            self.wait_for_consumed(agent)
-        for local in pushers:
-            agent.read(("slots", self.me, node, local, chunk), self.epoch)
-        agent.write(("staging", self.me, node, chunk), self.epoch)
-        agent.raise_flag(("summed", self.me, node, chunk), self.epoch)
+        for chunk in chunks:
+            for node in self.others if self.usable else ():
+                pushers = self.wait_for_pushed(agent, node, chunk)
+                if self.keeps(CONSUMED_BEFORE_SUMS):
+                    self.wait_for_consumed(agent)
+                self.read_call(agent, node)
+                for local in pushers:
+                    agent.read(*self.slot(self.me, node, local, chunk))
+                if pushers and self.protocol.straight:
+                    agent.write(("sums", (node, self.local), self.node, chunk), self.epoch)
+                elif pushers:
+                    agent.write(("staging", self.me, node, chunk), self.epoch)
+                agent.raise_flag(("summed", self.me, node, chunk), self.epoch)
+            self.raise_at_neighbours(agent, "freed", self.local, chunk)
 
     def send_sums(self, agent: Agent, node: int, chunk: int) -> None:
-        if self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent):
+        if (self.keeps(AGREE_BEFORE_SUMS) and not self.agree(agent)) or not self.usable:
             return
         owner = (node, self.local)
         mine = [k for k, receiver in enumerate(self.receivers(owner, chunk)) if receiver in self.neighbours]
-        if not mine:
-            return
-        if self.keeps(CALL_ARRIVED_BEFORE_SUMS):
-            agent.wait(("call_arrived", self.me, node), self.epoch)
         if self.keeps(SUMMED):
             agent.wait(("summed", self.me, node, chunk), self.epoch)
-        agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
-        for k in mine:
+        self.read_call(agent, node)
+        if mine and not self.protocol.straight:
+            agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
+        for k in mine if not self.has_factors else ():
             here = ("weights", self.me, node, k, chunk)
             agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
-        self.signal(agent, ("sums_arrived", owner, self.node, chunk))
+        if mine or self.keeps(EMPTY_SUMS):
+            self.signal(agent, ("sums_arrived", owner, self.node, chunk))
+
+    def relay_sums(self, agent: Agent, node: int) -> None:
+        """Wait for all sums of a node, needed or not, and hand them to my other agents."""
+        if not self.agree(agent) or not self.usable:
+            return
+        for chunk in self.chunks:
+            if self.keeps(RELAY_SUMS):
+                agent.wait(("sums_arrived", self.me, node, chunk), self.epoch)
+            agent.raise_flag(("sums_here", self.me, node, chunk), self.epoch)
 
     def reduce_own(self, agent: Agent, chunk: int) -> None:
-        if not self.agree(agent):
+        if not self.agree(agent) or not self.usable:
             return
         receivers = self.receivers(self.me, chunk)
         pushers = self.wait_for_pushed(agent, self.node, chunk)
         nodes = sorted({node for node, _ in receivers} - {self.node})
-        for node in nodes if self.keeps(SUMS_ARRIVED) else ():
-            agent.wait(("sums_arrived", self.me, node, chunk), self.epoch)
+        for node in nodes if self.keeps(SUMS_HERE) else ():
+            agent.wait(("sums_here", self.me, node, chunk), self.epoch)
         for local in pushers:
-            agent.read(("slots", self.me, self.node, local, chunk), self.epoch)
+            agent.read(*self.slot(self.me, self.node, local, chunk))
         for node in nodes:
             agent.read(("sums", self.me, node, chunk), self.epoch)
-        for k, (node, _) in enumerate(receivers):
+        for k, (node, _) in enumerate(receivers if not self.has_factors else ()):
             agent.read(("weights" if node == self.node else "rail weights", self.me, node, k, chunk), self.epoch)

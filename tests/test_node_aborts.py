@@ -1,0 +1,130 @@
+"""Search the model of the protocol between nodes for ranks that wait for ever when a rank aborts, at any event.
+
+node_aborts.py says why no rank does, and checks what this follows from, for all orders of events at once. Two searches
+let ranks abort: one visits all states of 2 nodes of 1 rank, the other takes orders of larger models by chance.
+
+A rank that has not aborted completes all its operations, or it hears of an abort, without any limit. What it reads is
+right. (Between hosts the host of a rank signals its own node alone when it aborts by itself. Then rail peers wait until
+their limit is over: SIGNAL_RAIL is left out.) Who is named as late is not modelled; tests/waits.cpp tests that.
+"""
+
+import random
+from itertools import product
+
+import node_aborts
+import pytest
+from conftest import exhaustive
+from node_aborts import Aborts, deaf_waits, explore_aborts, late_raises, walk
+from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, QUIET, RAIL_ENDS, Protocol
+from test_node_model import BOTH, OPERATIONS, build, differing, subsets
+
+RULES = [value for name, value in vars(node_aborts).items() if name.isupper() and " " in str(value)]
+
+
+def models(*, longest: int, **options) -> list[Protocol]:
+    """Return programs of all operations, with usable and unusable plans, and of ranks that differ."""
+    shapes = [(2, 1, 2), (2, 2, 2), (3, 2, 1)]
+    found = [
+        build(shape, list(program), blocks=blocks, unusable=unusable, **options)
+        for shape, blocks in product(shapes, BOTH)
+        for program in product(OPERATIONS, repeat=longest)
+        for unusable in subsets(longest)
+    ]
+    for programs in differing(4, (FACTORED,), (DISPATCH, COMBINE), (FACTORED,)):
+        found += [build((2, 2, 2), programs, blocks=blocks, **options) for blocks in BOTH]
+    return found
+
+
+@pytest.mark.parametrize("longest", [1, exhaustive(2)])
+def test_every_wait_hears_of_an_abort(longest):
+    for model in models(longest=longest):
+        assert not deaf_waits(model.events, Aborts()), model.programs
+
+
+# Flags that an agent waits for in vain without a rule.
+NEEDED = {
+    node_aborts.LISTEN_TO_RELAY: {"called", "listed", "staged"},
+    node_aborts.SIGNAL_NODE: {"called", "listed", "staged", "pushed", "freed", "consumed", "slots_free"},
+    node_aborts.SIGNAL_RAIL: {"call_arrived", "items_arrived", "rows_arrived", "sums_arrived"},
+    node_aborts.POLL_OWN: {
+        *("called", "listed", "staged", "pushed", "freed", "consumed", "slots_free", "summed", "sums_here"),
+        *("begun", "launched", "arrived", "complete"),
+    },
+}
+
+
+def test_all_rules_are_tried():
+    assert set(RULES) == NEEDED.keys()
+
+
+@pytest.mark.parametrize("rule", NEEDED)
+def test_each_rule_is_needed(rule):
+    program = [DISPATCH, COMBINE, COUNTED, COMBINE, CACHED]
+    found = [deaf_waits(build((2, 2, 2), program, blocks=blocks).events, Aborts(rule)) for blocks in BOTH]
+    assert set().union(*found) == NEEDED[rule]
+
+
+@pytest.mark.parametrize("longest", [1, exhaustive(2)])
+def test_a_rank_that_leaves_has_raised_all_its_flags(longest):
+    for model in models(longest=longest):
+        assert not late_raises(model.events), model.programs
+
+
+@pytest.mark.parametrize("rule", [QUIET, RAIL_ENDS])
+def test_flags_that_rise_late_are_found(rule):
+    models = [build((2, 2, 2), [DISPATCH, COMBINE], blocks=blocks, without=[rule]) for blocks in BOTH]
+    late = set().union(*(late_raises(model.events) for model in models))
+    assert late == {"items_arrived", "rows_arrived", "sums_arrived"}
+
+
+# Programs of 2 nodes of 1 rank with few blocks, chunks, operations with an unusable plan, and the number of states.
+@pytest.mark.parametrize(
+    "program,chunks,unusable,states",
+    [
+        ([COMBINE], 1, (), 17_932),
+        ([(COMBINE,), (DISPATCH,)], 1, (), 17_304),
+        exhaustive([COMBINE, COMBINE], 1, (), 31_700),
+        exhaustive([COMBINE], 2, (), 141_624),
+        exhaustive([CACHED], 1, (), 89_144),
+        exhaustive([DISPATCH], 1, (1,), 63_464),
+        exhaustive([DISPATCH], 1, (), 185_992),
+    ],
+)
+def test_an_abort_in_every_state(program, chunks, unusable, states):
+    events = build((2, 1, chunks), program, blocks="few", unusable=unusable).events
+    findings = explore_aborts(events, Aborts())
+    assert not findings.faults, findings.trace
+    assert findings.states == states
+
+
+def test_a_wait_in_vain_is_found_in_some_state():
+    events = build((2, 1, 1), [COMBINE], blocks="few").events
+    findings = explore_aborts(events, Aborts(node_aborts.SIGNAL_RAIL))
+    assert findings.faults == {"deadlock"}
+    assert "aborts" in findings.trace
+    assert {events[number].rank for number in findings.waiting} == {(0, 0), (1, 0)}
+
+
+def walks(seeds, rule: str = "") -> int:
+    """Return in how many orders something goes wrong."""
+    num_faults = 0
+    for seed in seeds:
+        choose = random.Random(seed)
+        shape = choose.choice([(2, 1, 3), (2, 2, 2), (3, 2, 1)])
+        program = [choose.choice(OPERATIONS) for _ in range(2)]
+        options = {"blocks": choose.choice(BOTH), "unusable": choose.choice(subsets(2))}
+        findings = walk(build(shape, program, **options).events, Aborts(rule), choose)
+        assert rule or not findings.faults, f"{findings.faults} with {program}, {options}:\n{findings.trace}"
+        num_faults += bool(findings.faults)
+    return num_faults
+
+
+@pytest.mark.parametrize("seeds", [range(100), exhaustive(range(100, 1000))])
+def test_aborts_by_chance(seeds):
+    walks(seeds)
+
+
+@pytest.mark.parametrize("rule", [node_aborts.LISTEN_TO_RELAY, node_aborts.SIGNAL_NODE, node_aborts.SIGNAL_RAIL])
+def test_waits_in_vain_are_found_by_chance(rule):
+    """An agent of a rank that has aborted may wait in vain too (POLL_OWN): this search does not look at those."""
+    assert walks(range(40), rule) > 0
