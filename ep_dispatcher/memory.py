@@ -329,7 +329,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     flags += [s.ranks_per_node * (far_chunks + item_chunks)]  # pushed
     flags += [s.ranks_per_node * far_chunks]  # freed
     flags += [others * far_chunks, others * sum_chunks]  # summed, sums_here
-    flags += [others] * 2  # call_arrived, items_arrived
+    flags += [others] * 3  # inbox_free, call_arrived, items_arrived
     flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
     for count in flags:
         c.take(FLAGS, 8 * count)

@@ -110,9 +110,10 @@ struct DispatchRailWarp : RailWarp {
   // rows go, because nobody knows yet whether the ranks agree and the new plan will be usable; else nobody reads them.
   // Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
   __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
-    bool compares = sends_early(params) && sends_rows(params);  // the Calls, later
-    Verdict verdict = compares ? Verdict::kAgree : agree(op, false);
-    if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
+    if (!sends_early(params) || !sends_rows(params)) {
+      const Verdict verdict = agree(op, false);
+      if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
+    }
     const uint64_t* const listed = context.own.listed + op.rank();
     bool has_items = params.new_plan;  // to be sent
     LongPuts puts = long_puts(shared, params.counters_at);
@@ -122,12 +123,10 @@ struct DispatchRailWarp : RailWarp {
       const bool waits = chunk == num_chunks || chunk == kChunksAhead;
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
         if (!wait_for_self(listed)) return Verdict::kAborted;
-        verdict = agree(op, false);
-        if (verdict == Verdict::kAborted) return verdict;
-        if (verdict == Verdict::kAgree) send_items(params, params.plan.head->usable);
-        has_items = compares = false;
+        send_items(params, params.plan.head->usable);
+        has_items = false;
       }
-      if (chunk == num_chunks) return compares ? agree(op, false) : verdict;
+      if (chunk == num_chunks) return agree(op, false);
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
