@@ -1,5 +1,6 @@
 """``deep_ep.Buffer`` on our engine: layout, dispatch and combine against what DeepEP's interface promises, densely."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -237,7 +238,7 @@ def test_other_rows_by_one_handle(pools, engine, ranks_per_node):
 
 
 def run_items_of_a_handle(rank: int, case: Case):
-    """Programs take a handle apart, and give back its items in a tuple or list of their own."""
+    """Programs take a handle apart, and give back its items, or copies of them, in a tuple or list of their own."""
     data = make_data(case, rank)
     rows, _, weights, _ = expected_rows(data, case, rank)
     with environment(case):
@@ -245,7 +246,7 @@ def run_items_of_a_handle(rank: int, case: Case):
         layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
         handle = buffer.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)[4]
         a, b, c, d, e, f = handle
-        for given in (tuple(handle), list(handle), (a, b, c, d, e, f)):
+        for given in (tuple(handle), list(handle), (a, b, c, d, e, f), tuple(map(copy.copy, handle))):
             assert torch.equal(buffer.dispatch(data.x[rank], handle=given)[0], rows)
             combined, combined_weights, _ = buffer.combine(rows, given, topk_weights=weights)
             assert_sum(combined, data, case, rank)

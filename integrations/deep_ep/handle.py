@@ -42,6 +42,8 @@ class Unavailable:
     __hash__ = None  # type: ignore[assignment]  # no hash, as of other classes with an __eq__ of their own
 
     def __getattr__(self, name: str):
+        if name.startswith("__"):  # Python asks whether it is there, as copy does before there are any attributes
+            raise AttributeError(name)
         self._refuse()
 
     @classmethod
