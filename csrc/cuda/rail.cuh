@@ -46,7 +46,7 @@ struct RailWarp {
   }
 
   // [warp] Wait for a wire flag of the rail peer on `node`. Return false after an abort of this rank. Otherwise the
-  // data covered by the flag may be read, by this warp. Called in relays.
+  // data covered by the flag may be read, by this warp. Called in relays, and in senders for `inbox_free`.
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
@@ -111,10 +111,10 @@ struct RailWarp {
     __syncwarp();
   }
 
-  // [warp] Tell the rail peers that their rows and tails may come, as soon as the ranks of this node have read those of
-  // earlier operations; the senders take the peers in turn. Peers may be in another operation than this rank: then the
-  // rows come, and nobody reads them. `is_free` as in wait_for_free_staging. Return false after an abort of this rank.
-  // Called in senders, once per operation.
+  // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then tell the rail
+  // peers that theirs may come; the senders take the peers in turn. A peer may be in another operation than this rank:
+  // then nobody reads its rows. `is_free` as in wait_for_free_staging. Return false after an abort of this rank. Called
+  // in senders, once per operation.
   __device__ bool hand_over_inbox(bool is_free) const {
     if (sender() >= num_others) return true;
     if (!is_free && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))

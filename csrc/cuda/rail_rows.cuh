@@ -13,8 +13,8 @@ struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
-  // `piece` counts them over all arrays, the same in all senders. Set `crossed` as begin_sending, if
-  // this sender puts anything. Wait for nothing.
+  // `piece` counts them over all arrays, the same in all senders. If this sender puts anything, set `crossed` to what
+  // begin_sending returns. Wait for nothing.
   __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece,
                              uint32_t& crossed) const {
     constexpr uint32_t kPiece = 8192;
@@ -49,14 +49,15 @@ struct DispatchRailWarp : RailWarp {
     }
   }
 
-  // [thread] Return whether rows go before all ranks agree. Not in the second of two launches; and not with one rail
-  // block, where rows under way delay the Calls: 4096 tokens, expert layout, 8 blocks on H200 took 1496 us, not 1455.
+  // [thread] Return whether rows go before all ranks agree. They do not in the second of two launches, when the ranks
+  // agree already. They do not with one rail block, where rows under way delay the Calls: 4096 tokens, expert layout,
+  // 8 blocks on H200 took 1495 us instead of 1455.
   __device__ bool sends_early(const DispatchParams& params) const {
     return params.stages && params.pulls && params.rail_blocks > 1;
   }
 
-  // [thread] Return whether a token has an expert on a node. With a new plan, rows that go early do so before the
-  // movers have counted them.
+  // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
+  // the movers may not have counted them yet.
   __device__ bool goes_to(const DispatchParams& params, int token, int node) const {
     if (!params.new_plan || !sends_early(params)) return __ldcg(params.plan.sent_nodes + token) >> node & 1;
     const Config& config = context.config;
@@ -104,10 +105,10 @@ struct DispatchRailWarp : RailWarp {
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
   __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
 
-  // [warp] Send this rank's items, rows and tails to all rail peers. Wait for each chunk of rows until this rank has
-  // staged it, and for each peer until its inbox is free. A new plan is mostly not made yet: rows go first then, and
-  // the items once they are listed, behind at most kChunksAhead chunks. Each sender finds by itself behind which. All
-  // rows go, because nobody knows yet whether the ranks agree and the new plan will be usable; else nobody reads them.
+  // [warp] Send this rank's items, rows and tails to all rail peers. A chunk of rows goes once this rank has staged it,
+  // and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when they
+  // are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. Nobody knows yet
+  // whether the ranks agree, or whether the new plan will be usable. So all rows go, and nobody reads them if not.
   // Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
   __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
     if (!sends_early(params) || !sends_rows(params)) {
