@@ -3,12 +3,13 @@
 // its rail peers. One rail block has 15 or 16 warps, more than kMaxNodes - 1 relays, so there is always a sender.
 //
 //   sender                                           relay for node m, on the receiving rank
+//   `inbox_free` -> rail peers                       (senders wait for it)
 //   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
 //   rows and tails, chunk by chunk -> rail peers     `staged`
 //   items and tables, between two chunks             `listed`
 //   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
 //
-// Before all ranks agree, only `inbox_free`, Calls, counts, and rows and tails of a new plan are sent.
+// Before all ranks agree, only `inbox_free`, Calls, counts, rows and tails are sent.
 #pragma once
 #include "cuda/call.cuh"
 #include "cuda/long_puts.cuh"
@@ -172,10 +173,16 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Begin the operation with the rail peers: hand the inboxes over, and exchange Calls. `is_free` as in
+  // [warp] Begin a dispatch with the rail peers: hand the inboxes over and exchange Calls. `is_free` as in
   // wait_for_free_staging. Return false after an abort of this rank.
-  __device__ bool begin(bool has_counts, bool is_free) const {
+  __device__ bool begin_dispatch(bool has_counts, bool is_free) const {
     return relays() ? relay_call(node(warp), has_counts) : hand_over_inbox(is_free) && send_call(has_counts);
+  }
+
+  // [warp] The same for a combine. Its Call does not wait for `consumed`, so it goes first: a rank that does not come
+  // keeps no other one back. Only a peer that differs, and is in a dispatch, needs the inboxes.
+  __device__ bool begin_combine() const {
+    return relays() ? relay_call(node(warp), false) : send_call(false) && hand_over_inbox(false);
   }
 };
 

@@ -133,8 +133,10 @@ struct DispatchRailWarp : RailWarp {
       const int length = context.config.token_chunk(), begin = chunk * length;
       const int end = min(params.args.num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
-        if (chunk == 0 && !wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free))
-          return Verdict::kAborted;
+        if (chunk == 0) {
+          if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
+          ptx::fence_before_bulk();
+        }
         const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
         finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
                        flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
@@ -172,7 +174,7 @@ struct DispatchRailWarp : RailWarp {
 // `is_free` as in wait_for_free_staging. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params, char* shared, bool is_free) {
   const DispatchRailWarp warp(op);
-  if (params.stages && !warp.begin(params.new_plan, is_free)) return Verdict::kAborted;
+  if (params.stages && !warp.begin_dispatch(params.new_plan, is_free)) return Verdict::kAborted;
   if (!params.pulls) return Verdict::kAgree;
   return warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params, shared);
 }

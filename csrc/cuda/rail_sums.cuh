@@ -104,7 +104,7 @@ struct CombineRailWarp : RailWarp {
 // warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
   const CombineRailWarp warp(op);
-  if (params.pushes && !warp.begin(false, false)) return Verdict::kAborted;
+  if (params.pushes && !warp.begin_combine()) return Verdict::kAborted;
   if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;

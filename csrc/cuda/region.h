@@ -87,7 +87,8 @@ struct Region {
   // About another node. Raised by this rank, read by this rank.
   uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
-  // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node.
+  // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node;
+  // `inbox_free` by the senders.
   uint64_t* inbox_free;     // [num_others] its node has read all rows and tails in its inbox for this rank's node
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
   uint64_t* items_arrived;  // [num_others] its items and table are here

@@ -12,7 +12,8 @@
 //              soon over
 //   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
 //   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
-//   quiet      [thread] wait until all puts of this rank, by any block, have read their source; only own puts
+//   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and
+//              their data is there
 //
 // Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores alike.
 //
