@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from node_model import COMPLETE, Event, Findings, Memory, Place, Wrong, describe, one_order
-from node_protocol import Rank
+from node_protocol import WIRE_FLAGS, Rank
 
 # Rules that a test may take away.
 LISTEN_TO_RELAY = "a wait for a relayed flag listens to the relay"
@@ -44,7 +44,7 @@ class Aborts(NamedTuple):
             return source if self.without == LISTEN_TO_RELAY else (me[0], source[1])
         if name in ("consumed", "slots_free", "pushed", "freed"):
             return me[0], flag[2]
-        if name.endswith("arrived") and len(name) > len("arrived"):  # a wire flag: RailWarp::wait_for_peer
+        if name in WIRE_FLAGS:  # RailWarp::wait_for_peer
             return flag[2], me[1]
         return me  # summed, sums_here, and what agents of one rank hand each other
 

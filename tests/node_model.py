@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 Place = tuple  # of a cell or a flag: a name, the rank in whose memory it is, and indices
-READ, WRITE = "read", "write"
+READ, WRITE, LATE_WRITE = "read", "write", "write, perhaps late,"  # late: after the rank has completed that epoch
 COMPLETE = "complete"  # name of the flag that holds the last operation which a rank has completed
 EPOCHS = 64  # content of a cell: an epoch below this number, and a multiple of it tells apart what has the same epoch
 
@@ -38,7 +38,7 @@ class Event(NamedTuple):
     after: tuple[int, ...]  # numbers of events that come before, whatever the flags say
     waits: tuple[tuple[Place, int], ...] = ()
     checks: tuple[tuple[Place, int], ...] = ()  # not waited for; wrong where it does not hold
-    accesses: tuple[tuple[str, Place, int], ...] = ()  # READ or WRITE, a cell, the epoch that it must have or gets
+    accesses: tuple[tuple[str, Place, int], ...] = ()  # a kind, a cell, the epoch that it must have or gets
     raises: tuple[tuple[Place, int], ...] = ()
     rank: Place = ()  # of the agent
 
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 class Wrong(NamedTuple):
     """Something wrong at an event. ``what`` is one of four:
 
-    "stale": a read finds another epoch than it expects; "late": a write of an epoch that the rank, in whose memory the
+    "stale": a read finds another epoch than it expects; "late": a WRITE of an epoch that the rank, in whose memory the
     cell is, has completed; "falling": a flag that a signal sets back; "early": a check that does not hold.
     """
 
@@ -115,9 +115,10 @@ class Agent:
         self.events.append(Event(f"wire of {self.name}", after, rank=self.rank, **fields))
         self.puts[target].append(len(self.events) - 1)
 
-    def put(self, cell: Place, source: Place, epoch: int) -> None:
+    def put(self, cell: Place, source: Place, epoch: int, *, may_be_late: bool = False) -> None:
         """Put ``source`` of the own rank, which must have ``epoch``, to ``cell`` of another."""
-        self._deliver(cell[1], accesses=((READ, source, epoch), (WRITE, cell, epoch)))
+        kind = LATE_WRITE if may_be_late else WRITE
+        self._deliver(cell[1], accesses=((READ, source, epoch), (kind, cell, epoch)))
 
     def signal(self, flag: Place, epoch: int) -> None:
         self._deliver(flag[1], raises=((flag, epoch),))
@@ -150,12 +151,12 @@ class Memory:
             if new[self.index[flag]] < epoch:
                 wrong.add(Wrong("early", number, flag))
         for kind, cell, epoch in event.accesses:
-            if kind == WRITE:
-                new[self.index[cell]] = epoch
-                if new[self.index[COMPLETE, cell[1]]] >= epoch % EPOCHS:
-                    wrong.add(Wrong("late", number, cell))
-            elif new[self.index[cell]] != epoch:
+            if kind == READ and new[self.index[cell]] != epoch:
                 wrong.add(Wrong("stale", number, cell))
+            if kind == WRITE and new[self.index[COMPLETE, cell[1]]] >= epoch % EPOCHS:
+                wrong.add(Wrong("late", number, cell))
+            if kind != READ:
+                new[self.index[cell]] = epoch
         for flag, epoch in event.raises:
             if new[self.index[flag]] >= epoch:
                 wrong.add(Wrong("falling", number, flag))
@@ -259,11 +260,11 @@ def faults_of_order(
     writes: dict[Place, list[tuple[int, int]]] = defaultdict(list)
     for number in causes:
         for kind, cell, epoch in events[number].accesses:
-            if kind == WRITE:
+            if kind != READ:
                 writes[cell].append((epoch, number))
-                for completed, end in raised[COMPLETE, cell[1]]:
-                    if completed >= epoch % EPOCHS and not is_before(number, end):
-                        yield Wrong("late", number, cell), [end, number]
+            for completed, end in raised[COMPLETE, cell[1]] if kind == WRITE else ():
+                if completed >= epoch % EPOCHS and not is_before(number, end):
+                    yield Wrong("late", number, cell), [end, number]
     for number in causes:
         for flag, least in events[number].checks:
             if not any(epoch >= least and is_before(n, number) for epoch, n in raised[flag]):

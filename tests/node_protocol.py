@@ -10,7 +10,8 @@ rank that its name is followed by; ``node`` is the inbox, or the rail peer's nod
     table_out      rank, node
     sent_nodes     rank                       of the plan: the nodes of each token
     head           rank                       of the plan: whether it is usable
-    staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums
+    staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums,
+                                              with the content of `Operation.sum`
     slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index. Slots of
                                               other nodes hold a window of chunks
     weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k. Or
@@ -32,6 +33,7 @@ Task = Callable[[Agent], None]
 DISPATCH, COUNTED, CACHED = "dispatch", "counted dispatch", "cached dispatch"
 COMBINE, HOOKED, FACTORED = "combine", "hooked combine", "factored combine"
 COMBINES = (COMBINE, FACTORED)
+WIRE_FLAGS = ("inbox_free", "call_arrived", "items_arrived", "rows_arrived", "sums_arrived")
 
 # Rules that a test may take away.
 FENCE = "a fence stands between data and signal"
@@ -43,7 +45,10 @@ CONSUMED_BEFORE_CALL = "a dispatch waits for consumed before its counts and Call
 SLOTS_FREE = "a combine waits for slots_free before it pushes and before its Call is sent"
 CONSUMED_BEFORE_SUMS = "outgoing sums wait for consumed"
 AGREE_ALL = "Calls of all ranks are waited for, not only those of the own node"
-AGREE_BEFORE_ROWS = "rows and items are sent after all agreed"
+INBOX_FREE = "early rows wait for inbox_free"
+CONSUMED_BEFORE_INBOX = "inbox_free waits for consumed"
+INBOX_OF_COMBINES = "inbox_free rises in combines too"
+AGREE_BEFORE_ROWS = "late rows are sent after all agreed"
 AGREE_BEFORE_SUMS = "sums are made and sent after all agreed"
 LISTED_BEFORE_ITEMS = "items are sent after listed of the own rank"
 RELAY_CALLS = "the relay of called waits for call_arrived"
@@ -80,21 +85,22 @@ class Protocol:
     ``unusable`` lists the operations whose plan is unusable: rows do not fit, or did not when the plan was made.
     ``behind``: a sender puts the items of a new plan behind so many chunks of rows. Ranks and operations take the
     values in turn. In the engine it is up to chance, and at most kChunksAhead. ``window``: chunks of slots.
-    ``straight``: sums for other nodes are stored there at once, without staging.
+    ``straight``: sums for other nodes are stored there at once, without staging. ``early``: whether rows of a dispatch
+    of one launch cross before the ranks agree; ranks and operations take the values in turn.
     ``blocks="many"`` gives each piece of work an agent of its own: as many orders as there can be. ``"few"`` gives a
     rank as few agents as the engine may run: as many waits behind each other as there can be.
     """
 
     def __init__(self, nodes: int, ranks: int, program, routings: Iterable[Routing], *, chunks: int = 2, blocks="many",
                  window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), straight=False,
-                 without: Iterable[str] = (), merges: bool = True):  # fmt: skip
+                 early: Sequence[bool] = (True,), without: Iterable[str] = (), merges: bool = True):  # fmt: skip
         self.nodes, self.locals, self.chunks = range(nodes), range(ranks), range(chunks)
         self.ranks: list[Rank] = list(product(self.nodes, self.locals))
         programs = program if isinstance(program[0], tuple) else [tuple(program)] * len(self.ranks)
         self.programs = dict(zip(self.ranks, programs, strict=True))
         self.routings, self.few, self.without, self.merges = list(routings), blocks == "few", set(without), merges
         self.window, self.unusable, self.straight = window, set(unusable), straight
-        self.behind = [min(chunks, number) for number in behind]
+        self.behind, self.early = [min(chunks, number) for number in behind], early
         self.events: list[Event] = []
         for epoch, rank in product(range(1, len(programs[0]) + 1), self.ranks):
             Operation(self, rank, epoch)
@@ -123,15 +129,18 @@ class Operation:
         self.kind, self.agrees = protocol.kind(rank, epoch), protocol.agrees(epoch)
         self.is_new, self.usable = self.kind == DISPATCH, epoch not in protocol.unusable
         self.routing, self.chunks = protocol.routing(epoch), protocol.chunks
-        self.behind = protocol.behind[(epoch + protocol.ranks.index(rank)) % len(protocol.behind)]
+        turn = epoch + protocol.ranks.index(rank)
+        self.behind = protocol.behind[turn % len(protocol.behind)]
         self.neighbours = [(self.node, local) for local in protocol.locals]  # ranks of the own node, me too
         self.others = [node for node in protocol.nodes if node != self.node]
         self.staged_epoch = protocol.last(rank, epoch, (DISPATCH, CACHED))
         self.pushed_epoch = protocol.last(rank, epoch, COMBINES)
+        self.sum = epoch + EPOCHS  # content of sums: late rows of the same epoch may come to the same place
         self.arrivals: list[Place] = []
         self.compared: set[tuple[str, bool]] = set()  # agents that have compared the Calls, and whether they drained
         self.begin()
         twice = protocol.programs[rank][epoch - 1] in (COUNTED, HOOKED)
+        self.early = protocol.early[turn % len(protocol.early)] and not twice
         if self.kind in COMBINES:
             self.combine(twice)
         else:
@@ -246,6 +255,13 @@ class Operation:
 
     # The rail in both operations.
 
+    def hand_over_inbox(self, agent: Agent, node: int) -> None:
+        if self.kind in COMBINES and not self.keeps(INBOX_OF_COMBINES):
+            return
+        if self.keeps(CONSUMED_BEFORE_INBOX):
+            self.wait_for_consumed(agent)
+        agent.signal(("inbox_free", (node, self.local), self.node), self.epoch)
+
     def send_call(self, agent: Agent, node: int) -> None:
         agent.wait(("called", self.me, self.me), self.epoch)
         peer = (node, self.local)
@@ -271,7 +287,10 @@ class Operation:
         self.raise_at_neighbours(agent, "called", source)
 
     def call_senders(self) -> list[Task]:
-        return [lambda agent, node=node: self.send_call(agent, node) for node in self.others]
+        tasks = [self.hand_over_inbox, self.send_call]
+        if self.kind in COMBINES:
+            tasks.reverse()
+        return [lambda agent, node=node, task=task: task(agent, node) for task, node in product(tasks, self.others)]
 
     def call_relay(self, node: int) -> list[Task]:
         return [lambda agent: self.relay_call(agent, node)]
@@ -362,8 +381,9 @@ class Operation:
 
     def may_send(self, agent: Agent) -> bool:
         """Return whether rows cross: also those of a new plan that turns out to be unusable."""
-        agrees = not self.keeps(AGREE_BEFORE_ROWS) or self.agree(agent)
-        return agrees and (self.is_new or self.usable)
+        if not (self.is_new or self.usable):
+            return False
+        return self.early or not self.keeps(AGREE_BEFORE_ROWS) or self.agree(agent)
 
     def send_all(self, agent: Agent) -> None:
         """Send rows chunk by chunk, and in between the items of a new plan."""
@@ -372,6 +392,7 @@ class Operation:
                 self.send_items(agent, node)
             for node in self.others if chunk < len(self.chunks) else ():
                 self.send_rows(agent, node, chunk)
+        self.agree(agent)
 
     def send_items(self, agent: Agent, node: int) -> None:
         if not self.is_new or not self.may_send(agent):
@@ -380,12 +401,13 @@ class Operation:
         if self.keeps(LISTED_BEFORE_ITEMS):
             agent.wait(("listed", self.me, self.me), self.epoch)
         agent.read(("head", self.me), self.epoch)
-        if self.usable:
+        usable = self.usable and self.agrees  # as the head says
+        if usable:
             agent.read(self.call_cells(self.me, self.me)[1], self.epoch)
             for receiver in self.protocol.locals:
                 agent.put(("items", peer, self.node, receiver), ("items_out", self.me, node, receiver), self.epoch)
             agent.put(("table_in", peer, self.node), ("table_out", self.me, node), self.epoch)
-        if self.usable or self.keeps(EMPTY_ITEMS):
+        if usable or self.keeps(EMPTY_ITEMS):
             self.signal(agent, ("items_arrived", peer, self.node))
 
     def send_rows(self, agent: Agent, node: int, chunk: int) -> None:
@@ -393,10 +415,13 @@ class Operation:
             return
         peer = (node, self.local)
         agent.wait(("staged", self.me, self.me, chunk), self.epoch)
-        if self.is_new:
+        if self.early and self.keeps(INBOX_FREE):
+            agent.wait(("inbox_free", self.me, node), self.epoch)
+        if self.is_new and not self.early:  # early rows look at the choices of experts, which the caller owns
             agent.read(("sent_nodes", self.me), self.epoch)
         if any(receiver[0] == node for receiver in self.routing[self.me, chunk]):
-            agent.put(("staging", peer, self.node, chunk), ("staging", self.me, self.node, chunk), self.epoch)
+            there, here = (("staging", rank, self.node, chunk) for rank in (peer, self.me))
+            agent.put(there, here, self.epoch, may_be_late=self.early and not self.agrees)
         self.signal(agent, ("rows_arrived", peer, self.node, chunk))
 
     def relay_items(self, agent: Agent, node: int) -> None:
@@ -575,9 +600,9 @@ class Operation:
                 for local in pushers:
                     agent.read(*self.slot(self.me, node, local, chunk))
                 if pushers and self.protocol.straight:
-                    agent.write(("sums", (node, self.local), self.node, chunk), self.epoch)
+                    agent.write(("sums", (node, self.local), self.node, chunk), self.sum)
                 elif pushers:
-                    agent.write(("staging", self.me, node, chunk), self.epoch)
+                    agent.write(("staging", self.me, node, chunk), self.sum)
                 agent.raise_flag(("summed", self.me, node, chunk), self.epoch)
             self.raise_at_neighbours(agent, "freed", self.local, chunk)
 
@@ -590,7 +615,7 @@ class Operation:
             agent.wait(("summed", self.me, node, chunk), self.epoch)
         self.read_call(agent, node)
         if mine and not self.protocol.straight:
-            agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.epoch)
+            agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.sum)
         for k in mine if not self.has_factors else ():
             here = ("weights", self.me, node, k, chunk)
             agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
@@ -617,6 +642,6 @@ class Operation:
         for local in pushers:
             agent.read(*self.slot(self.me, self.node, local, chunk))
         for node in nodes:
-            agent.read(("sums", self.me, node, chunk), self.epoch)
+            agent.read(("sums", self.me, node, chunk), self.sum)
         for k, (node, _) in enumerate(receivers if not self.has_factors else ()):
             agent.read(("weights" if node == self.node else "rail weights", self.me, node, k, chunk), self.epoch)
