@@ -3,6 +3,7 @@
     EP_DISPATCHER_CUDA=1 EP_DISPATCHER_STAMPS=1 python setup.py build_ext --inplace      # kernels with stamps
     python benchmarks/time_line.py dispatch "dispatch FP8" combine                       # decode layout, 128 tokens
     python benchmarks/time_line.py "moe_mlp forward" "moe_mlp both" --tokens 4096 --sms 24
+    python benchmarks/time_line.py "dispatch FP8" --tokens 4096 --layout rank --ranks 2 --ranks-per-node 1  # 2 nodes
     python benchmarks/time_line.py --draw runs/time_line/dispatch.json                   # only the table and the chart
 
 Operations run one after the other in a CUDA graph, so ranks are in step; the first ones do not count. A lane is a role:
@@ -44,6 +45,7 @@ ROLES = {
     "combine": {"preparing warp": range(2, 3), "issuing warps": range(0, 2), "summing warps": range(3, 15)},
 }
 ENDING = ("last block", "complete")  # steps of one block
+OF_RAIL, OF_RELAY = ("calls exchanged", "all chunks sent"), "all chunks relayed"  # steps of rail blocks, of relays
 EXPERTS = ("multiply", "weighted_swiglu", "weighted_swiglu_grad", "outer_products")  # of grouped_gemm_kernels
 TOPK, TIMEOUT_S = 8, 20.0
 
@@ -71,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU
     args.out.mkdir(parents=True, exist_ok=True)
-    sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "intermediate", "sms", "layout")}
+    names = ("tokens", "hidden", "experts", "intermediate", "sms", "layout", "ranks_per_node")
+    sizes = {name: getattr(args, name) for name in names}
     with RankPool(args.ranks, timeout_s=120) as pool:
         for operation in args.operations:
             ranks = pool.run(measure, operation, sizes, args.replays)
@@ -89,8 +92,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(map(repr, OPERATIONS))}; default: combine")
     add("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="default: one per GPU")
+    add("--ranks-per-node", type=int, metavar="N", help="virtual nodes of N ranks; default: one node")
     add("--sms", type=int, default=24, help="multiprocessors of a rank; default 24")
-    add("--layout", choices=("decode", "expert"), default="decode", help="of dispatch and combine; default decode")
+    add("--layout", choices=("decode", "expert", "rank"), default="decode", help="not of moe_mlp; default decode")
     add("--tokens", type=int, default=128, help="of a rank; moe_mlp overlaps from 2048 on")
     add("--hidden", type=int, default=7168)
     add("--experts", type=int, default=256)
@@ -133,16 +137,19 @@ def spans_of(stamps: Tensor, names: list[str]) -> Iterator[tuple[str, str, int, 
 def _spans_of_launch(stamps: Tensor, names: list[str], kind: str, mark: str) -> Iterator[tuple[str, str, int, int]]:
     """The same for one launch, int64 [blocks, warps, steps]. A warp's steps follow each other by time."""
     pushes = stamps[..., names.index("pushes stored")].any(1)
+    serves_wire = stamps[..., [names.index(name) for name in OF_RAIL]].any((1, 2))
+    relays = stamps[..., names.index(OF_RELAY)] > 0
     for block, of_block in enumerate(stamps.tolist()):
         part = "block 0" if block == 0 else "other blocks" if kind == "dispatch" else "reducing blocks"
         if kind == "combine" and block > 0 and pushes[block]:
             part = "pushing blocks"
-        for role, warps in ROLES[kind].items():
-            for warp in warps:
-                ends = sorted((ns, name) for ns, name in zip(of_block[warp], names, strict=True) if ns > 0)
-                for (begin, _), (end, name) in zip(ends, ends[1:]):
-                    lane = "last block" if name in ENDING else f"{role}, {part}"
-                    yield f"{kind}{mark}: {lane}", name, begin, end
+        lanes = [(warp, f"{role}, {part}") for role, warps in ROLES[kind].items() for warp in warps]
+        if serves_wire[block]:
+            lanes = [(warp, "relays" if relays[block, warp] else "senders") for warp in range(len(of_block))]
+        for warp, lane in lanes:
+            ends = sorted((ns, name) for ns, name in zip(of_block[warp], names, strict=True) if ns > 0)
+            for (begin, _), (end, name) in zip(ends, ends[1:]):
+                yield f"{kind}{mark}: {'last block' if name in ENDING else lane}", name, begin, end
 
 
 def steps_of(spans: list[tuple[str, str, int, int]], zero_ns: int) -> list[Step]:
@@ -210,8 +217,9 @@ def measure(rank: int, operation: str, sizes: dict, replays: int) -> dict:
     idx, weights = (t.cuda() for t in make_routing("uniform", tokens, num_experts, TOPK, seed=rank))
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     given = dict(hidden=hidden, num_experts=num_experts, num_topk=TOPK, max_tokens_per_rank=tokens)
+    given |= dict(num_sms=sizes["sms"], ranks_per_node=sizes["ranks_per_node"])
     experts = Experts(operation.startswith("moe_mlp"))
-    with ep.Buffer(engine="cuda", num_sms=sizes["sms"], timeout_s=TIMEOUT_S, **given) as buffer, experts:
+    with ep.Buffer(engine="cuda", timeout_s=TIMEOUT_S, **given) as buffer, experts:
         engine = buffer._live_engine()
         engine.stamps()  # begin
         run = runs_of(buffer, operation, sizes, x, idx, weights)
@@ -248,20 +256,20 @@ def runs_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Tens
     if operation.startswith("moe_mlp"):
         return layer_of(buffer, operation, sizes, x, idx, weights)
     layout = dict(layout=sizes["layout"])
-    if layout["layout"] == "expert":
-        layout |= dict(max_recv_rows=most_rows(buffer, x, idx, weights))
+    if layout["layout"] != "decode":
+        layout |= dict(max_recv_rows=most_rows(buffer, x, idx, weights, **layout))
     if operation == "combine":
         out = buffer.dispatch(x, idx, **layout)
         y = torch.zeros_like(out.x) + 1
-        if layout["layout"] == "expert":
+        if layout["layout"] != "decode":
             return partial(buffer.combine, y, out.handle)
         return partial(buffer.combine, y, out.handle, weights=weights)
     quantize = dict(quantize="e4m3_1x128") if operation == "dispatch, quantize" else {}
     return partial(buffer.dispatch, ep.quantize(x) if operation == "dispatch FP8" else x, idx, **layout, **quantize)
 
 
-def most_rows(buffer: ep.Buffer, x: Tensor, idx: Tensor, weights: Tensor) -> int:
-    most = torch.tensor(buffer.dispatch(x, idx, weights).x.shape[0])
+def most_rows(buffer: ep.Buffer, x: Tensor, idx: Tensor, weights: Tensor, layout: str = "expert") -> int:
+    most = torch.tensor(buffer.dispatch(x, idx, weights, layout=layout).x.shape[0])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
 
@@ -333,6 +341,8 @@ def title(run: dict) -> str:
     sizes = f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{TOPK}"
     layout = "" if run["operation"].startswith("moe_mlp") else f", {run['layout']} layout"
     ranks = f"{run['ranks']} ranks with {run['sms']} multiprocessors on {len(gpus)} x {gpus[0]}"
+    if run.get("ranks_per_node"):
+        ranks += f", virtual nodes of {run['ranks_per_node']}"
     return f"{run['operation']}{layout}: {sizes}; {ranks}, build {run['machine']['git_commit']}"
 
 

@@ -92,6 +92,19 @@ def test_blocks_of_a_combine_push_or_only_reduce(script):
     assert ("combine: preparing warp, block 0", "agreed") in steps
 
 
+def test_rail_blocks_have_senders_and_relays(script):
+    begin = {"dispatch": 0.0, "calls exchanged": 5}
+    relay = begin | {"all chunks relayed": 90, "block ended": 95}
+    sender = begin | {"first chunk sent": 20, "items sent": 30, "all chunks sent": 80, "block ended": 95}
+    stamps = stamped({(0, 0): {"dispatch": 0.0, "agreed": 6}, (1, 0): relay, (1, 1): sender, (1, 2): sender})
+    run = script.run_of([stamps], STEPS, [])
+    steps = steps_by_name(run)
+    assert steps["dispatch: senders", "first chunk sent"][2:] == (5, 20, 20, 15)
+    assert steps["dispatch: relays", "all chunks relayed"][2:] == (5, 90, 90, 85)
+    lanes = list(dict.fromkeys(step.lane for step in run["steps"]))
+    assert lanes == [f"dispatch: {lane}" for lane in ("movers, block 0", "relays", "senders")]
+
+
 def test_each_of_two_launches_has_lanes(script):
     """Both stamp their begin and their end, and the second one has more blocks, of which none pushes."""
     begin = {"combine": 2.0}
@@ -139,7 +152,7 @@ def of_rank(script, run_us: list[float]) -> dict:
 
 @pytest.fixture
 def made_up(script) -> dict:
-    sizes = dict(tokens=128, hidden=7168, experts=256, intermediate=2048, sms=24, layout="decode")
+    sizes = dict(tokens=128, hidden=7168, experts=256, intermediate=2048, sms=24, layout="decode", ranks_per_node=None)
     ranks = [of_rank(script, [30, 31, 90]), of_rank(script, [33, 40, 38])]
     return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
 
@@ -284,9 +297,10 @@ def has_stamps() -> bool:
 
 @pytest.mark.skipif(not has_stamps(), reason="no GPU, or built without stamps")
 @pytest.mark.parametrize("operation", ["dispatch FP8", "combine"])
-def test_a_run(operation, tmp_path):
+@pytest.mark.parametrize("nodes", [[], ["--ranks-per-node", "1", "--layout", "rank"]])
+def test_a_run(operation, nodes, tmp_path):
     sizes = "--tokens 16 --hidden 512 --experts 16 --sms 4 --ranks 2 --replays 3".split()
-    command = [sys.executable, SCRIPT, operation, *sizes, "--out", tmp_path]
+    command = [sys.executable, SCRIPT, operation, *sizes, *nodes, "--out", tmp_path]
     found = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stdout + found.stderr
     (path,) = tmp_path.glob("*.json")
@@ -294,4 +308,5 @@ def test_a_run(operation, tmp_path):
     assert run["runs"] == 3 * 6 and 0 < run["us"] < 1e4
     names = {name for _, name, *_ in run["steps"]}
     assert names >= {"memory free", "announced", "agreed", "block ended", "last block", "complete"}
+    assert (names >= {"calls exchanged", "all chunks sent", "all chunks relayed"}) == bool(nodes)
     assert all(0 <= begin <= end <= last + 1e-3 for _, _, begin, end, last, _ in run["steps"])

@@ -125,9 +125,13 @@ struct DispatchRailWarp : RailWarp {
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
         if (!wait_for_self(listed)) return Verdict::kAborted;
         send_items(params, params.plan.head->usable);
+        stamp(op, Step::kItemsSent);
         has_items = false;
       }
-      if (chunk == num_chunks) return agree(op, false);
+      if (chunk == num_chunks) {
+        stamp(op, Step::kAllSent);
+        return agree(op, false);
+      }
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
       if (!wait_for_self(staged)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
@@ -141,6 +145,7 @@ struct DispatchRailWarp : RailWarp {
         finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
                        flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
       }
+      if (chunk == 0) stamp(op, Step::kFirstSent);
     }
   }
 
@@ -166,6 +171,7 @@ struct DispatchRailWarp : RailWarp {
       const int past = chunk == num_chunks - 1 ? max_chunks : chunk + 1;
       if (usable) raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
     }
+    stamp(op, Step::kRelayed);
     return verdict;
   }
 };
@@ -175,6 +181,7 @@ struct DispatchRailWarp : RailWarp {
 __device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params, char* shared, bool is_free) {
   const DispatchRailWarp warp(op);
   if (params.stages && !warp.begin_dispatch(params.new_plan, is_free)) return Verdict::kAborted;
+  stamp(op, Step::kBegun);
   if (!params.pulls) return Verdict::kAgree;
   return warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params, shared);
 }

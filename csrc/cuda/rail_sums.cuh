@@ -81,7 +81,9 @@ struct CombineRailWarp : RailWarp {
         const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
         finish_sending(context.arrays.sums_sent + context.other(to) * max_chunks + chunk, to,
                        flag_at(to, context.own.sums_arrived, max_chunks, chunk), crossed);
+        if (chunk == 0) stamp(op, Step::kFirstSent);
       }
+    stamp(op, Step::kAllSent);
     return true;
   }
 
@@ -96,6 +98,7 @@ struct CombineRailWarp : RailWarp {
         ptx::store_relaxed(context.own.sums_here + context.other(node) * max_chunks + chunk, op.epoch);
       }
     }
+    stamp(op, Step::kRelayed);
     return true;
   }
 };
@@ -105,6 +108,7 @@ struct CombineRailWarp : RailWarp {
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
   const CombineRailWarp warp(op);
   if (params.pushes && !warp.begin_combine()) return Verdict::kAborted;
+  stamp(op, Step::kBegun);
   if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;

@@ -19,15 +19,16 @@ constexpr bool kStamps = false;
 // clang-format off
 enum class Step {
   kDispatch, kCombine, kFree, kSent, kChosen, kAgreed, kCounted, kPlanned, kListed, kFetched, kRows, kLanded, kPulled, kStored,
-  kStaged, kKept, kDelivered, kCleared, kQueued, kIssued, kPushed, kRaised, kSums, kReduced, kSummed, kArrived, kLast,
-  kComplete
+  kStaged, kKept, kDelivered, kCleared, kQueued, kIssued, kPushed, kRaised, kSums, kReduced, kSummed, kBegun,
+  kFirstSent, kItemsSent, kAllSent, kRelayed, kArrived, kLast, kComplete
 };
 // Their names for Python, in the same order.
 constexpr const char* kStepNames[] = {
     "dispatch", "combine", "memory free", "announced", "choices here", "agreed", "choices counted", "planned", "items known",
     "items fetched", "rows staged by all", "first row landed", "rows landed", "rows stored", "staged", "table kept",
     "tails delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
-    "partial sums here", "sums queued", "sums stored", "block ended", "last block", "complete"};
+    "partial sums here", "sums queued", "sums stored", "calls exchanged", "first chunk sent",
+    "items sent", "all chunks sent", "all chunks relayed", "block ended", "last block", "complete"};
 // clang-format on
 constexpr int kNumSteps = static_cast<int>(Step::kComplete) + 1;
 static_assert(sizeof(kStepNames) == kNumSteps * sizeof(kStepNames[0]));
