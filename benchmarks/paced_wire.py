@@ -85,7 +85,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=[None],
         metavar="ROWS,SUMS,WINDOW",
         help="tokens with a common flag: of rows, of sums that cross, of partial sums (a multiple of 16), the first "
-        "two powers of two; default: as the engine chooses, 256,256,256 with 2 nodes",
+        "two powers of two; default: as the engine chooses, 256,256,256 with 2 nodes of several ranks",
     )
     add("--seconds", type=_number(float, 1), default=float("inf"), help="begin no further point after these")
     add("--layout", choices=("expert", "rank"), default="expert", help="a row per expert, or one per rank")

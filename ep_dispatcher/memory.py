@@ -30,7 +30,7 @@ SCALE_BLOCK = 128  # kScaleBlock
 # Between nodes: tokens of all rail peers together whose partial sums have slots at a time, of each rank of the node. So
 # slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is reduced, pushes
 # fill the others.
-WINDOW_TOKENS, WINDOW_CHUNKS, LARGEST_WINDOW_CHUNK = 2048, 4, 256
+WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
 
 STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
@@ -140,15 +140,16 @@ class Shape:
     def sum_chunk(self) -> int:
         """Tokens with a common flag once their sums have crossed to another node; a power of two.
 
-        With these and window chunks of 256 a combine took 0.94 to 0.98 of the time with 512, as above.
+        At 50 GB/s, one H200, 2 nodes (benchmarks/paced_wire.py --chunks), with window chunks of this size too: chunks
+        of 128 took 0.97 to 0.99 of the time of 256 with one rank per node, and 1.02 to 1.03 with two.
         """
-        return 256
+        return 128 if self.ranks_per_node == 1 else 256
 
     @property
     def window_chunk(self) -> int:
         """Tokens of a chunk of a source on another node; a multiple of 16, which a warp takes at once."""
         share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
-        return max(min(share, LARGEST_WINDOW_CHUNK), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
+        return max(min(share, self.sum_chunk), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
 
     @property
     def window_chunks(self) -> int:

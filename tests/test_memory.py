@@ -155,8 +155,10 @@ def test_the_documented_formulas(seed):
     )
     given["s"] = memory.round_up(given["row"], 128 if given["row"] < 4096 else 1024)
     given["P"], given["a"] = min(given["L"], given["topk"]), 1 + 5 * given["L"]
-    for name, of_one_node, of_several in (("K", 1024, 256), ("I", 512, 512), ("S", 256, 256)):
+    for name, of_one_node, of_several in (("K", 1024, 256), ("I", 512, 512)):
         given[name] = math.ceil(given["T"] / (of_one_node if given["N"] == 1 else of_several))
+    given["D"] = 128 if given["L"] == 1 else 256
+    given["S"] = math.ceil(given["T"] / given["D"])
     given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
     choices, words = given["L"] * given["T"] * memory.round_up(given["topk"], 8), given["E"] * -(-given["T"] // 32)
     given["d"] = int(given["N"] == 1 and choices <= 16384 and words <= 4096)

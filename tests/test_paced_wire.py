@@ -64,7 +64,8 @@ def test_chunks_are_those_of_buffers_made_inside(script):
         assert of_shape() == (256, 128, 64) and script.memory.cuda_bytes(shape).total < usual_bytes  # fewer slots
     with script.chunks_of(None):
         assert of_shape() == usual
-    assert of_shape() == usual == (256, 256, 256)
+    assert of_shape() == usual == (256, 128, 128)
+    assert script.memory.Shape(4, 2, 8, 2, 4096, 512, 2).sum_chunk == 256
 
 
 def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):

@@ -112,6 +112,41 @@ struct RailWarp {
     __syncwarp();
   }
 
+  // Puts of this sender that it has not counted in for yet.
+  struct Sent {
+    int node = -1;  // -1: there are none
+    int chunk;      // kItems: items and the table
+    uint32_t crossed;
+  };
+  static constexpr int kItems = -1;
+
+  // [warp] Finish what was sent before `next`, which is under way too. Leave `next` in `before` while it crosses a
+  // paced wire: meanwhile this sender makes more puts, as with a network card. `finish(sent)` calls finish_sending.
+  template <class Finish>
+  __device__ void finish_before(Sent& before, const Sent& next, const Finish& finish) const {
+    finish_last(before, finish);
+    before = next;
+    if (__all_sync(~0u, lane != 0 || wire().has_crossed(next.crossed))) finish_last(before, finish);
+  }
+
+  // [warp] Finish what was sent last, if it is unfinished.
+  template <class Finish>
+  __device__ void finish_last(Sent& before, const Finish& finish) const {
+    if (before.node >= 0) finish(before);
+    before.node = -1;
+  }
+
+  // [warp] The same as wait_for_self. If the flag is not there yet, finish first what was sent.
+  template <class Finish>
+  __device__ bool finish_and_wait(Sent& before, const uint64_t* flag, const Finish& finish) const {
+    if (!__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) {
+      finish_last(before, finish);
+      return wait_for_self(flag);
+    }
+    ptx::fence_before_bulk();
+    return true;
+  }
+
   // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then tell the rail
   // peers that theirs may come; the senders take the peers in turn. A peer may be in another operation than this rank:
   // then nobody reads its rows. `is_free` as in wait_for_free_staging. Return false after an abort of this rank. Called

@@ -27,8 +27,10 @@ struct DispatchRailWarp : RailWarp {
   }
 
   // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
-  // there even without a usable plan. Called in senders, after `listed` of this rank.
-  __device__ void send_items(const DispatchParams& params, bool usable) const {
+  // there even without a usable plan. `before` and `finish` as in finish_before. Called in senders, after `listed` of
+  // this rank.
+  template <class Finish>
+  __device__ void send_items(const DispatchParams& params, bool usable, Sent& before, const Finish& finish) const {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
@@ -44,8 +46,7 @@ struct DispatchRailWarp : RailWarp {
       if (usable)
         send_share(to, context.rail_at_peer(to, &RailArrays::table_in), context.rail_for(to, &RailArrays::table_out),
                    params.args.num_tokens * context.table_ints * 4, piece, crossed);
-      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived),
-                     crossed);
+      finish_before(before, {to, kItems, crossed}, finish);
     }
   }
 
@@ -117,23 +118,34 @@ struct DispatchRailWarp : RailWarp {
     }
     const uint64_t* const listed = context.own.listed + op.rank();
     bool has_items = params.new_plan;  // to be sent
+    Sent before;
+    const auto finish = [&](const Sent& sent) {
+      const int other = context.other(sent.node), max_chunks = context.max_token_chunks;
+      if (sent.chunk == kItems)
+        finish_sending(context.arrays.items_sent + other, sent.node, flag_at(sent.node, context.own.items_arrived),
+                       sent.crossed);
+      else
+        finish_sending(context.arrays.rows_sent + other * max_chunks + sent.chunk, sent.node,
+                       flag_at(sent.node, context.own.rows_arrived, max_chunks, sent.chunk), sent.crossed);
+    };
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
     const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
     for (int chunk = 0;; ++chunk) {
       const bool waits = chunk == num_chunks || chunk == kChunksAhead;
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
-        if (!wait_for_self(listed)) return Verdict::kAborted;
-        send_items(params, params.plan.head->usable);
+        if (!finish_and_wait(before, listed, finish)) return Verdict::kAborted;
+        send_items(params, params.plan.head->usable, before, finish);
         stamp(op, Step::kItemsSent);
         has_items = false;
       }
       if (chunk == num_chunks) {
+        finish_last(before, finish);
         stamp(op, Step::kAllSent);
         return agree(op, false);
       }
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
-      if (!wait_for_self(staged)) return Verdict::kAborted;
+      if (!finish_and_wait(before, staged, finish)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
       const int end = min(params.args.num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
@@ -142,8 +154,7 @@ struct DispatchRailWarp : RailWarp {
           ptx::fence_before_bulk();
         }
         const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
-        finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
-                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk), crossed);
+        finish_before(before, {node(i), chunk, crossed}, finish);
       }
       if (chunk == 0) stamp(op, Step::kFirstSent);
     }

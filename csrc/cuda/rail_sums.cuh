@@ -70,6 +70,11 @@ struct CombineRailWarp : RailWarp {
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
     LongPuts puts = long_puts(shared, params.num_bays * params.bay_bytes);
     const int max_chunks = context.max_sum_chunks;
+    Sent before;
+    const auto finish = [&](const Sent& sent) {
+      finish_sending(context.arrays.sums_sent + context.other(sent.node) * max_chunks + sent.chunk, sent.node,
+                     flag_at(sent.node, context.own.sums_arrived, max_chunks, sent.chunk), sent.crossed);
+    };
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
         const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
@@ -77,12 +82,12 @@ struct CombineRailWarp : RailWarp {
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed = context.other(to) * context.max_far_chunks + (end - 1) / context.config.window_chunk;
-        if (!wait_for_self(context.own.summed + summed)) return false;
+        if (!finish_and_wait(before, context.own.summed + summed, finish)) return false;
         const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
-        finish_sending(context.arrays.sums_sent + context.other(to) * max_chunks + chunk, to,
-                       flag_at(to, context.own.sums_arrived, max_chunks, chunk), crossed);
+        finish_before(before, {to, chunk, crossed}, finish);
         if (chunk == 0) stamp(op, Step::kFirstSent);
       }
+    finish_last(before, finish);
     stamp(op, Step::kAllSent);
     return true;
   }

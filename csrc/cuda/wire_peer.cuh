@@ -42,12 +42,14 @@ struct PeerWire {
     return short_time(cuda::book(Free{context}, ticks(), ticks_of(bytes, context.wire.ticks_per_byte)));
   }
 
+  // [thread] Return whether the time has come.
+  __device__ bool has_crossed(uint32_t crossed) const { return crossed == 0 || has_come(crossed, ticks()); }
+
   // [thread] Wait for the time to come, by the clock of this GPU that `book` has read too. No peer can delay it, and no
   // flag is missed: nobody signals it. It ends early after an abort of this rank. The clock may stand still for up to
   // 1 us and then jump: a wait is late by that much at most, and a booking on an idle wire early.
   __device__ void wait_to_cross(uint32_t crossed) const {
-    if (crossed == 0) return;
-    for (int turn = 1; !has_come(crossed, ticks()); ++turn) {
+    for (int turn = 1; !has_crossed(crossed); ++turn) {
       if (turn % 32 == 0 && *static_cast<volatile uint32_t*>(&context.state->aborted) != 0) return;
       __nanosleep(100);
     }
