@@ -80,7 +80,7 @@ def moe_mlp(
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
     checks.one_of("activation", activation, ACTIVATIONS)
-    num_parts = parts.number_of(buffer, num_parts)
+    num_parts = parts.num_parts_of(buffer, num_parts)
     config, experts = buffer._config, buffer.num_local_experts
     device = buffer._live_engine().device
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)

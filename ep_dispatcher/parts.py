@@ -55,7 +55,7 @@ _PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps: these, and the
 T = TypeVar("T")
 
 
-def number_of(buffer: Buffer, asked: int | None = None) -> int:
+def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
     """Return in how many parts a layer runs: so many as asked for, else as `why_one` says."""
     checks.one_of("num_parts", asked, (1, 2, None))
     if asked is not None:

@@ -94,7 +94,7 @@ def why_not(
     num_parts: as in ep.moe_mlp. Two parts overlap with any number of tokens
     """
     config, engine = buffer._config, buffer._live_engine()
-    in_parts = parts.number_of(buffer, num_parts) > 1
+    in_parts = parts.num_parts_of(buffer, num_parts) > 1
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
     if config.dtype not in grouped_gemm.KERNEL_DTYPES:

@@ -69,7 +69,7 @@ def counted_runs():
     runs, run = [], Deferred.run
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu():
-            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None: True)
+            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, *rest: True)
 
         def counted(deferred, *given, **options):
             runs.append(deferred)
@@ -236,6 +236,84 @@ def test_the_bits_of_main_grad():
     megatron_pool(4).run(same_main_grads)
 
 
+# ---- two parts of the tokens ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_parts():
+    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
+    from ep_dispatcher import parts
+    from ep_dispatcher.integrations.megatron import deferred, experts
+
+    runs, run = [], parts.mlp_in_parts
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (experts, deferred):
+            patch.setattr(module, "num_parts_of", lambda buffer: 2)
+        patch.setattr(parts, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
+        yield runs
+
+
+def layer_in_parts(rank: int, case: Case) -> None:
+    use_layout(case.layout)
+    with switched_on():
+        grouped = run_layer(rank, case, OURS).tensors()
+    with switched_on(WAVES), two_parts() as runs, counted_runs() as counted:
+        got = run_layer(rank, case, OURS).tensors()
+    assert len(runs) == len(counted) and bool(runs) is (case.layout != ETP2)
+    assert not any(run.has_plan for run in counted), "a recompute makes new plans: each part has one"
+    assert_agree(got, grouped, "in two parts and in one")
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS, key=lambda name: str(LAYERS[name].layout)))
+def test_layers_in_two_parts(name):
+    megatron_pool(4).run(layer_in_parts, LAYERS[name])
+
+
+def with_two_parts(rank: int, test, *given) -> None:
+    with two_parts() as runs:
+        test(rank, *given)
+        assert runs
+
+
+IN_PARTS = {
+    "main_grad": (main_grads, {}, WAVES),
+    "delayed, main_grad": (delayed, True, WAVES),
+    "delayed": (delayed, False, WAVES),
+    "moe_act": (grouped_mlp, EP2, OURS, MOE_ACT, WAVES),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_gradients_of_weights_in_two_parts(name):
+    """Each is written once, with the rows of both parts in it."""
+    megatron_pool(4).run(with_two_parts, *IN_PARTS[name])
+
+
+def all_or_none(rank: int) -> None:
+    """A hook on one rank's experts: no rank runs this layer in parts. GEMMs that wait for no rows forbid less."""
+    from ep_dispatcher.integrations.megatron import experts
+
+    use_layout(EP2)
+    with switched_on(WAVES) as printed, two_parts() as runs:
+        layers = [make_layer(make_config(), number) for number in (1, 2)]
+        if rank == 1:
+            layers[0].experts.register_forward_hook(lambda *given: None)
+        for layer in layers:
+            layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 2, True
+        for number, layer in enumerate((*layers, *layers)):
+            layer(tokens_of(rank))
+            assert len(runs) == (0, 1, 1, 2)[number]
+        ones = [experts._layers[layer.experts] for layer in layers]
+        assert all(one.why_no_waves is not None for one in ones)
+        assert ones[1].why_no_parts is None and [one.parts_agreed for one in ones] == [False, True]
+    text = "ep_dispatcher runs the steps of layer 1 one after the other: another rank cannot overlap them"
+    assert printed.getvalue().splitlines().count(text) == (rank == 0)
+
+
+def test_all_ranks_run_in_two_parts_or_none():
+    megatron_pool(2).run(all_or_none)
+
+
 # ---- layers whose steps run one after the other ---------------------------------------------------------------------
 
 
@@ -283,12 +361,13 @@ def refusals(rank: int) -> None:
         assert len(runs) == 1
         line = said(printed)
         from ep_dispatcher import waves
-        from ep_dispatcher.integrations.megatron.experts import communicates
+        from ep_dispatcher.integrations.megatron import experts
 
-        for can in (True, False):  # as of a buffer of several nodes
+        for can in (True, False):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None, can=can: can)
-                assert communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
+                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, can=can: can)
+                patch.setattr(experts, "num_parts_of", lambda buffer: 1)
+                assert experts.communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
     if rank == 0 and not on_gpu():
         reasons = [
             "layer 1: SequentialMLP has hooks (forward_hooks)",
@@ -351,11 +430,15 @@ def lines_of_a_gpu(rank: int) -> None:
             environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(waves, "why_not", lambda buffer, wants_gradients: None)
+            patch.setattr(waves, "why_not", lambda buffer, wants_gradients, *rest: None)
             make_layer(make_config())(tokens_of(rank))
             waits = ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
             line = f"{HEAD} 1 of 1 MoE layers ({WAVES}=1)" + waits * (factor is None)
             assert said(printed) == line * (rank == 0)
+            with two_parts():
+                make_layer(make_config())(tokens_of(rank))
+            line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens ({WAVES}=1)" + waits * (factor is None)
+            assert printed.getvalue().rstrip().endswith(line * (rank == 0))
 
 
 @pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")

@@ -339,7 +339,7 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     buffer = types.SimpleNamespace(_config=config, _live_engine=lambda: engine)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # no GEMM waits for a kernel behind it
-    assert parts.number_of(buffer) == 2
+    assert parts.num_parts_of(buffer) == 2
     assert waves.why_not(buffer, wants_gradients=False, num_tokens=0) is None
     assert waves.why_not(buffer, False, num_parts=1).startswith("its ranks are 2 nodes, and one part without gradients")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
@@ -353,9 +353,9 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     for of, name, value, reason in changes:
         with monkeypatch.context() as patch:
             patch.setattr(of, name, value)
-            assert parts.why_one(buffer) == reason and parts.number_of(buffer) == 1
-            assert parts.number_of(buffer, 2) == 2 and parts.number_of(buffer, 1) == 1
-    assert parts.number_of(buffer) == 2
+            assert parts.why_one(buffer) == reason and parts.num_parts_of(buffer) == 1
+            assert parts.num_parts_of(buffer, 2) == 2 and parts.num_parts_of(buffer, 1) == 1
+    assert parts.num_parts_of(buffer) == 2
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
