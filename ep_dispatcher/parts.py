@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 # Of a buffer's max_tokens_per_rank, for two parts without being asked. Not measured yet.
 MIN_TOKENS = 2048
 _PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps: these, and the plan
-T = TypeVar("T")
 
 
 def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
