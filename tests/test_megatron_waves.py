@@ -16,6 +16,7 @@ from megatron_layer import (
     Case,
     Layout,
     assert_agree,
+    difference,
     environment,
     error_of,
     grads_of,
@@ -475,21 +476,23 @@ def test_experts_with_another_forward_get_rows():
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def overlapped(rank: int, settings: dict, factor: str | None) -> None:
-    """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs."""
-    from ep_dispatcher import waves
+def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | None = None) -> None:
+    """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs. Between nodes in two parts."""
+    from ep_dispatcher import parts, waves
 
     use_layout(EP2)
-    calls, call = [], waves.overlapped_mlp
+    place, name = (waves, "overlapped_mlp") if per_node is None else (parts, "mlp_in_parts")
+    calls, call = [], getattr(place, name)
     results = []
     large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
     variables = dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="3000", EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor)
+    variables |= dict(EP_DISPATCHER_RANKS_PER_NODE=per_node)
     for switch in (SWITCH, WAVES):
         with switched_on(switch) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
             from ep_dispatcher.integrations.megatron import experts
 
             patch.setattr(experts, "DTYPES_ON_GPU", (torch.bfloat16,))
-            patch.setattr(waves, "overlapped_mlp", lambda *given, **options: calls.append(1) or call(*given, **options))
+            patch.setattr(place, name, lambda *given, **options: calls.append(1) or call(*given, **options))
             if "moe_shared_expert_intermediate_size" in settings:
                 config = make_config(**large, **settings)
                 layer = make_layer(config)  # weights that lie anywhere, and gradients by autograd
@@ -510,10 +513,17 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
             layer.token_dispatcher.buffer.check()
             found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
             results.append(found)
+    if per_node is not None:  # two parts sum the gradients of weights in another order
+        for key in [key for key in results[0] if "experts" in key]:
+            one, two = (found.pop(key) for found in results)
+            assert difference(two, one) < 1e-4, key
     assert_same_bits(*results)
-    assert len(calls) == (3 if on_gpu() else 0), "rows of 512 bytes overlap with gradients alone"
+    recomputed = per_node is not None and "moe" in settings.get("recompute_modules", ())
+    times = 6 if recomputed else 3  # rows of 512 bytes in one part overlap with gradients alone
+    assert len(calls) == (times if on_gpu() else 0)
     if on_gpu():
-        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers")
+        in_parts = "" if per_node is None else ", in two parts of the tokens"
+        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers{in_parts}")
 
 
 @pytest.mark.parametrize(
@@ -527,5 +537,6 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
 @pytest.mark.parametrize("factor", [None, exhaustive("2")], ids=["counted", "limited rows"])
-def test_dispatch_and_combine_under_the_gemms(settings, factor):
-    megatron_pool(2).run(overlapped, settings, factor)
+@pytest.mark.parametrize("per_node", [None, "1"], ids=["one node", "two nodes"])
+def test_dispatch_and_combine_under_the_gemms(settings, factor, per_node):
+    megatron_pool(2).run(overlapped, settings, factor, per_node)

@@ -98,6 +98,32 @@ def test_many_steps_in_a_row(pools, engine, num_ranks, ranks_per_node, counted):
     pools(num_ranks).run(many_steps, ranks_per_node, counted)
 
 
+def in_two_streams(rank: int, counted: bool) -> None:
+    """Layers in two streams in turn. Only the buffer orders these: each has memory and a side stream of its own."""
+    device_of("cuda", rank)
+    with make_buffer(ranks_per_node=1) as buffer:
+        options = {} if counted else dict(max_recv_rows=ENOUGH * dist.get_world_size())
+        given = [layer_inputs(rank, kind, 2900 - 577 * rank, n) for n, kind in enumerate(("uniform", "few", "hot"))]
+        plain = [run_layer(buffer, one, overlap=False, num_parts=2) for one in given]
+        torch.cuda.synchronize()
+        streams, found = [torch.cuda.Stream() for _ in range(2)], []
+        for step in range(12):
+            with torch.cuda.stream(streams[step % 2]):
+                found.append(run_layer(buffer, given[step % 3], num_parts=2, **options))
+                torch.full((1 << 23,), float("nan"), device="cuda")
+        torch.cuda.synchronize()
+        for step, values in enumerate(found):
+            for name, a, b in zip(NAMES, plain[step % 3], values):
+                assert torch.equal(a, b), f"step {step}: {name} differs"
+        buffer.check()
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+@pytest.mark.parametrize("counted", [True, False])
+def test_layers_in_two_streams(pools, engine, counted):
+    pools(2).run(in_two_streams, counted)
+
+
 def in_a_graph(rank: int, ranks_per_node: int) -> None:
     device_of("cuda", rank)
     with make_buffer(ranks_per_node=ranks_per_node) as buffer:
