@@ -134,8 +134,9 @@ class _Mlp(torch.autograd.Function):
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # combines read them until the end
         with _Lane(buffer, x, overlap) as lane:
-            # The host waits for the counts of a dispatch, so A's experts come before that of B. Where it does not wait
-            # they come behind it: with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches.
+            # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches: first the dispatch of B,
+            # then the experts of A. Where the host waits for the counts of B, the experts of A have to be launched
+            # before. In any case combine A is launched before the experts of B.
             waits = request.counts
             sent = [lane.dispatch(one) for one in requests[: 1 if waits else 2]]
             for i, out in enumerate(cut(y)):
