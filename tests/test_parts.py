@@ -1,6 +1,7 @@
 """moe_mlp in two parts of the tokens: the dense layer, whatever the tokens of the ranks; the order of operations."""
 
 import contextlib
+import dataclasses
 import types
 from functools import partial
 
@@ -8,14 +9,13 @@ import pytest
 import torch
 from conftest import exhaustive
 from test_autograd import dense_moe_layer, normal
-from test_dispatch_combine import Case, Inputs
+from test_dispatch_combine import Case, Inputs, make_inputs
 from test_dispatch_combine import make_buffer as buffer_of
 from test_errors import error_of
 from test_experts import (
     CLOSE,
     MAX_RECV_ROWS,
     MAX_TOKENS,
-    make_case,
     swiglu_experts,
     uninitialised_memory_is_nan,
     weights_of,
@@ -57,10 +57,17 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, num_part
     return y.detach(), *(leaf.grad for leaf in leaves)
 
 
-def cut_to(inputs: Inputs, sizes: list[int]) -> Inputs:
-    """As many tokens for each rank."""
-    lists = (inputs.x, inputs.topk_idx, inputs.topk_weights)
-    return Inputs(*([t[:size] for t, size in zip(of_ranks, sizes)] for of_ranks in lists))
+SIZES = [19, 12, 1, 0]  # tokens of the ranks
+
+
+def inputs_of(
+    num_ranks: int, ranks_per_node: int, dtype: torch.dtype = torch.float32, sizes: list[int] = SIZES
+) -> tuple[Case, Inputs]:
+    case = Case(num_ranks, ranks_per_node, dtype, num_topk=3, experts_per_rank=3, hidden=16)
+    given = make_inputs(dataclasses.replace(case, routing="masked"))
+    given.x[:] = [normal(x.shape, 20 + rank, dtype) for rank, x in enumerate(given.x)]
+    lists = given.x, given.topk_idx, given.topk_weights
+    return case, Inputs(*([t[:size] for t, size in zip(of_ranks, sizes)] for of_ranks in lists))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +85,15 @@ def cut_to(inputs: Inputs, sizes: list[int]) -> Inputs:
     ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
 )
 def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
-    case, inputs = make_case(num_ranks, ranks_per_node, dtype)
+    case, inputs = inputs_of(num_ranks, ranks_per_node, dtype)
     compare_with_dense(pools(num_ranks).run(layer, engine, case, inputs, how, 2), case, inputs)
 
 
 @pytest.mark.parametrize("sizes", [[1, 17], [0, 1], [2, 0], [0, 0]], ids=str)
 def test_few_tokens(pools, engine, sizes):
     """One token is all in the first part."""
-    case, inputs = make_case(2, 1)
-    inputs = cut_to(inputs, sizes)
+    case, inputs = inputs_of(2, 1, sizes=sizes)
+    assert [len(x) for x in inputs.x] == sizes
     compare_with_dense(pools(2).run(layer, engine, case, inputs, "plain", 2), case, inputs)
 
 
@@ -109,7 +116,7 @@ def ways(rank: int, engine: str, case: Case, inputs: Inputs) -> list:
 @pytest.mark.parametrize("dtype", [torch.float32, exhaustive(torch.bfloat16)], ids=str)
 def test_every_way_gives_the_same_bits(pools, engine, dtype):
     """One part rounds the gradients of weights likewise, but sums rows in another order."""
-    case, inputs = make_case(2, 1, dtype)
+    case, inputs = inputs_of(2, 1, dtype)
     for plain, *others, one_part in pools(2).run(ways, engine, case, inputs):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(plain, other))
@@ -142,7 +149,7 @@ def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)], ids=str)
 def test_gradients_of_weights_are_written_once(pools, engine, dtype):
-    pools(2).run(taken, engine, *make_case(2, 1, dtype))
+    pools(2).run(taken, engine, *inputs_of(2, 1, dtype))
 
 
 def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
@@ -178,23 +185,21 @@ def test_the_order_of_operations_is_that_of_autograd(pools, asked):
 
 
 def mistakes(rank: int, engine: str) -> None:
-    case, inputs = make_case(1, 1)
+    case, inputs = inputs_of(1, 1)
     device = device_of(engine, rank)
     w1, w2 = (w.to(device) for w in weights_of(case))
     x, idx, weights = (t[0].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
     given = dict(x=x, topk_idx=idx, topk_weights=weights, w1=w1, w2=w2, num_parts=2)
     bad = idx.clone()
     bad[-1, 1] = 77
+    too_many = {name: torch.cat([given[name]] * 4) for name in ("x", "topk_idx", "topk_weights")}
     wrong = [
         (dict(num_parts=3), "num_parts: given 3, allowed: 1, 2, None"),
         (dict(num_parts="2"), "num_parts: given '2', allowed: 1, 2, None"),
-        (dict(topk_idx=idx[1:]), "topk_idx: given [22, 3]"),
-        (dict(topk_idx=bad), f"topk_idx[{22 if engine == 'cpu' else 10}, 1]: given 77"),  # on a GPU: of its part
+        (dict(topk_idx=idx[1:]), "topk_idx: given [18, 3]"),
+        (dict(topk_idx=bad), f"topk_idx[{18 if engine == 'cpu' else 8}, 1]: given 77"),  # on a GPU: of its part
         (dict(max_recv_rows=-1), "max_recv_rows: given -1"),
-        (
-            dict(x=torch.cat([x] * 3), topk_idx=torch.cat([idx] * 3), topk_weights=torch.cat([weights] * 3)),
-            "x: given 69",
-        ),
+        (too_many, "x: given 76 rows, allowed: at most max_tokens_per_rank = 64"),
     ]
     with buffer_of(case, engine, MAX_TOKENS) as buffer:
         epoch = buffer._engine._c.epoch if engine == "cpu" else 0
