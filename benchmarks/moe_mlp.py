@@ -3,13 +3,18 @@
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
     python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
-    EP_DISPATCHER_WIRE_GBPS=50 python benchmarks/moe_mlp.py --ranks-per-node 1 --paths serial overlap   # virtual nodes
+    EP_DISPATCHER_WIRE_GBPS=50 python benchmarks/moe_mlp.py --ranks-per-node 1 \
+        --paths serial overlap parts parts-serial                   # virtual nodes
     python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --routings uniform \
         --paths serial overlap overlap:24,8,132 overlap:16,12,24@50 overlap:24,16,132,16,8
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
 beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
+
+serial and overlap run in one part of the tokens. parts runs in two, so that communication of one part runs under the
+GEMMs of the other; parts-serial runs the same two parts one after the other. Each part of these has as many rows as the
+fullest part of a rank.
 
 overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE
 for those of the backward. Without these it pulls with PULL too. With @SHARE pushes begin when so many percent of the
@@ -39,13 +44,15 @@ from compare_builds import IN_A_ROW, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import envs, waves
+from ep_dispatcher import envs, parts, waves
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import RankPool, make_routing
 
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
-PATHS = {"serial": "GEMMs", "overlap": "GEMMs", "nccl": "grouped_mm"}  # and the time of its GEMMs alone
+USUAL_PATHS = ["serial", "overlap", "nccl"]
+PATHS = dict.fromkeys(["serial", "overlap", "parts", "parts-serial"], "GEMMs") | {"nccl": "grouped_mm"}  # and its GEMMs
+OVERLAPPING = ("overlap", "parts")
 ALLOWED_PATHS = f"{', '.join(PATHS)}, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
 PASSES = ("forward", "forward+backward")
 TOPK = 8
@@ -75,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # or a capture keeps every exchanged row
     if "nccl" in args.paths and args.ranks > torch.cuda.device_count():
         print(f"NCCL left out: {args.ranks} ranks on {torch.cuda.device_count()} GPUs", flush=True)
-        args.paths.remove("nccl")
+        args.paths = [path for path in args.paths if path != "nccl"]
     with RankPool(args.ranks, timeout_s=300) as pool:
         for case in cases_of(args):
             ranks = pool.run(measure, case, args.paths, args.rounds, args.nccl_eager)
@@ -87,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE")
     parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
-    parser.add_argument("--paths", nargs="+", type=_path, default=list(PATHS), metavar="PATH", help=ALLOWED_PATHS)
+    parser.add_argument("--paths", nargs="+", type=_path, default=USUAL_PATHS, metavar="PATH", help=ALLOWED_PATHS)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument(
         "--ranks-per-node",
@@ -183,12 +190,13 @@ def sides_of(
     x, weights, w1, w2 = given
     out = buffer.dispatch(x, idx, weights)
     assert out.topk_weights is not None
-    most = torch.tensor(out.x.shape[0])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    most = {1: most_rows(out), 2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(parts.cut, (x, idx))))}
     ends = out.tokens_per_expert.cumsum(0).int()
 
-    def layer(overlap: bool, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return ep.moe_mlp(buffer, x, idx, weights, w1, w2, overlap=overlap, max_recv_rows=int(most))
+    def layer(path: str, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        num_parts = parts_of(path)
+        options = dict(overlap=_kind(path) in OVERLAPPING, num_parts=num_parts, max_recv_rows=most[num_parts])
+        return ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
 
     def experts(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return grouped_swiglu_mlp(rows, weights, ends, w1, w2)
@@ -201,11 +209,12 @@ def sides_of(
             rows = x.index_select(0, torch.arange(sum(plain.received), device=x.device) % len(x))
             calls[path], calls["grouped_mm"] = (plain, given), (plain.experts, [rows, w1, w2])
             continue
-        calls[path] = partial(layer, _kind(path) == "overlap"), given
+        calls[path] = partial(layer, path), given
         calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
-        if _kind(path) == "overlap":
+        if _kind(path) in OVERLAPPING:
             for name, wants_gradients in zip(PASSES, (False, True)):
-                chosen = "overlap" if waves.can_overlap(buffer, wants_gradients, len(x)) else "serial"
+                can = waves.can_overlap(buffer, wants_gradients, len(x), parts_of(path))
+                chosen = "overlap" if can else "serial"
                 ran[name, path] = f"chose {chosen}, "
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():
@@ -213,6 +222,19 @@ def sides_of(
         back = partial(both, call, [t.detach().requires_grad_() for t in arguments])
         sides |= {(name, path): partial(with_sms, path, run) for name, run in zip(PASSES, (once, back))}
     return sides, ran
+
+
+def parts_of(path: str) -> int:
+    """In how many parts of the tokens a path runs."""
+    return 2 if path.startswith("parts") else 1
+
+
+def most_rows(out: ep.DispatchOutput) -> int:
+    """Return the most rows that a rank has received. Collective."""
+    assert isinstance(out.x, Tensor)
+    most = torch.tensor(out.x.shape[0])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def with_sms(path: str, run: Callable[[], None]) -> None:

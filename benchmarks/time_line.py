@@ -282,7 +282,7 @@ def layer_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Ten
         for shape in ((local, 2 * width, hidden), (local, hidden, width))
     )
     rows = most_rows(buffer, x, idx, weights)
-    forward = partial(ep.moe_mlp, buffer, overlap=True, max_recv_rows=rows)
+    forward = partial(ep.moe_mlp, buffer, overlap=True, num_parts=1, max_recv_rows=rows)
     if operation == "moe_mlp forward":
         return lambda: forward(x, idx, weights, w1, w2)
     leaves, of_y = [t.requires_grad_() for t in (x, weights, w1, w2)], torch.randn_like(x)

@@ -292,6 +292,16 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
         return True
 
 
+def dispatch_goes_back(ctx: Any) -> bool:
+    """Return whether the backward of a layer runs that of its dispatch. x and topk_weights are its first inputs.
+
+    Its steps may be nodes of their own on another rank. There autograd leaves out the backward of the dispatch if
+    neither x nor topk_weights wants a gradient, or none is asked for in this pass.
+    """
+    inputs = zip(ctx.needs_input_grad[:2], ctx.next_functions)
+    return any(wanted and will_run(node) for wanted, (node, _) in inputs)
+
+
 # Autograd makes zeros of its own for every output without a gradient: for the integers among them, in each backward. So
 # it gets only the outputs that can have a gradient, and set_materialize_grads(False).
 

@@ -620,6 +620,44 @@ class Buffer:
         max_recv_rows: int | None,
     ) -> DispatchOutput:
         """Check the arguments, launch (through autograd.dispatch_op where gradients are wanted), name the outputs."""
+        request = self._checked_request(
+            x,
+            topk_idx,
+            topk_weights,
+            layout=layout,
+            expert_alignment=expert_alignment,
+            quantize=quantize,
+            handle=handle,
+            max_recv_rows=max_recv_rows,
+        )
+        received, handle = self._launch_new(launch, request) if handle is None else (launch(request), handle)
+        out: Tensor | tuple[Tensor, Tensor] = received.rows
+        if quantize is not None or request.scales is not None:
+            assert received.scales is not None
+            out = float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
+        return DispatchOutput(
+            x=out,
+            topk_weights=None if topk_weights is None else received.topk_weights,
+            topk_idx=received.topk_idx if request.layout == "rank" else None,
+            tokens_per_expert=received.tokens_per_expert,
+            rows_per_expert=received.rows_per_expert,
+            handle=handle,
+            event=self._event(),
+        )
+
+    def _checked_request(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        *,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        quantize: str | None = None,
+        handle: Handle | None = None,
+        max_recv_rows: int | None,
+    ) -> DispatchRequest:
+        """Check the arguments of a dispatch."""
         config, device = self._config, self._live_engine().device
         checks.rows(
             x,
@@ -644,22 +682,8 @@ class Buffer:
             checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
             layout, expert_alignment = handle.layout, handle.expert_alignment
             plan, num_rows = handle.plan, handle.num_rows
-        request = DispatchRequest(
+        return DispatchRequest(
             rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
-        )
-        received, handle = self._launch_new(launch, request) if handle is None else (launch(request), handle)
-        out: Tensor | tuple[Tensor, Tensor] = received.rows
-        if quantize is not None or scales is not None:
-            assert received.scales is not None
-            out = float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
-        return DispatchOutput(
-            x=out,
-            topk_weights=None if topk_weights is None else received.topk_weights,
-            topk_idx=received.topk_idx if layout == "rank" else None,
-            tokens_per_expert=received.tokens_per_expert,
-            rows_per_expert=received.rows_per_expert,
-            handle=handle,
-            event=self._event(),
         )
 
     def _check_routing(

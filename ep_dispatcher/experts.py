@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ep_dispatcher import checks, grouped_gemm, waves
+from ep_dispatcher import checks, grouped_gemm, parts, waves
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.grouped_gemm import Matrices
@@ -33,6 +33,7 @@ def moe_mlp(
     activation: str = "swiglu",
     max_recv_rows: int | None = None,
     overlap: bool = True,
+    num_parts: int | None = None,
     keep_activated: bool = True,
 ) -> Tensor:
     """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
@@ -47,30 +48,39 @@ def moe_mlp(
                    weight of a linear layer, as torch.nn.Linear has it
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
-    max_recv_rows  as in ep.dispatch. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs (ep_dispatcher/waves.py), bit by bit the same. It needs a GPU,
-                   bfloat16 or float16, 2048 tokens or more on this rank, and at most half of the GPU's
-                   multiprocessors in the buffer's num_sms; without gradients also rows of more than 8192 bytes,
-                   because shorter ones gain nothing. With several nodes only the combine of a backward runs under
-                   GEMMs. Else it changes nothing, and ep.why_no_overlap(buffer) says why. Ranks may choose
-                   differently. The last sums take all multiprocessors, as the GEMMs do. docs/limits.md says where to
-                   set it to False
+    max_recv_rows  as in ep.dispatch, of each part. With it the host never waits on a GPU with bfloat16 or float16
+    overlap        let communication run under the GEMMs, bit by bit the same. It needs a GPU and bfloat16 or float16.
+                   Two parts need no more (ep_dispatcher/parts.py). One part on one node (ep_dispatcher/waves.py)
+                   needs 2048 tokens or more on this rank, and at most half of the GPU's multiprocessors in the
+                   buffer's num_sms; without gradients also rows of more than 8192 bytes, because shorter ones gain
+                   nothing. The last sums take all multiprocessors then, as the GEMMs do. One part with several nodes
+                   runs only the combine of a backward under GEMMs. Else overlap changes nothing, and
+                   ep.why_no_overlap(buffer) says why. Ranks may choose differently. docs/limits.md says where to set
+                   it to False
+    num_parts      1 or 2, the same on all ranks. 2: the first half of this rank's tokens, and the rest. Each part has a
+                   dispatch and a combine of its own, also without overlap, and these run under the GEMMs of the
+                   other part. None: 2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of
+                   2048 or more; else 1
     keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
                    are kept of each received row
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
-    then rounded. The second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too.
+    then rounded. The second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. Those of
+    w1 and w2 are sums over the rows of the first part, then over those of the second, rounded once. In torch.compile
+    each part's sum is rounded.
 
     Gradients reach x, topk_weights, w1 and w2. For the backward the received rows, the results of the first GEMM and
-    those of the activation are kept, all in the buffer's dtype. There are no second derivatives. As in ep.dispatch,
-    every rank must run the backward. Each of x, topk_weights and the pair (w1, w2) must require a gradient on all
-    ranks or on none. What torch.autograd.grad or backward(inputs=...) asks for must be the same on all ranks too.
+    those of the activation are kept, all in the buffer's dtype. With max_recv_rows two parts keep twice as many rows.
+    There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x, topk_weights and
+    the pair (w1, w2) must require a gradient on all ranks or on none. What torch.autograd.grad or backward(inputs=...)
+    asks for must be the same on all ranks too.
 
     Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
     """
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
     checks.one_of("activation", activation, ACTIVATIONS)
+    num_parts = parts.num_parts_of(buffer, num_parts)
     config, experts = buffer._config, buffer.num_local_experts
     device = buffer._live_engine().device
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
@@ -81,38 +91,44 @@ def moe_mlp(
     if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
         allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
-    has_kernels = grouped_gemm.has_kernels(x) and not is_observed((x, topk_idx, topk_weights, w1, w2))
+    is_plain = not is_observed((x, topk_idx, topk_weights, w1, w2))
+    has_kernels = grouped_gemm.has_kernels(x) and is_plain
     if has_kernels:
         w1, w2 = _aligned(w1), _aligned(w2)
-    if has_kernels:
+    if has_kernels or (is_plain and num_parts > 1):
         send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-        options = dict(overlap=overlap, keep_activated=keep_activated)
+        options: dict[str, Any] = dict(overlap=overlap, num_parts=num_parts, keep_activated=keep_activated)
         return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
-    out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
-    ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-    second = _activated_linear
-    if not keep_activated:
-        second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
-    return combine(buffer, second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends), out.handle)
+    given = [(x, topk_idx, topk_weights)]
+    if num_parts > 1:
+        buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        given = list(zip(*map(parts.cut, given[0])))
+    # All are sent before the first experts run: the order of parts.py.
+    sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+    rows = [_rows_of_experts(out, w1, w2, keep_activated) for out in sent]
+    y = [combine(buffer, of_part, out.handle) for of_part, out in zip(rows, sent)]
+    return y[0] if num_parts == 1 else torch.cat(y)
 
 
-def why_no_overlap(buffer: Buffer, *, gradients: bool = True, num_tokens: int | None = None) -> str | None:
+def why_no_overlap(
+    buffer: Buffer, *, gradients: bool = True, num_tokens: int | None = None, num_parts: int | None = None
+) -> str | None:
     """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
 
         reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
 
     gradients   whether the layer has a backward: PyTorch's gradients are on, and an argument of it requires one
     num_tokens  of this rank in the call; None: the buffer's max_tokens_per_rank
+    num_parts   as in ep.moe_mlp
 
     It moves nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
-    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: nothing
-    overlaps there.
+    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: one part
+    does not overlap there.
 
-    Raises ValueError when `buffer` is no ep_dispatcher.Buffer, or was destroyed.
+    Raises ValueError when `buffer` is no ep_dispatcher.Buffer, or was destroyed, and for another num_parts.
     """
     check_buffer(buffer)
-    return waves.why_not(buffer, gradients, num_tokens)
+    return waves.why_not(buffer, gradients, num_tokens, num_parts)
 
 
 def run_layer(
@@ -126,17 +142,22 @@ def run_layer(
     send: Callable[[], DispatchOutput],
     *,
     overlap: bool,
+    num_parts: int,
     **options: Any,
 ) -> Tensor:
     """``moe_mlp`` in grouped GEMMs, with overlap where ``waves.why_not`` has nothing against it. The rest is checked.
 
-    send: dispatches x and topk_weights, where the steps run one after the other
+    send: dispatches x and topk_weights, where one part runs its steps one after the other
     w1, w2, options: as grouped_swiglu_mlp takes them; all matrices of a layer require gradients, or none
     """
     one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in one_of_each)
     with torch.cuda.device_of(x):
-        if overlap and waves.can_overlap(buffer, wants_gradients, x.shape[0]):
+        overlap = overlap and waves.can_overlap(buffer, wants_gradients, x.shape[0], num_parts)
+        if num_parts > 1:
+            given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
+            return parts.mlp_in_parts(*given, overlap=overlap, **options)
+        if overlap:
             return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
         out = send()
         assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
@@ -161,6 +182,16 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     end = ends.tolist()
     parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+
+
+def _rows_of_experts(out: DispatchOutput, w1: Tensor, w2: Tensor, keep_activated: bool) -> Tensor:
+    """Return the results of the experts by row, in PyTorch's grouped GEMMs."""
+    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
+    ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+    second = _activated_linear
+    if not keep_activated:
+        second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
+    return second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends)
 
 
 def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LINE_BYTES = 16  # the kernels read matrices whose rows begin at multiples of it
 WAVE_ROWS = 64  # rows per counter between the kernels and an operation beside them: kWaveRows in csrc/cuda/config.h
 Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
+RowSet = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
 
 
 class Stack(NamedTuple):
@@ -88,16 +89,21 @@ def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     return out
 
 
-def linear_grad_weights(grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool) -> None:
+def linear_grad_weights(
+    grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool, more: RowSet | None = None
+) -> None:
     """Write the gradient of `linear`'s weights, or add it to what is there, into out[e] [n, k] of each expert.
 
     grad [num_rows, n], rows [num_rows, k]; out in float32 or the rows' dtype. An expert without rows gets zeros.
+    more: grad, rows and ends once more, of rows behind the first. All are summed before the sums are rounded.
     """
     if has_kernels(rows):
-        kernels().outer_products(grad, rows, ends, out, accumulate=accumulate)
+        kernels().outer_products(grad, rows, ends, out, accumulate=accumulate, more=more)
         return
-    for expert, of_expert in _groups(ends):
-        of_weights = grad[of_expert].t() @ rows[of_expert]
+    sets = [(grad, rows, ends)] if more is None else [(grad, rows, ends), more]
+    for expert, of_expert in enumerate(zip(*([one for _, one in _groups(each)] for _, _, each in sets))):
+        a, b = ([t[group] for t, group in zip(ts, of_expert)] for ts in list(zip(*sets))[:2])
+        of_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
         if accumulate:
             out[expert].add_(of_weights)
         else:

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.grouped_gemm import WAVE_ROWS, Matrices, Stack, stack_in_place
+from ep_dispatcher.grouped_gemm import WAVE_ROWS, Matrices, RowSet, Stack, stack_in_place
 
 
 class Tile(NamedTuple):
@@ -269,33 +269,51 @@ def _multiply(
         _count_rows(written, row, tl.minimum(row + BLOCK_M, end), GROUP_ROWS)
 
 
-def outer_products(grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool) -> None:
-    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added."""
-    num_rows, n = grad.shape
-    k, experts = rows.shape[1], len(out)
+def outer_products(
+    grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool, more: RowSet | None = None
+) -> None:
+    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added.
+
+    more: a second set of rows. They are added to the sums of the first, before these are rounded.
+    """
+    n, k, experts = grad.shape[1], rows.shape[1], len(out)
+    sets = [one for one in ((grad, rows, ends), more) if one is not None and one[0].shape[0]]
+    num_rows = sum(one[0].shape[0] for one in sets)
     tiles = ADDED_TILES if accumulate else STORED_TILES
     tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
-    if not num_rows:
+    if not sets:
         if not accumulate:
             torch._foreach_zero_(list(out))
         return
+    first, second = _described(sets[0], tile), (_described(sets[1], tile) if len(sets) > 1 else (None,) * 4)
     _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
-        TensorDescriptor(grad, [num_rows, n], [grad.stride(0), 1], [tile.k, tile.m]),
-        TensorDescriptor(rows, [num_rows, k], [rows.stride(0), 1], [tile.k, tile.n]),
+        *first[:2],
         out[0],
         _addresses(out, rows.device),
-        ends,
-        num_rows,
+        *first[2:],
         n,
         k,
+        *second,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         DOWN=tile.down,
         ACCUMULATE=accumulate,
         ALIGNED=_are_aligned(out),
+        MORE=len(sets) > 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, int]:
+    """Return what `_outer_products` takes of a set of rows."""
+    grad, rows, ends = rows_of
+    return (
+        TensorDescriptor(grad, list(grad.shape), [grad.stride(0), 1], [tile.k, tile.m]),
+        TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile.k, tile.n]),
+        ends,
+        grad.shape[0],
     )
 
 
@@ -324,6 +342,28 @@ def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _rows_of(expert, ends, num_rows):
+    """The first row of an expert, and its end."""
+    end = tl.minimum(tl.load(ends + expert), num_rows)
+    begin = tl.minimum(tl.load(ends + tl.maximum(expert - 1, 0)), num_rows) * (expert > 0).to(tl.int32)
+    return begin, end
+
+
+@triton.jit
+def _add_products(total, grad, rows, begin, end, row, column, BLOCK_K: tl.constexpr):
+    """Add the outer products of the rows [begin, end) in a tile at (row, column)."""
+    whole = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for r in range(begin, whole, BLOCK_K):
+        total = tl.dot(grad.load([r, row]).T, rows.load([r, column]), total)
+    if whole < end:  # what follows is another expert's, or memory that nobody wrote
+        mine = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+        a = tl.where(mine, grad.load([whole, row]), 0)
+        total = tl.dot(a.T, tl.where(mine, rows.load([whole, column]), 0), total)
+    return total
+
+
+# Without MORE there is no second set of rows: its arguments are constants, and the kernel has one loop.
+@triton.jit(do_not_specialize=["num_more"])
 def _outer_products(
     grad,
     rows,
@@ -333,31 +373,37 @@ def _outer_products(
     num_rows,
     n,
     k,
+    more_grad,
+    more_rows,
+    more_ends,
+    num_more,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOWN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    MORE: tl.constexpr,
 ):
     m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
     pid = tl.program_id(0)
     expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
-    end = tl.minimum(tl.load(ends + expert), num_rows)
-    begin = tl.minimum(tl.load(ends + tl.maximum(expert - 1, 0)), num_rows) * (expert > 0).to(tl.int32)
+    begin, end = _rows_of(expert, ends, num_rows)
+    if MORE:
+        more_begin, more_end = _rows_of(expert, more_ends, num_more)
     if ACCUMULATE:
-        if begin == end:
-            return
+        if MORE:
+            if (begin == end) & (more_begin == more_end):
+                return
+        else:
+            if begin == end:
+                return
     i, j = _place(number, m_tiles, n_tiles, DOWN)
     row, column = i * BLOCK_M, j * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    whole = begin + (end - begin) // BLOCK_K * BLOCK_K
-    for r in range(begin, whole, BLOCK_K):
-        total = tl.dot(grad.load([r, row]).T, rows.load([r, column]), total)
-    if whole < end:  # what follows is another expert's, or memory that nobody wrote
-        mine = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
-        a = tl.where(mine, grad.load([whole, row]), 0)
-        total = tl.dot(a.T, tl.where(mine, rows.load([whole, column]), 0), total)
+    total = _add_products(total, grad, rows, begin, end, row, column, BLOCK_K)
+    if MORE:
+        total = _add_products(total, more_grad, more_rows, more_begin, more_end, row, column, BLOCK_K)
     to = tl.load(addresses + expert).to(out.dtype)
     if ALIGNED:  # else the compiler writes entry by entry
         to = tl.multiple_of(to, 16)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +112,60 @@ def checked_call(
     return Call(w1, w2, keep_activated, take_grads, anchor)
 
 
+class Kept(NamedTuple):
+    """What a backward needs of the rows of one forward pass."""
+
+    rows: Tensor
+    row_weights: Tensor
+    ends: Tensor
+    hidden: Tensor
+    activated: Tensor | None  # None: computed again
+
+
+class RowGrads(NamedTuple):
+    """Gradients in a backward pass, by row."""
+
+    of_out: Tensor
+    of_hidden: Tensor
+    of_row_weights: Tensor
+    of_rows: Tensor | None
+
+
+def run_rows(rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call) -> tuple[Tensor, Kept]:
+    """Run every expert on its rows. Return the results, and what the backward needs."""
+    hidden = grouped_gemm.linear(rows, call.w1, ends)
+    activated = grouped_gemm.weighted_swiglu(hidden, row_weights, ends)
+    out = grouped_gemm.linear(activated, call.w2, ends)
+    return out, Kept(rows, row_weights, ends, hidden, activated if call.keep_activated else None)
+
+
+def grads_of_rows(of_out: Tensor, kept: Kept, w1: Matrices, w2: Matrices, wants_rows: bool) -> RowGrads:
+    """Return all gradients but those of the weights."""
+    of_activated = grouped_gemm.linear_grad_rows(of_out, w2, kept.ends)
+    of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(
+        of_activated, kept.hidden, kept.row_weights, kept.ends
+    )
+    of_rows = grouped_gemm.linear_grad_rows(of_hidden, w1, kept.ends) if wants_rows else None
+    return RowGrads(of_out, of_hidden, of_row_weights, of_rows)
+
+
+def write_grads(sets: Sequence[tuple[Kept, RowGrads]], of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
+    """Write the gradients of the weights, or add them to what is there. They are sums over one or two sets of rows."""
+
+    def write(of_weights: Matrices, all_rows: list[grouped_gemm.RowSet]) -> None:
+        first, *more = all_rows
+        grouped_gemm.linear_grad_weights(*first, of_weights, accumulate=accumulate, more=more[0] if more else None)
+
+    write(of_w2, [(grads.of_out, _activated(kept), kept.ends) for kept, grads in sets])
+    write(of_w1, [(grads.of_hidden, kept.rows, kept.ends) for kept, grads in sets])
+
+
+def _activated(kept: Kept) -> Tensor:
+    if kept.activated is not None:
+        return kept.activated
+    return grouped_gemm.weighted_swiglu(kept.hidden, kept.row_weights, kept.ends)
+
+
 class _GroupedSwigluMlp(torch.autograd.Function):
     """Both GEMMs and the activation. Parameters that take_grads looks after are no inputs: autograd knows none."""
 
@@ -118,31 +173,22 @@ class _GroupedSwigluMlp(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call, anchor: Tensor | None, *weights: Tensor
     ) -> Tensor:
-        hidden = grouped_gemm.linear(rows, call.w1, ends)
-        activated = grouped_gemm.weighted_swiglu(hidden, row_weights, ends)
-        out = grouped_gemm.linear(activated, call.w2, ends)
+        out, kept = run_rows(rows, row_weights, ends, call)
         ctx.call = call
-        ctx.save_for_backward(rows, row_weights, ends, hidden, activated if call.keep_activated else None, *weights)
+        ctx.save_for_backward(*kept, *weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, row_weights, ends, hidden, activated, *weights = ctx.saved_tensors
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        kept, weights = Kept(*saved[:5]), saved[5:]
         call: Call = ctx.call
         w1, w2 = call.saved(weights)
-        grad = grad.contiguous()
-        of_activated = grouped_gemm.linear_grad_rows(grad, w2, ends)
-        of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(of_activated, hidden, row_weights, ends)
-        of_rows = grouped_gemm.linear_grad_rows(of_hidden, w1, ends) if ctx.needs_input_grad[0] else None
-
-        def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
-            kept = activated if call.keep_activated else grouped_gemm.weighted_swiglu(hidden, row_weights, ends)
-            grouped_gemm.linear_grad_weights(grad, kept, ends, of_w2, accumulate=accumulate)
-            grouped_gemm.linear_grad_weights(of_hidden, rows, ends, of_w1, accumulate=accumulate)
-
+        grads = grads_of_rows(grad.contiguous(), kept, w1, w2, ctx.needs_input_grad[0])
+        write = partial(write_grads, [(kept, grads._replace(of_rows=None))])
         of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[5:]))
-        return of_rows, of_row_weights, None, None, *of_inputs
+        return grads.of_rows, grads.of_row_weights, None, None, *of_inputs
 
 
 def empty_grads(weights: Matrices) -> Matrices:

@@ -23,7 +23,7 @@ push_after, and hold no multiprocessor before. They run in a stream of higher pr
 multiprocessors that become free. The sums behind them have all.
 
 With several nodes only the combine of the backward runs beside GEMMs: rows and sums cross in the order of tokens, not
-of experts.
+of experts. There two parts of the tokens overlap (parts.py).
 
 Tiles and sums are those of the steps one after the other, so every bit is the same.
 """
@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import grouped_gemm
-from ep_dispatcher.autograd import buffer_of, check_saved_plan, will_run
+from ep_dispatcher import grouped_gemm, parts
+from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Waves
 from ep_dispatcher.grouped_gemm import Matrices
@@ -78,37 +78,53 @@ GEMM_FLOPS, LOADED_BYTES, NVLINK_BYTES = 500e12, 2.4e12, 350e9
 PUSH_AFTER: float | None = None  # instead of push_after(), for comparisons
 
 
-def can_overlap(buffer: Buffer, wants_gradients: bool, num_tokens: int | None = None) -> bool:
+def can_overlap(
+    buffer: Buffer, wants_gradients: bool, num_tokens: int | None = None, num_parts: int | None = None
+) -> bool:
     """Whether it pays and this buffer can."""
-    return why_not(buffer, wants_gradients, num_tokens) is None
+    return why_not(buffer, wants_gradients, num_tokens, num_parts) is None
 
 
-def why_not(buffer: Buffer, wants_gradients: bool, num_tokens: int | None = None) -> str | None:
+def why_not(
+    buffer: Buffer, wants_gradients: bool, num_tokens: int | None = None, num_parts: int | None = None
+) -> str | None:
     """Say why a layer with this buffer runs its steps one after the other. None: it overlaps them.
 
-    num_tokens: of this rank in the call; None: as many as the buffer holds. Other ranks may decide otherwise.
+    num_tokens: of this rank in the call; None: as many as the buffer holds. Other ranks may decide otherwise
+    num_parts: as in ep.moe_mlp. Two parts overlap with any number of tokens
     """
     config, engine = buffer._config, buffer._live_engine()
+    in_parts = parts.num_parts_of(buffer, num_parts) > 1
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
     if config.dtype not in grouped_gemm.KERNEL_DTYPES:
         return f"its rows are {config.dtype}"
+    reason = None if in_parts else _why_no_waves(buffer, wants_gradients, num_tokens)
+    if reason is not None:
+        return reason
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
+        return "CUDA_LAUNCH_BLOCKING is set"
+    # A graph orders its branches by itself. With one queue a GEMM may then stand before the pull that it waits for.
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if not in_parts and connections == "1" and torch.cuda.is_current_stream_capturing():
+        return "it is captured in a CUDA graph with CUDA_DEVICE_MAX_CONNECTIONS=1"
+    return None
+
+
+def _why_no_waves(buffer: Buffer, wants_gradients: bool, num_tokens: int | None) -> str | None:
+    """Say why one part on a GPU does not overlap, by its sizes."""
+    config, engine = buffer._config, buffer._live_engine()
     has_nodes = config.topology.num_nodes > 1
-    if has_nodes and not wants_gradients:
-        return f"its ranks are {config.topology.num_nodes} nodes, and there are no gradients"
     if config.max_tokens_per_rank < MIN_TOKENS:
         return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
+    if has_nodes and not wants_gradients:
+        return f"its ranks are {config.topology.num_nodes} nodes, and one part without gradients does not overlap there"
     if num_tokens is not None and num_tokens < MIN_TOKENS:
         return f"this rank has {num_tokens} tokens, less than {MIN_TOKENS}"
     if not engine.has_waves and not has_nodes:
         return "num_sms is more than half of the GPU's multiprocessors, ranks can be masked, or plans are direct"
     if not wants_gradients and config.hidden * config.dtype.itemsize <= LONG_ROW:
         return f"rows of at most {LONG_ROW} bytes without gradients"
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
-        return "CUDA_LAUNCH_BLOCKING is set"
-    # A graph orders its branches by itself. With one queue a GEMM may then stand before the pull that it waits for.
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_current_stream_capturing():
-        return "it is captured in a CUDA graph with CUDA_DEVICE_MAX_CONNECTIONS=1"
     return None
 
 
@@ -209,12 +225,8 @@ class _Mlp(torch.autograd.Function):
         check_saved_plan(plan)
         has_waves = buffer._live_engine().has_waves
         sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
-        # As where the steps run one after the other: another rank may take that way. There autograd leaves out the
-        # backward of the dispatch if neither x nor topk_weights wants a gradient, or none is asked for in this pass.
-        inputs = zip(ctx.needs_input_grad[:2], ctx.next_functions)
-        goes_back = any(wanted and will_run(node) for wanted, (node, _) in inputs)
         of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
-        of_rows = torch.empty_like(rows) if goes_back else None
+        of_rows = torch.empty_like(rows) if dispatch_goes_back(ctx) else None
         combined: Combined | tuple[None, None] = (None, None)
         of_y = buffer._launch_dispatch(sent, only_sends=has_waves).rows
         with _Layer(buffer, of_y) as layer:

@@ -67,7 +67,7 @@ def run_decode(case: Case, rank: int, engine: str) -> None:
 
 
 def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> None:
-    """A layer of experts, its steps one after the other and with overlap: the same bits."""
+    """A layer of experts, its steps one after the other and with overlap: the same bits. In one part, and in two."""
     generator, sizes = torch.Generator().manual_seed(rank), dict(hidden=256, num_experts=6 * num_ranks, num_topk=4)
     device, dtype = device_of(engine, rank), torch.bfloat16
     given = torch.randn(500, 256, generator=generator), torch.rand(500, 4, generator=generator)
@@ -76,16 +76,18 @@ def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> No
     row_weights = given[1].to(device).requires_grad_()
     topk_idx = torch.rand(500, 6 * num_ranks, generator=generator).topk(4).indices.to(device)
     placed = dict(engine=engine, max_tokens_per_rank=3000, ranks_per_node=ranks_per_node, timeout_s=100, num_sms=24)
-    results = []
     with ep.Buffer(**sizes, **placed) as buffer:
         waves.MIN_TOKENS = 0
-        for overlap in (False, True):
-            y = ep.moe_mlp(buffer, leaves[0], topk_idx, row_weights, *leaves[1:], overlap=overlap)
-            results.append([y, *torch.autograd.grad(y.float().square().sum(), (*leaves, row_weights))])
-        if engine == "cuda":
-            assert ep.why_no_overlap(buffer) is None
-            buffer.check()
-        assert all(torch.equal(a, b) for a, b in zip(*results))
+        for num_parts in (1, 2):
+            results = []
+            for overlap in (False, True):
+                options = dict(overlap=overlap, num_parts=num_parts)
+                y = ep.moe_mlp(buffer, leaves[0], topk_idx, row_weights, *leaves[1:], **options)
+                results.append([y, *torch.autograd.grad(y.float().square().sum(), (*leaves, row_weights))])
+            if engine == "cuda":
+                assert ep.why_no_overlap(buffer, num_parts=num_parts) is None
+                buffer.check()
+            assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str = "", engine: str = "cuda") -> None:

@@ -82,7 +82,8 @@ def test_every_side_runs(pools, script, ranks_per_node):
         assert set(sides) == {
             (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values(), SWEPT}
         }
-        assert ran == {(name, path): "chose serial, " for name in script.PASSES for path in ("overlap", SWEPT)}
+        chosen = ("overlap", "parts", SWEPT)
+        assert ran == {(name, path): "chose serial, " for name in script.PASSES for path in chosen}
 
 
 def test_the_multiprocessors_of_a_path(script):
@@ -99,12 +100,12 @@ def test_the_multiprocessors_of_a_path(script):
 @pytest.mark.parametrize(
     "given",
     ["fast", "overlap:", "overlap:1,2", "overlap:1,2,x", "overlap:0,2,3", "overlap:1,2,3,4", "serial:1,2,3"]
-    + ["overlap:1,2,3@", "overlap:1,2,3@100", "overlap@50"],
+    + ["overlap:1,2,3@", "overlap:1,2,3@100", "overlap@50", "parts:1,2,3", "parts-overlap"],
 )
 def test_wrong_paths(script, capsys, given):
     with pytest.raises(SystemExit):
         script.parse_args(["--paths", given])
-    allowed = "serial, overlap, nccl, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
+    allowed = "serial, overlap, parts, parts-serial, nccl, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
     assert f"given {given!r}, allowed: {allowed}, numbers of at least 1, SHARE 0 to 99" in capsys.readouterr().err
 
 
@@ -134,6 +135,36 @@ def test_lines(script):
     assert rows[2].split("grouped_mm alone")[1].split()[:3] == ["22", "exposed", "28"]
     only = {key: value for key, value in times.items() if key[1] in ("serial", "GEMMs")}
     assert len(script.lines(cases[0], script.Measured(only, ran))) == 3
+    us = {"serial": 30.0, "parts": 21.0, "parts-serial": 40.0, "GEMMs": 20.0}
+    in_parts = {(name, path): value for name in script.PASSES for path, value in us.items()}
+    rows = script.lines(cases[0], script.Measured(in_parts, dict.fromkeys(in_parts, "CUDA graph")))[1:4]
+    assert [row.split("exposed")[1].split()[0] for row in rows] == ["10", "1", "20"]
+
+
+def test_what_each_path_runs(pools, script):
+    """Parts and overlap of every call of ep.moe_mlp."""
+    calls = pools(2).run(calls_of_paths)[0]
+    assert {path: (found["num_parts"], found["overlap"]) for path, found in calls.items()} == {
+        "serial": (1, False),
+        "overlap": (1, True),
+        "parts": (2, True),
+        "parts-serial": (2, False),
+    }
+    assert calls["parts"]["max_recv_rows"] == calls["parts-serial"]["max_recv_rows"] < calls["serial"]["max_recv_rows"]
+
+
+def calls_of_paths(rank: int) -> dict:
+    sys.path.insert(0, BENCHMARKS)
+    import moe_mlp
+
+    idx, leaves = given_to(rank, "uniform", torch.bfloat16)
+    found, paths = {}, [path for path in moe_mlp.PATHS if path != "nccl"]
+    with make_buffer(torch.bfloat16, 1) as buffer, pytest.MonkeyPatch.context() as patch:
+        sides, _ = moe_mlp.sides_of(buffer, paths, idx, [t.detach() for t in leaves])
+        for path in paths:
+            patch.setattr(ep, "moe_mlp", lambda *given, path=path, **options: found.setdefault(path, options))
+            sides["forward", path]()
+    return found
 
 
 def test_nodes_in_words(script, monkeypatch):

@@ -146,7 +146,7 @@ def test_every_step_of_suspend_and_resume_is_explained():
 
 
 def test_every_agreement_of_the_megatron_integration_is_explained():
-    sources = [f"integrations/megatron/{name}.py" for name in ("buffers", "recompute")]
+    sources = [f"integrations/megatron/{name}.py" for name in ("buffers", "experts", "recompute")]
     assert sorted(first_cells("Phases of the Megatron integration")) == sorted(in_sources(r'about="([^"]+)"', *sources))
 
 

@@ -163,10 +163,12 @@ def reasons(rank: int, engine: str) -> None:
         assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, gradients=False) == wanted
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                waves, "why_not", lambda buffer, wants_gradients, num_tokens: "" if wants_gradients else f"{num_tokens}"
+                waves,
+                "why_not",
+                lambda buffer, wants_gradients, *rest: "" if wants_gradients else f"{rest}",
             )
-            assert ep.why_no_overlap(buffer) == "" and ep.why_no_overlap(buffer, gradients=False) == "None"
-            assert ep.why_no_overlap(buffer, gradients=False, num_tokens=7) == "7"
+            assert ep.why_no_overlap(buffer) == "" and ep.why_no_overlap(buffer, gradients=False) == "(None, None)"
+            assert ep.why_no_overlap(buffer, gradients=False, num_tokens=7, num_parts=2) == "(7, 2)"
         assert error_of(lambda: ep.why_no_overlap(None)).startswith("buffer: given NoneType, allowed: ")
     assert "destroyed" in error_of(lambda: ep.why_no_overlap(buffer))
 

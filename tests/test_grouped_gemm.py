@@ -94,6 +94,36 @@ def test_the_gradient_of_weights_is_written_or_added(ends, place, accumulate, dt
         close(seen, grad[group].double().t() @ rows[group].double() + (old if accumulate else 0), dtype)
 
 
+@pytest.mark.parametrize("more", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_over_two_sets_of_rows_are_rounded_once(ends, more, dtype):
+    torch.manual_seed(4)
+    n, k, experts = 136, 72, len(ends)
+    counts = (COUNTS[more] * 4)[:experts]
+    sets = [
+        (rows_of(end, n, dtype), rows_of(end, k, dtype), end)
+        for end in (ends, torch.tensor(counts).cumsum(0).int().to(ends.device))
+    ]
+    right = torch.zeros(experts, n, k, dtype=torch.float64, device=ends.device)
+    for grad, rows, end in sets:
+        for e, group in enumerate(groups(end)):
+            right[e] += grad[group].double().t() @ rows[group].double()
+    found = torch.empty_like(right, dtype=dtype)
+    grouped_gemm.linear_grad_weights(*sets[0], found, accumulate=False, more=sets[1])
+    # Half a unit of the last place, and what sums in float32 lose.
+    allowed = right.abs() * torch.finfo(dtype).eps / 2 + 1e-3
+    assert ((found.double() - right).abs() <= allowed).all()
+    sums = torch.ones_like(right, dtype=torch.float32)
+    grouped_gemm.linear_grad_weights(*sets[0], sums, accumulate=True, more=sets[1])
+    close(sums, right + 1, dtype)  # on a CPU the sum is rounded before it is added
+    nothing = [(grad[:0], rows[:0], torch.zeros_like(end)) for grad, rows, end in sets]
+    for first, second in ((sets[0], nothing[1]), (nothing[0], sets[0])):
+        alone, with_none = torch.empty_like(found), torch.empty_like(found)
+        grouped_gemm.linear_grad_weights(*sets[0], alone, accumulate=False)
+        grouped_gemm.linear_grad_weights(*first, with_none, accumulate=False, more=second)
+        assert torch.equal(alone, with_none)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weighted_swiglu_and_its_gradients(ends, dtype):
     torch.manual_seed(3)

@@ -16,6 +16,7 @@ from megatron_layer import (
     Case,
     Layout,
     assert_agree,
+    difference,
     environment,
     error_of,
     grads_of,
@@ -69,7 +70,7 @@ def counted_runs():
     runs, run = [], Deferred.run
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu():
-            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None: True)
+            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, *rest: True)
 
         def counted(deferred, *given, **options):
             runs.append(deferred)
@@ -236,6 +237,84 @@ def test_the_bits_of_main_grad():
     megatron_pool(4).run(same_main_grads)
 
 
+# ---- two parts of the tokens ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def two_parts():
+    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
+    from ep_dispatcher import parts
+    from ep_dispatcher.integrations.megatron import deferred, experts
+
+    runs, run = [], parts.mlp_in_parts
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (experts, deferred):
+            patch.setattr(module, "num_parts_of", lambda buffer: 2)
+        patch.setattr(parts, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
+        yield runs
+
+
+def layer_in_parts(rank: int, case: Case) -> None:
+    use_layout(case.layout)
+    with switched_on():
+        grouped = run_layer(rank, case, OURS).tensors()
+    with switched_on(WAVES), two_parts() as runs, counted_runs() as counted:
+        got = run_layer(rank, case, OURS).tensors()
+    assert len(runs) == len(counted) and bool(runs) is (case.layout != ETP2)
+    assert not any(run.has_plan for run in counted), "a recompute makes new plans: each part has one"
+    assert_agree(got, grouped, "in two parts and in one")
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS, key=lambda name: str(LAYERS[name].layout)))
+def test_layers_in_two_parts(name):
+    megatron_pool(4).run(layer_in_parts, LAYERS[name])
+
+
+def with_two_parts(rank: int, test, *given) -> None:
+    with two_parts() as runs:
+        test(rank, *given)
+        assert runs
+
+
+IN_PARTS = {
+    "main_grad": (main_grads, {}, WAVES),
+    "delayed, main_grad": (delayed, True, WAVES),
+    "delayed": (delayed, False, WAVES),
+    "moe_act": (grouped_mlp, EP2, OURS, MOE_ACT, WAVES),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_gradients_of_weights_in_two_parts(name):
+    """Each is written once, with the rows of both parts in it."""
+    megatron_pool(4).run(with_two_parts, *IN_PARTS[name])
+
+
+def all_or_none(rank: int) -> None:
+    """A hook on one rank's experts: no rank runs this layer in parts. GEMMs that wait for no rows forbid less."""
+    from ep_dispatcher.integrations.megatron import experts
+
+    use_layout(EP2)
+    with switched_on(WAVES) as printed, two_parts() as runs:
+        layers = [make_layer(make_config(), number) for number in (1, 2)]
+        if rank == 1:
+            layers[0].experts.register_forward_hook(lambda *given: None)
+        for layer in layers:
+            layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 2, True
+        for number, layer in enumerate((*layers, *layers)):
+            layer(tokens_of(rank))
+            assert len(runs) == (0, 1, 1, 2)[number]
+        ones = [experts._layers[layer.experts] for layer in layers]
+        assert all(one.why_no_waves is not None for one in ones)
+        assert ones[1].why_no_parts is None and [one.parts_agreed for one in ones] == [False, True]
+    text = "ep_dispatcher runs the steps of layer 1 one after the other: another rank cannot overlap them"
+    assert printed.getvalue().splitlines().count(text) == (rank == 0)
+
+
+def test_all_ranks_run_in_two_parts_or_none():
+    megatron_pool(2).run(all_or_none)
+
+
 # ---- layers whose steps run one after the other ---------------------------------------------------------------------
 
 
@@ -283,12 +362,13 @@ def refusals(rank: int) -> None:
         assert len(runs) == 1
         line = said(printed)
         from ep_dispatcher import waves
-        from ep_dispatcher.integrations.megatron.experts import communicates
+        from ep_dispatcher.integrations.megatron import experts
 
-        for can in (True, False):  # as of a buffer of several nodes
+        for can in (True, False):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, num_tokens=None, can=can: can)
-                assert communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
+                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, can=can: can)
+                patch.setattr(experts, "num_parts_of", lambda buffer: 1)
+                assert experts.communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
     if rank == 0 and not on_gpu():
         reasons = [
             "layer 1: SequentialMLP has hooks (forward_hooks)",
@@ -351,11 +431,15 @@ def lines_of_a_gpu(rank: int) -> None:
             environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(waves, "why_not", lambda buffer, wants_gradients: None)
+            patch.setattr(waves, "why_not", lambda buffer, wants_gradients, *rest: None)
             make_layer(make_config())(tokens_of(rank))
             waits = ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
             line = f"{HEAD} 1 of 1 MoE layers ({WAVES}=1)" + waits * (factor is None)
             assert said(printed) == line * (rank == 0)
+            with two_parts():
+                make_layer(make_config())(tokens_of(rank))
+            line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens ({WAVES}=1)" + waits * (factor is None)
+            assert printed.getvalue().rstrip().endswith(line * (rank == 0))
 
 
 @pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")
@@ -392,21 +476,23 @@ def test_experts_with_another_forward_get_rows():
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def overlapped(rank: int, settings: dict, factor: str | None) -> None:
-    """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs."""
-    from ep_dispatcher import waves
+def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | None = None) -> None:
+    """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs. Between nodes in two parts."""
+    from ep_dispatcher import parts, waves
 
     use_layout(EP2)
-    calls, call = [], waves.overlapped_mlp
+    place, name = (waves, "overlapped_mlp") if per_node is None else (parts, "mlp_in_parts")
+    calls, call = [], getattr(place, name)
     results = []
     large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
     variables = dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="3000", EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor)
+    variables |= dict(EP_DISPATCHER_RANKS_PER_NODE=per_node)
     for switch in (SWITCH, WAVES):
         with switched_on(switch) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
             from ep_dispatcher.integrations.megatron import experts
 
             patch.setattr(experts, "DTYPES_ON_GPU", (torch.bfloat16,))
-            patch.setattr(waves, "overlapped_mlp", lambda *given, **options: calls.append(1) or call(*given, **options))
+            patch.setattr(place, name, lambda *given, **options: calls.append(1) or call(*given, **options))
             if "moe_shared_expert_intermediate_size" in settings:
                 config = make_config(**large, **settings)
                 layer = make_layer(config)  # weights that lie anywhere, and gradients by autograd
@@ -427,10 +513,17 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
             layer.token_dispatcher.buffer.check()
             found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
             results.append(found)
+    if per_node is not None:  # two parts sum the gradients of weights in another order
+        for key in [key for key in results[0] if "experts" in key]:
+            one, two = (found.pop(key) for found in results)
+            assert difference(two, one) < 1e-4, key
     assert_same_bits(*results)
-    assert len(calls) == (3 if on_gpu() else 0), "rows of 512 bytes overlap with gradients alone"
+    recomputed = per_node is not None and "moe" in settings.get("recompute_modules", ())
+    times = 6 if recomputed else 3  # rows of 512 bytes in one part overlap with gradients alone
+    assert len(calls) == (times if on_gpu() else 0)
     if on_gpu():
-        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers")
+        in_parts = "" if per_node is None else ", in two parts of the tokens"
+        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers{in_parts}")
 
 
 @pytest.mark.parametrize(
@@ -444,5 +537,6 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
 @pytest.mark.parametrize("factor", [None, exhaustive("2")], ids=["counted", "limited rows"])
-def test_dispatch_and_combine_under_the_gemms(settings, factor):
-    megatron_pool(2).run(overlapped, settings, factor)
+@pytest.mark.parametrize("per_node", [None, "1"], ids=["one node", "two nodes"])
+def test_dispatch_and_combine_under_the_gemms(settings, factor, per_node):
+    megatron_pool(2).run(overlapped, settings, factor, per_node)

@@ -81,14 +81,15 @@ def buffer_with(sms: waves.Sms, push_after: float | None = None, **changes) -> I
 
 def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes) -> None:
     device_of("cuda", rank)
+    one_part = dict(num_parts=1)
     with buffer_with(sms, **changes) as buffer:
         for step, kind in enumerate(kinds):
             num_tokens = 0 if (rank + step) % 5 == 4 else 2900 - 577 * rank - 41 * step
             given = layer_inputs(rank, kind, num_tokens, step, buffer._config.dtype)
-            assert waves.can_overlap(buffer, wants_gradients=True)
-            plain = run_layer(buffer, given, overlap=False)
+            assert waves.can_overlap(buffer, wants_gradients=True, **one_part)
+            plain = run_layer(buffer, given, overlap=False, **one_part)
             enough = TOPK * MAX_TOKENS * dist.get_world_size()
-            for options in ({}, dict(max_recv_rows=enough)):
+            for options in (one_part, dict(max_recv_rows=enough, **one_part)):
                 found = run_layer(buffer, given, **options)
                 for name, a, b in zip(("y", "x", "topk_weights", "w1", "w2"), plain, found):
                     assert torch.equal(a, b), f"step {step}, {kind}, {options}: {name} differs"
@@ -164,12 +165,12 @@ def each_its_own_way(rank: int, **changes) -> None:
     with make_buffer(**changes) as buffer:
         for step, wanted in enumerate(((0, 1, 2, 3), (2, 3), (0,), ())):
             num_tokens = 2500 if (rank + step) % 2 else 700
-            assert waves.can_overlap(buffer, True, num_tokens) is (num_tokens == 2500)
+            assert waves.can_overlap(buffer, True, num_tokens, num_parts=1) is (num_tokens == 2500)
             x, idx, *others = layer_inputs(rank, "uniform", num_tokens, seed=step)
             results = []
             for overlap in (False, True):
                 leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, *others))]
-                y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap)
+                y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap, num_parts=1)
                 if wanted:
                     y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
                 results.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
@@ -275,7 +276,7 @@ def test_groups_and_chunks_that_are_just_full(pools, engine, num_ranks, push):
 @pytest.mark.parametrize("engine", [on("cuda")])
 @pytest.mark.parametrize("num_ranks, ranks_per_node", [(2, 1), (4, 2)])
 def test_between_nodes(pools, engine, num_ranks, ranks_per_node):
-    """Only the combine of the backward runs beside GEMMs."""
+    """In one part only the combine of the backward runs beside GEMMs."""
     pools(num_ranks).run(partial(both_ways, ranks_per_node=ranks_per_node), ["uniform", "hot", "few", "uniform"])
 
 

@@ -153,6 +153,9 @@ class Engine(Protocol):
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received: ...
 
+    # Raise ValueError for a bad entry, if the host can see it without a wait.
+    def check_routing(self, topk_idx: Tensor) -> None: ...
+
     # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
     # `out`: contiguous memory for the sums, none of y's. None: new memory.
     # `waves`: take so many blocks. With `only_sends` and counters rows of y leave as soon as they are written.

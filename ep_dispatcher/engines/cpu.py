@@ -22,6 +22,7 @@ from ep_dispatcher.engines.base import (
     Received,
     Waves,
     address_of,
+    plain,
 )
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
@@ -144,7 +145,7 @@ class CpuEngine:
             rows, scales = float8.quantize(request.rows)
             request = request._replace(rows=rows, scales=scales)
         if request.topk_idx is not None:
-            self._check_routing(request.topk_idx)
+            self.check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
         arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
         with self._operation("dispatch", request.plan) as step:
@@ -365,7 +366,8 @@ class CpuEngine:
     def destroy(self) -> None:
         self._health.stop(self._connections.interrupt, self._connections.free)
 
-    def _check_routing(self, topk_idx: Tensor) -> None:
+    def check_routing(self, topk_idx: Tensor) -> None:
+        topk_idx = plain(topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
         if entry is not None:

@@ -110,7 +110,7 @@ class CudaEngine:
         self._stamps: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_streams: dict[int, torch.cuda.Stream] = {}  # by the number of the stream that they are beside
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
         # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
         # addresses these hold.
@@ -304,6 +304,9 @@ class CudaEngine:
             self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
         self._hand_over(received)
         return received
+
+    def check_routing(self, topk_idx: Tensor) -> None:
+        """Do nothing: kernels find bad entries, and no host waits for them here."""
 
     def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor | None:
         """Memory for the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
@@ -616,10 +619,14 @@ class CudaEngine:
             self._caller = None
 
     def side_stream(self) -> torch.cuda.Stream:
-        """Return the stream for operations beside the kernels of experts."""
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self._device, priority=-1)
-        return self._side_stream
+        """Return the stream for operations beside kernels of experts in the current stream.
+
+        Each stream has its own one: so the memory of that waits for no third stream when it is used again.
+        """
+        current = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if current not in self._side_streams:
+            self._side_streams[current] = torch.cuda.Stream(self._device, priority=-1)
+        return self._side_streams[current]
 
     def join(self) -> None:
         current = torch.cuda.current_stream(self._device)

@@ -24,8 +24,10 @@ from torch.nn import Module, Parameter
 
 from ep_dispatcher import envs, grouped_gemm, waves
 from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
+from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import graphs, limits, plugin
 from ep_dispatcher.integrations.megatron.deferred import Deferred
+from ep_dispatcher.parts import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
@@ -71,7 +73,10 @@ class Experts:
         self.config = layer.config
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
-        self.why_no_waves: str | None = None  # why Megatron's steps run one after the other, whatever the buffer can
+        # Why Megatron's steps run one after the other, whatever the buffer can: in one part of the tokens, and in two.
+        self.why_no_waves: str | None = None
+        self.why_no_parts: str | None = None
+        self.parts_agreed: bool | None = None  # what all ranks of the layer have said of two parts, once they have
         self.is_decided = False
         self.anchor: Any = None  # the one weight that autograd sees, where CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
@@ -86,6 +91,7 @@ class Experts:
         self.fc1, self.fc2, self.bypassed = _parts(experts)
         self.why_not = why_not(experts, self)
         self.why_no_waves = why_no_waves(experts, self)
+        self.why_no_parts = why_no_waves(experts, self, gemms_wait=False)
 
     def forward(self, rows: Tensor, counts: Tensor | Deferred, probs: Tensor) -> tuple[Tensor, None]:
         """What TEGroupedMLP.forward does. Counts may lie on the host or on the device: the host reads none of them.
@@ -191,6 +197,21 @@ class Experts:
         self._run_hooks([weight for weight in (*w1, *w2) if weight is not anchor], True)
         if self.ddp() is None:
             anchor.grad = None  # a dummy
+
+    def all_run_in_parts(self, here: bool) -> bool:
+        """Whether all ranks can run dispatch and combine in two parts of the tokens. The first question is collective.
+
+        A hook on the experts of one rank is enough to forbid it.
+        """
+        layer = self.layer()
+        if self.parts_agreed is None and layer is not None:
+            agreed, note = torch.tensor(int(here)), f"layer {layer.layer_number}"
+            group = layer.token_dispatcher.tp_ep_group
+            all_reduce(agreed, dist.ReduceOp.MIN, group, about="agree on the parts", note=note)
+            self.parts_agreed = bool(agreed)
+            if here and not self.parts_agreed and dist.get_rank() == 0:
+                print(f"ep_dispatcher runs the steps of {note} one after the other: another rank cannot overlap them")
+        return bool(self.parts_agreed)
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -308,8 +329,11 @@ def _why_not_weights(parts: Experts) -> str | None:
     return None
 
 
-def why_no_waves(experts: Any, parts: Experts) -> str | None:
-    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, whatever its buffer can."""
+def why_no_waves(experts: Any, parts: Experts, *, gemms_wait: bool = True) -> str | None:
+    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, whatever its buffer can.
+
+    gemms_wait: whether GEMMs wait for rows, as they do in one part of the tokens
+    """
     layer = parts.layer()
     if parts.why_not is not None or layer is None:
         return "its experts run Megatron's way"
@@ -318,12 +342,13 @@ def why_no_waves(experts: Any, parts: Experts) -> str | None:
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(parts.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
-    # GEMMs that wait for rows delay a send, and the rows may wait for what that send brings.
-    if parts.config.pipeline_model_parallel_size > 1 and parts.config.overlap_p2p_comm:
-        return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
-    # waves.why_not says so while a graph is captured, which is after this line.
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(parts.config):
-        return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
+    if gemms_wait:
+        # They delay a send, and the rows may wait for what that send brings.
+        if parts.config.pipeline_model_parallel_size > 1 and parts.config.overlap_p2p_comm:
+            return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
+        # waves.why_not says so while a graph is captured, which is after this line.
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(parts.config):
+            return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:
@@ -347,11 +372,14 @@ def why_copied(parts: Experts) -> str | None:
 
 def communicates(experts: Module, buffer: Any) -> bool:
     """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
-    # unregister() and those who replace a module's forward leave one that takes none.
-    if not getattr(experts.forward, "in_grouped_gemms", False) or not is_grouped(experts):
+    one = _layers.get(experts)
+    if one is None or not one.may_overlap:
         return False
-    one = _layers[experts]
-    if not one.may_overlap or one.why_no_waves is not None:
+    # unregister() and those who replace a module's forward leave one that takes none.
+    can = getattr(experts.forward, "in_grouped_gemms", False) and is_grouped(experts)
+    if num_parts_of(buffer) > 1:
+        return one.all_run_in_parts(can and one.why_no_parts is None) and can
+    if not can or one.why_no_waves is not None:
         return False
     return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU goes the same way
 
@@ -391,10 +419,13 @@ def _said_of_waves(layers: Sequence[Experts]) -> str:
     """How many layers overlap communication with their experts, and why the others do not, in one line."""
     buffer = _buffer_of(layers)
     of_buffer = None if buffer is None else waves.why_not(buffer, wants_gradients=True)
-    overlapped, others = _reasons((one, one.why_no_waves or of_buffer) for one in layers)
+    in_parts = buffer is not None and num_parts_of(buffer) > 1
+    overlapped, others = _reasons(
+        (one, (one.why_no_parts if in_parts else one.why_no_waves) or of_buffer) for one in layers
+    )
     line = (
-        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers "
-        f"({WAVES_SWITCH}=1)"
+        f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
+        f"{', in two parts of the tokens' if overlapped and in_parts else ''} ({WAVES_SWITCH}=1)"
     )
     if overlapped and envs.rank_capacity_factor() is None:
         line += ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"

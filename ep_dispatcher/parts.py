@@ -1,0 +1,238 @@
+"""A layer of experts in two parts of its tokens: communication of one part runs under the GEMMs of the other.
+
+                   main stream                                 side stream
+    forward                                                    dispatch A
+                   experts of A                                dispatch B
+                   experts of B                                combine A
+                                                               combine B
+    backward                                                   dispatch the gradients of B
+                   gradients of B's rows                       dispatch the gradients of A
+                   gradients of A's rows                       combine B: gradients of x and topk_weights
+                   gradients of w1 and w2, both parts          combine A
+
+A is the first half of a rank's tokens, B the rest: one token is all in A. Between nodes rows and sums cross in the
+order of tokens, not of experts. So GEMMs cannot wait for the rows of a tile, as they do on one node (waves.py). Here
+each waits for a whole operation before it, by an event. No kernel waits for one of its own GPU, so none needs
+multiprocessors set aside. The side stream has a higher priority: its blocks get multiprocessors as tiles end.
+
+Operations are collective, so all ranks run the same parts, whatever their tokens. A rank without overlap runs the same
+operations in the same order, all in its current stream; so does the CPU engine. The backward begins with B, as autograd
+does where each step is a node of its own: in torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import checks, grouped_gemm
+from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
+from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
+from ep_dispatcher.grouped_gemm import Matrices
+from ep_dispatcher.grouped_mlp import (
+    Call,
+    Kept,
+    WriteGrads,
+    checked_call,
+    grads_of_rows,
+    run_rows,
+    write_grads,
+)
+
+if TYPE_CHECKING:
+    from ep_dispatcher.engines.cuda import CudaEngine
+
+# Of a buffer's max_tokens_per_rank, for two parts without being asked. Not measured yet.
+MIN_TOKENS = 2048
+_PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps: these, and the plan
+
+
+def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
+    """Return in how many parts a layer runs: so many as asked for, else as `why_one` says."""
+    checks.one_of("num_parts", asked, (1, 2, None))
+    if asked is not None:
+        return asked
+    return 1 if why_one(buffer) else 2
+
+
+def why_one(buffer: Buffer) -> str | None:
+    """Say why a layer with this buffer runs in one part where nobody asks for two. None: it runs in two.
+
+    Only what all ranks have alike decides.
+    """
+    config, engine = buffer._config, buffer._live_engine()
+    if engine.device != "cuda":
+        return f"its engine is {engine.device}"
+    if config.dtype not in grouped_gemm.KERNEL_DTYPES:
+        return f"its rows are {config.dtype}"
+    if config.topology.num_nodes == 1:
+        return "its ranks are one node"
+    if config.max_tokens_per_rank < MIN_TOKENS:
+        return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
+    return None
+
+
+def cut(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens of A and those of B."""
+    of_a = (t.shape[0] + 1) // 2
+    return t[:of_a], t[of_a:]
+
+
+def mlp_in_parts(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    *,
+    overlap: bool,
+    keep_activated: bool = True,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
+) -> Tensor:
+    """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights are checked.
+
+    max_recv_rows: of each part
+    overlap: whether its operations run in a stream of their own, on a GPU
+    """
+    if grouped_gemm.has_kernels(x):
+        grouped_gemm.kernels()  # an error here comes before anything is sent
+    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
+    request = buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+    buffer._explaining(buffer._live_engine().check_routing, topk_idx)  # of B too, before anything of A is sent
+    return _Mlp.apply(x, topk_weights, buffer, request, call, overlap, *call.inputs(x, topk_weights))
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        buffer: Buffer,
+        request: DispatchRequest,
+        call: Call,
+        overlap: bool,
+        anchor: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        assert request.topk_idx is not None
+        requests = [
+            request._replace(rows=rows, topk_idx=idx, topk_weights=row_weights)
+            for rows, idx, row_weights in zip(cut(x), cut(request.topk_idx), cut(topk_weights))
+        ]
+        y = x.new_empty(x.shape)
+        saved: list[Tensor | None] = []
+        results: list[Tensor] = []  # combines read them until the end
+        with _Lane(buffer, x, overlap) as lane:
+            # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches: first the dispatch of B,
+            # then the experts of A. Where the host waits for the counts of B, the experts of A have to be launched
+            # before. In any case combine A is launched before the experts of B.
+            waits = request.counts
+            sent = [lane.dispatch(one) for one in requests[: 1 if waits else 2]]
+            for i, out in enumerate(cut(y)):
+                received = lane.take(*sent[i])
+                assert received.topk_weights is not None and received.plan is not None  # as these were given
+                ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                rows, kept = run_rows(received.rows, received.topk_weights, ends, call)
+                experts_end = lane.record()
+                results.append(rows)
+                if waits and i == 0:
+                    sent.append(lane.dispatch(requests[1]))
+                lane.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
+                saved += [*kept, received.plan]
+        ctx.save_for_backward(*saved, *weights)
+        ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer._backward_note
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        of_a, of_b, weights = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
+        kept, plans = [Kept(*of_a[:-1]), Kept(*of_b[:-1])], [of_a[-1], of_b[-1]]
+        call: Call = ctx.call
+        (w1, w2), buffer = call.saved(weights), buffer_of(ctx)
+        for plan in plans:
+            check_saved_plan(plan)
+        goes_back = dispatch_goes_back(ctx)
+        of_x = grad.new_empty(grad.shape) if goes_back else None
+        of_topk_weights: list[Any] = [None, None]
+        grads: list[Any] = [None, None]
+        with _Lane(buffer, grad, ctx.overlap) as lane:
+            sent: list[Any] = [None, None]
+            for i in (1, 0):
+                num_rows = kept[i].rows.shape[0]
+                given = DispatchRequest(cut(grad)[i], None, None, None, plans[i], "expert", 1, num_rows, False)
+                sent[i] = lane.dispatch(given)
+            for i in (1, 0):
+                of_out = lane.take(*sent[i]).rows
+                grads[i] = grads_of_rows(of_out, kept[i], w1, w2, goes_back)
+                if of_x is not None:
+                    out = cut(of_x)[i]
+                    y = CombineRequest(grads[i].of_rows, plans[i], grads[i].of_row_weights, len(out), "expert")
+                    of_topk_weights[i] = lane.combine(y, out, lane.record()).topk_weights
+            sets = [(of_part, of_rows._replace(of_rows=None)) for of_part, of_rows in zip(kept, grads)]
+            of_inputs = call.gradients(partial(write_grads, sets), weights, any(ctx.needs_input_grad[7:]))
+        return of_x, torch.cat(of_topk_weights) if goes_back else None, None, None, None, None, *of_inputs
+
+
+class _Lane:
+    """The operations of a layer, beside its GEMMs, or between them in the current stream.
+
+    All that a caller gives an operation, or gets from it, has to live until the end. Then the main stream has waited
+    for the side stream, and at the next beginning that waits for the main stream: so memory of both is used in order.
+    """
+
+    def __init__(self, buffer: Buffer, x: Tensor, overlap: bool):
+        self.buffer = buffer
+        self.main: torch.cuda.Stream | None = None
+        if overlap and x.is_cuda:
+            self.main = torch.cuda.current_stream(x.device)
+            self.side = cast("CudaEngine", buffer._live_engine()).side_stream()
+
+    def __enter__(self) -> _Lane:
+        if self.main is not None:
+            self.side.wait_stream(self.main)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.main is not None:
+            self.main.wait_stream(self.side)
+
+    def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
+        """Launch it behind the operations before it. Return its outputs, and an event that `take` waits for."""
+        if self.main is None:
+            return self.buffer._launch_dispatch(request), None
+        with torch.cuda.stream(self.side):
+            return self.buffer._launch_dispatch(request), self.side.record_event()
+
+    def take(self, received: Received, event: torch.cuda.Event | None) -> Received:
+        """Let the main stream wait for a dispatch. Return its outputs."""
+        if self.main is not None and event is not None:
+            self.main.wait_event(event)
+        return received
+
+    def record(self) -> torch.cuda.Event | None:
+        """Return an event behind what the main stream has been given."""
+        return None if self.main is None else self.main.record_event()
+
+    def combine(self, request: CombineRequest, out: Tensor, after: torch.cuda.Event | None) -> Combined:
+        """Launch it behind the operations before it, and behind an event. The sums are written to `out`."""
+        if self.main is None:
+            return self.buffer._launch_combine(request, out=out)
+        if after is not None:
+            self.side.wait_event(after)
+        with torch.cuda.stream(self.side):
+            return self.buffer._launch_combine(request, out=out)

@@ -1,0 +1,360 @@
+"""moe_mlp in two parts of the tokens: the dense layer, whatever the tokens of the ranks; the order of operations."""
+
+import contextlib
+import dataclasses
+import types
+from functools import partial
+
+import pytest
+import torch
+from conftest import exhaustive
+from test_autograd import dense_moe_layer, normal
+from test_dispatch_combine import Case, Inputs, make_inputs
+from test_dispatch_combine import make_buffer as buffer_of
+from test_errors import error_of
+from test_experts import (
+    CLOSE,
+    MAX_RECV_ROWS,
+    MAX_TOKENS,
+    swiglu_experts,
+    uninitialised_memory_is_nan,
+    weights_of,
+)
+from torch.utils.checkpoint import checkpoint
+
+import ep_dispatcher as ep
+from ep_dispatcher import parts, waves
+from ep_dispatcher.testing import device_of
+
+NAMES = ("y", "x", "topk_weights", "w1", "w2")
+
+
+def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, num_parts: int):
+    """Return y, and the gradients of x, topk_weights, w1 and w2; the loss is y times fixed random numbers."""
+    device, first = device_of(engine, rank), rank * case.experts_per_rank
+    own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
+    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
+    topk_idx, options = inputs.topk_idx[rank].to(device), dict(num_parts=num_parts)
+    if how in ("fixed rows", "compiled"):
+        options |= dict(max_recv_rows=MAX_RECV_ROWS)
+    if how == "keeps less":
+        options |= dict(keep_activated=False)
+    if how == "no overlap":
+        options |= dict(overlap=False)
+
+    def forward(x, topk_weights, w1, w2):
+        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
+
+    around = uninitialised_memory_is_nan() if how == "fixed rows" else contextlib.nullcontext()
+    with buffer_of(case, engine, MAX_TOKENS) as buffer, around:
+        if how == "recomputed":
+            y = checkpoint(forward, *leaves, use_reentrant=False)
+        elif how == "compiled":
+            y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
+        else:
+            y = forward(*leaves)
+        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
+    return y.detach(), *(leaf.grad for leaf in leaves)
+
+
+SIZES = [19, 12, 1, 0]  # tokens of the ranks
+
+
+def inputs_of(
+    num_ranks: int, ranks_per_node: int, dtype: torch.dtype = torch.float32, sizes: list[int] = SIZES
+) -> tuple[Case, Inputs]:
+    case = Case(num_ranks, ranks_per_node, dtype, num_topk=3, experts_per_rank=3, hidden=16)
+    given = make_inputs(dataclasses.replace(case, routing="masked"))
+    given.x[:] = [normal(x.shape, 20 + rank, dtype) for rank, x in enumerate(given.x)]
+    lists = given.x, given.topk_idx, given.topk_weights
+    return case, Inputs(*([t[:size] for t, size in zip(of_ranks, sizes)] for of_ranks in lists))
+
+
+@pytest.mark.parametrize(
+    "num_ranks, ranks_per_node, dtype, how",
+    [
+        (1, 1, torch.float32, "plain"),
+        (2, 2, torch.bfloat16, "plain"),
+        (2, 1, torch.float32, "fixed rows"),
+        (2, 1, torch.bfloat16, "compiled"),
+        (2, 1, torch.float16, "recomputed"),
+        (2, 1, torch.float32, "keeps less"),
+        (4, 2, torch.float32, "plain"),
+        (4, 2, torch.float16, "fixed rows"),
+    ],
+    ids=lambda value: str(value).removeprefix("torch.").replace(" ", "-"),
+)
+def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
+    case, inputs = inputs_of(num_ranks, ranks_per_node, dtype)
+    compare_with_dense(pools(num_ranks).run(layer, engine, case, inputs, how, 2), case, inputs)
+
+
+@pytest.mark.parametrize("sizes", [[1, 17], [0, 1], [2, 0], [0, 0]], ids=str)
+def test_few_tokens(pools, engine, sizes):
+    """One token is all in the first part."""
+    case, inputs = inputs_of(2, 1, sizes=sizes)
+    assert [len(x) for x in inputs.x] == sizes
+    compare_with_dense(pools(2).run(layer, engine, case, inputs, "plain", 2), case, inputs)
+
+
+def compare_with_dense(ranks: list, case: Case, inputs: Inputs) -> None:
+    results, x_grads, weight_grads, matrices = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
+    for rank, seen in enumerate(ranks):
+        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+        expected = results[rank], x_grads[rank], weight_grads[rank], *(of_all[own] for of_all in matrices)
+        dtypes = case.dtype, case.dtype, torch.float32, case.dtype, case.dtype
+        for name, value, right, of_dtype in zip(NAMES, seen, expected, dtypes, strict=True):
+            assert value.dtype == of_dtype
+            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE[case.dtype], msg=name)
+
+
+def ways(rank: int, engine: str, case: Case, inputs: Inputs) -> list:
+    hows = ["plain", "no overlap", "fixed rows", "recomputed", "keeps less"]
+    return [layer(rank, engine, case, inputs, how, 2) for how in hows] + [layer(rank, engine, case, inputs, "plain", 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, exhaustive(torch.bfloat16)], ids=str)
+def test_every_way_gives_the_same_bits(pools, engine, dtype):
+    """One part rounds the gradients of weights likewise, but sums rows in another order."""
+    case, inputs = inputs_of(2, 1, dtype)
+    for plain, *others, one_part in pools(2).run(ways, engine, case, inputs):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(plain, other))
+        for name, a, b in zip(NAMES, plain, one_part):
+            torch.testing.assert_close(a, b, **CLOSE[dtype], msg=name)
+
+
+def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
+    """As Megatron's main_grad: one write, with both parts in it, now or later."""
+    device, first = device_of(engine, rank), rank * case.experts_per_rank
+    w1, w2 = (w[first : first + case.experts_per_rank].to(device) for w in weights_of(case))
+    x, idx, weights = (t[rank].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    with buffer_of(case, engine, MAX_TOKENS) as buffer:
+        plain = [t.clone().requires_grad_() for t in (w1, w2)]
+        ep.moe_mlp(buffer, x, idx, weights, *plain, num_parts=2).sum().backward()
+        for keep_activated in (True, False):
+            take: list = []
+            options = dict(keep_activated=keep_activated, take_grads=take.append, overlap=True)
+            y = parts.mlp_in_parts(buffer, x, idx, weights, w1, w2, None, **options)
+            y.sum().backward()
+            (write,) = take
+            sums = [torch.empty_like(w) for w in (w1, w2)]
+            write(*sums, False)
+            assert all(torch.equal(a, b.grad) for a, b in zip(sums, plain))
+            sums = [torch.ones_like(w, dtype=torch.float32) for w in (w1, w2)]
+            write(*sums, True)
+            for a, b in zip(sums, plain):
+                torch.testing.assert_close(a, b.grad.float() + 1, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)], ids=str)
+def test_gradients_of_weights_are_written_once(pools, engine, dtype):
+    pools(2).run(taken, engine, *inputs_of(2, 1, dtype))
+
+
+def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
+    """Rank 0 runs parts.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10, ranks_per_node=1)
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
+    x, probs, w1, w2 = leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    idx = torch.rand(5, 4, generator=generator).topk(2).indices
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+        operations: list[str] = []
+        for name in ("dispatch", "combine"):
+            call = getattr(buffer, f"_launch_{name}")
+
+            def noted(*given, call=call, name=name, **options):
+                operations.append(f"{name} {given[0][0].shape[0] if name == 'dispatch' else given[0].num_tokens}")
+                return call(*given, **options)
+
+            patch.setattr(buffer, f"_launch_{name}", noted)
+        for observed in (False, rank == 1, True):
+            patch.setattr("ep_dispatcher.experts.is_observed", lambda _, observed=observed: observed)
+            operations.clear()
+            y = ep.moe_mlp(buffer, x, idx, probs, w1, w2, num_parts=2)
+            torch.autograd.grad(y.sum(), [leaves[i] for i in asked])
+            right = ["dispatch 3", "dispatch 2", "combine 3", "combine 2", "dispatch 2", "dispatch 3"]
+            assert operations == right + ["combine 2", "combine 3"] * bool({0, 1} & set(asked))
+        ep.dispatch(buffer, x.detach(), idx, probs.detach())  # all ranks are in step
+
+
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (2, 3), (0,), (1, 2)])
+def test_the_order_of_operations_is_that_of_autograd(pools, asked):
+    pools(2).run(some_gradients, asked)
+
+
+def mistakes(rank: int, engine: str) -> None:
+    case, inputs = inputs_of(1, 1)
+    device = device_of(engine, rank)
+    w1, w2 = (w.to(device) for w in weights_of(case))
+    x, idx, weights = (t[0].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights))
+    given = dict(x=x, topk_idx=idx, topk_weights=weights, w1=w1, w2=w2, num_parts=2)
+    bad = idx.clone()
+    bad[-1, 1] = 77
+    too_many = {name: torch.cat([given[name]] * 4) for name in ("x", "topk_idx", "topk_weights")}
+    wrong = [
+        (dict(num_parts=3), "num_parts: given 3, allowed: 1, 2, None"),
+        (dict(num_parts="2"), "num_parts: given '2', allowed: 1, 2, None"),
+        (dict(topk_idx=idx[1:]), "topk_idx: given [18, 3]"),
+        (dict(topk_idx=bad), f"topk_idx[{18 if engine == 'cpu' else 8}, 1]: given 77"),  # on a GPU: of its part
+        (dict(max_recv_rows=-1), "max_recv_rows: given -1"),
+        (too_many, "x: given 76 rows, allowed: at most max_tokens_per_rank = 64"),
+    ]
+    with buffer_of(case, engine, MAX_TOKENS) as buffer:
+        epoch = buffer._engine._c.epoch if engine == "cpu" else 0
+        for change, text in wrong:
+            found = error_of(lambda change=change: ep.moe_mlp(buffer, **(given | change)))
+            assert found.startswith(text), found
+        assert error_of(lambda: ep.why_no_overlap(buffer, num_parts=0)).startswith("num_parts: given 0")
+        if engine == "cpu":
+            assert buffer._engine._c.epoch == epoch, "something was sent"
+        y = ep.moe_mlp(buffer, **given)
+        torch.testing.assert_close(y, ep.moe_mlp(buffer, **(given | dict(num_parts=1))))
+        if engine == "cpu":
+            text = error_of(lambda: ep.moe_mlp(buffer, **given, max_recv_rows=1))
+            assert text.startswith("max_recv_rows: too small"), text
+
+
+def test_mistakes_are_value_errors(pools, engine):
+    pools(1).run(mistakes, engine)
+
+
+# ---- order of launches, with stand-ins for streams ------------------------------------------------------------------
+
+
+class Stream:
+    """Notes in a log what is launched in it. Everything runs at once, in that order."""
+
+    def __init__(self, name: str, log: list[str]):
+        self.name, self.log, self.num_events = name, log, 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.num_events += 1
+        self.log.append(f"{self.name}: event {self.num_events}")
+        return f"event {self.num_events} of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+FORWARD = """
+    side waits for main
+    side: dispatch 3; side: event 1
+    side: dispatch 2; side: event 2
+    main waits for event 1 of side; main: experts; main: event 1
+    side waits for event 1 of main; side: combine 3
+    main waits for event 2 of side; main: experts; main: event 2
+    side waits for event 2 of main; side: combine 2
+    main waits for side
+"""
+COUNTED = """
+    side waits for main
+    side: dispatch 3; side: event 1
+    main waits for event 1 of side; main: experts; main: event 1
+    side: dispatch 2; side: event 2
+    side waits for event 1 of main; side: combine 3
+    main waits for event 2 of side; main: experts; main: event 2
+    side waits for event 2 of main; side: combine 2
+    main waits for side
+"""
+BACKWARD = """
+    side waits for main
+    side: dispatch 2; side: event 3
+    side: dispatch 3; side: event 4
+    main waits for event 3 of side; main: gradients of rows; main: event 3
+    side waits for event 3 of main; side: combine 2
+    main waits for event 4 of side; main: gradients of rows; main: event 4
+    side waits for event 4 of main; side: combine 3
+    main: gradients of weights
+    main waits for side
+"""
+
+
+def lines_of(text: str) -> list[str]:
+    return [step.strip() for line in text.strip().splitlines() for step in line.split(";")]
+
+
+class Machine:
+    """What stands for a GPU: two streams, and a log of what is launched in them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, buffer: ep.Buffer):
+        self.log: list[str] = []
+        self.main, self.side = Stream("main", self.log), Stream("side", self.log)
+        self.current = self.main
+        patch.setattr(torch.cuda, "stream", self.using)
+        patch.setattr(parts._Lane, "__init__", lambda lane, buffer, *_: lane.__dict__.update(self.lane(buffer)))
+        for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
+            launch = getattr(buffer, f"_launch_{name}")
+            patch.setattr(buffer, f"_launch_{name}", partial(self.note, launch, name, size))
+        steps = dict(run_rows="experts", grads_of_rows="gradients of rows", write_grads="gradients of weights")
+        for name, text in steps.items():
+            patch.setattr(parts, name, partial(self.note, getattr(parts, name), text, None))
+
+    def note(self, call, text: str, size, *given, **options):
+        self.log.append(f"{self.current.name}: {text}{f' {size(given[0])}' if size else ''}")
+        return call(*given, **options)
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def lane(self, buffer: ep.Buffer) -> dict:
+        """The fields of a _Lane."""
+        return dict(buffer=buffer, main=self.main, side=self.side)
+
+
+def with_stand_ins(rank: int) -> None:
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=1)
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    idx = torch.rand(5, 4, generator=generator).topk(2).indices
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+        plain = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2)
+        of_plain = torch.autograd.grad(plain.sum(), leaves)
+        for given, forward in (dict(max_recv_rows=40), FORWARD), ({}, COUNTED):
+            with pytest.MonkeyPatch.context() as patch:
+                machine = Machine(patch, buffer)
+                y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2, **given)
+                assert machine.log == lines_of(forward)
+                machine.log.clear()
+                found = torch.autograd.grad(y.sum(), leaves)
+                assert machine.log == lines_of(BACKWARD)
+            assert torch.equal(y, plain) and all(torch.equal(a, b) for a, b in zip(found, of_plain))
+
+
+def test_the_order_of_launches(pools):
+    pools(2).run(with_stand_ins)
+
+
+def test_when_a_layer_runs_in_two_parts(monkeypatch):
+    """What ranks have alike decides: not their tokens, nor their environment."""
+    topology = types.SimpleNamespace(num_nodes=2)
+    config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16)
+    engine = types.SimpleNamespace(device="cuda", has_waves=False)
+    buffer = types.SimpleNamespace(_config=config, _live_engine=lambda: engine)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # no GEMM waits for a kernel behind it
+    assert parts.num_parts_of(buffer) == 2
+    assert waves.why_not(buffer, wants_gradients=False, num_tokens=0) is None
+    assert waves.why_not(buffer, False, num_parts=1).startswith("its ranks are 2 nodes, and one part without gradients")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert waves.why_not(buffer, wants_gradients=False) == "CUDA_LAUNCH_BLOCKING is set"
+    changes = [
+        (topology, "num_nodes", 1, "its ranks are one node"),
+        (config, "max_tokens_per_rank", 2047, "max_tokens_per_rank is 2047, less than 2048"),
+        (config, "dtype", torch.float32, "its rows are torch.float32"),
+        (engine, "device", "cpu", "its engine is cpu"),
+    ]
+    for of, name, value, reason in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(of, name, value)
+            assert parts.why_one(buffer) == reason and parts.num_parts_of(buffer) == 1
+            assert parts.num_parts_of(buffer, 2) == 2 and parts.num_parts_of(buffer, 1) == 1
+    assert parts.num_parts_of(buffer) == 2
