@@ -231,6 +231,13 @@ PYBIND11_MODULE(EP_MODULE, m) {
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
+      // Return whether `late` or `take_mistake` returns anything.
+      .def("has_report",
+           [](const Engine& e) {
+             const Report& report = e.report();
+             return *static_cast<const volatile uint32_t*>(&report.aborted) != 0 ||
+                    *static_cast<const volatile int32_t*>(&report.mistake) != 0;
+           })
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).
       .def("late",
            [](const Engine& e) -> py::object {

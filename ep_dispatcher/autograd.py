@@ -15,7 +15,7 @@ The same holds for combine.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Optional, overload
@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import CustomOpDef
 from torch.nn import Parameter
 
-from ep_dispatcher import checks, decode
+from ep_dispatcher import checks
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
@@ -177,19 +177,19 @@ def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if is_observed(request):
         return Received(*dispatch_op(*request, buffer.id, None))
-    if _needs_no_autograd():
+    if not torch.is_grad_enabled() and _needs_no_autograd():
         return _launch_dispatch(buffer, request)
     made: list[Received] = []
-    _EagerDispatch.apply(request.rows, request.topk_weights, request, buffer, made)
+    _eager_dispatch(request.rows, request.topk_weights, request, buffer, made)
     return made[0]  # apply() has returned these very tensors, and given them their gradient
 
 
 def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
     if is_observed(request):
         return Combined(*combine_op(*request, buffer.id, None))
-    if _needs_no_autograd():
+    if not torch.is_grad_enabled() and _needs_no_autograd():
         return buffer._launch_combine(request)
-    return Combined(*_EagerCombine.apply(request.y, request.topk_weights, request, buffer))
+    return Combined(*_eager_combine(request.y, request.topk_weights, request, buffer))
 
 
 def _saved_plan(ctx: Any) -> Tensor:
@@ -306,18 +306,15 @@ def dispatch_goes_back(ctx: Any) -> bool:
 # it gets only the outputs that can have a gradient, and set_materialize_grads(False).
 
 
-class PlainFunction(torch.autograd.Function):
-    """A Function for where nothing looks at operators.
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` for where nothing looks at operators.
 
     Leave out what ``apply`` does for torch.func, in Python: it takes the host a third of the time.
     """
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-class _EagerDispatch(PlainFunction):
+class _EagerDispatch(torch.autograd.Function):
     """dispatch_op with its gradient, without torch.library. ``made`` takes all outputs, also those that have none."""
 
     @staticmethod
@@ -340,7 +337,7 @@ class _EagerDispatch(PlainFunction):
         return *_dispatch_backward(ctx, *gradients), None, None, None
 
 
-class _EagerCombine(PlainFunction):
+class _EagerCombine(torch.autograd.Function):
     """combine_op with its gradient, without torch.library."""
 
     @staticmethod
@@ -355,6 +352,9 @@ class _EagerCombine(PlainFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return *_combine_backward(ctx, *gradients), None, None
+
+
+_eager_dispatch, _eager_combine = plain_apply(_EagerDispatch), plain_apply(_EagerCombine)
 
 
 def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -483,11 +483,11 @@ def dispatch(
     """
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights)
-    if decode.is_decode(layout, handle):
+    if layout == "decode" or getattr(handle, "layout", None) == "decode":
         checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_DECODE}")
-    if not set(_LAYOUTS) <= set(buffer._live_engine().layouts):
+    if buffer._config.mask_late_ranks:
         checks.fail("buffer", "one with mask_late_ranks=True, which has decode layout alone", f"another: {_NO_DECODE}")
-    if handle is None:
+    if handle is None and layout not in _LAYOUTS:
         checks.one_of("layout", layout, _LAYOUTS)
     out = buffer._checked_dispatch(
         partial(_run_dispatch, buffer),
@@ -529,7 +529,7 @@ def combine(
     """
     check_buffer(buffer)
     refuse_transforms(y=y, topk_weights=topk_weights)
-    if decode.is_decode("", handle):
+    if getattr(handle, "layout", None) == "decode":
         checks.fail("handle", "one of layout='decode'", f"one of layout='expert' or 'rank': {_NO_DECODE}")
     res = buffer._checked_combine(partial(_run_combine, buffer), y, handle, topk_weights)
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

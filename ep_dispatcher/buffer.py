@@ -27,6 +27,7 @@ from ep_dispatcher.topology import Topology, host_id
 
 T = TypeVar("T")
 
+_INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32,)
 _AT_ONCE = nullcontext()  # around an operation that is not asynchronous
 
 if not dist.is_initialized():
@@ -635,14 +636,14 @@ class Buffer:
         if quantize is not None or request.scales is not None:
             assert received.scales is not None
             out = float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
-        return DispatchOutput(
+        return DispatchOutput.of(
             x=out,
             topk_weights=None if topk_weights is None else received.topk_weights,
             topk_idx=received.topk_idx if request.layout == "rank" else None,
             tokens_per_expert=received.tokens_per_expert,
             rows_per_expert=received.rows_per_expert,
             handle=handle,
-            event=self._event(),
+            event=self._live_engine().event(self._explaining),
         )
 
     def _checked_request(
@@ -658,20 +659,13 @@ class Buffer:
         max_recv_rows: int | None,
     ) -> DispatchRequest:
         """Check the arguments of a dispatch."""
-        config, device = self._config, self._live_engine().device
-        checks.rows(
-            x,
-            hidden=config.hidden,
-            dtype=config.dtype,
-            device=device,
-            max_tokens=config.max_tokens_per_rank,
-            quantize=quantize,
-        )
+        config, engine = self._config, self._live_engine()
+        device = engine.device
+        checks.rows(x, config.hidden, config.dtype, device, config.max_tokens_per_rank, quantize)
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
         num_tokens = rows.shape[0]
-        per_choice = (num_tokens, config.num_topk)
         if topk_weights is not None:
-            checks.tensor("topk_weights", topk_weights, (torch.float32,), per_choice, device)
+            checks.tensor("topk_weights", topk_weights, _FLOATS, (num_tokens, config.num_topk), device)
         if handle is None:
             expert_alignment, num_rows = self._check_routing(
                 topk_idx, num_tokens, layout, expert_alignment, max_recv_rows
@@ -698,12 +692,14 @@ class Buffer:
 
         num_tokens: the rows of x, or a name if there is no x.
         """
-        checks.one_of("layout", layout, self._live_engine().layouts)
+        engine = self._live_engine()
+        if layout not in engine.layouts:
+            checks.one_of("layout", layout, engine.layouts)
         expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
         if max_recv_rows is not None:
             max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
         shape = (num_tokens, self._config.num_topk)
-        checks.tensor("topk_idx", topk_idx, (torch.int32, torch.int64), shape, self._live_engine().device)
+        checks.tensor("topk_idx", topk_idx, _INTEGERS, shape, engine.device)
         return expert_alignment, -1 if max_recv_rows is None else max_recv_rows
 
     def _launch_new(
@@ -715,7 +711,7 @@ class Buffer:
             engine.rows_on_host = None  # a traced operation never reaches the engine
         received = launch(request)
         assert received.plan is not None
-        return received, Handle(
+        return received, Handle.of(
             buffer_id=self.id,
             layout=request.layout,
             expert_alignment=request.expert_alignment,
@@ -729,21 +725,27 @@ class Buffer:
         self, launch: Callable[[CombineRequest], Combined], y: Tensor, handle: Handle, topk_weights: Tensor | None
     ) -> CombineOutput:
         """Check the arguments, launch (through autograd.combine_op where gradients are wanted), name the outputs."""
-        config, device = self._config, self._live_engine().device
+        config, engine = self._config, self._live_engine()
+        device = engine.device
         checks.handle(handle, self.id)
         checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
         if topk_weights is not None:
             shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
-            checks.tensor("topk_weights", topk_weights, (torch.float32,), shape, device)
+            checks.tensor("topk_weights", topk_weights, _FLOATS, shape, device)
         combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
         weights = None if topk_weights is None else combined.topk_weights
-        return CombineOutput(combined.x, weights, self._event())
+        return CombineOutput.of(x=combined.x, topk_weights=weights, event=engine.event(self._explaining))
 
     def _launch_dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received:
-        self._check_received("dispatch")
-        return self._explaining(self._live_engine().dispatch, request.plain(), only_sends, packs_scales, by_expert)
+        engine = self._live_engine()
+        if engine.unreceived is not None:
+            self._check_received("dispatch")
+        try:
+            return engine.dispatch(request.plain(), only_sends, packs_scales, by_expert)
+        except (PeerTimeoutError, ValueError) as error:
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
     def _launch_combine(
         self,
@@ -753,8 +755,13 @@ class Buffer:
         waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
-        self._check_received("combine")
-        return self._explaining(self._live_engine().combine, request.plain(), weights, only_sends, waves, out)
+        engine = self._live_engine()
+        if engine.unreceived is not None:
+            self._check_received("combine")
+        try:
+            return engine.combine(request.plain(), weights, only_sends, waves, out)
+        except (PeerTimeoutError, ValueError) as error:
+            raise self._explained(error)  # noqa: B904  # it has its cause
 
     def _check_received(self, operation: str) -> None:
         """Refuse an operation while another one waits for its hook."""

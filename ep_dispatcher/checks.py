@@ -143,24 +143,30 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
     if not isinstance(value, Tensor):
         given = type(value).__name__
     else:
-        fits = value.shape == shape or _fits(value.shape, shape)  # the first of them is fast, and mostly true
-        dense = value.layout == torch.strided
-        # A device's type is a new str each time, and a third of this check: ask for a GPU without it.
+        # Every attribute of a tensor costs the host: ask for each one once. A device's type is a new str each time, so
+        # ask for a GPU without it.
+        sizes, dense = value.shape, value.layout == torch.strided
         is_there = value.is_cuda if device == "cuda" else value.device.type == device
-        if fits and dense and value.dtype in dtypes and is_there:
+        if is_there and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
             return  # before any text is made: torch.compile cannot put unknown sizes into a text
-        given = f"{list(value.shape)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
+        given = f"{list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
 
 
 def _fits(sizes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
     """Return whether the sizes are those of a shape with names."""
-    return len(sizes) == len(shape) and all(isinstance(w, str) or w == s for w, s in zip(shape, sizes))
+    if len(sizes) != len(shape):
+        return False
+    for size, wanted in zip(sizes, shape):  # a generator in all() takes three times as long
+        if size != wanted and not isinstance(wanted, str):
+            return False
+    return True
 
 
-def rows(x: Any, *, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, quantize: str | None) -> None:
-    one_of("quantize", quantize, QUANTIZE)
+def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, quantize: str | None) -> None:
+    if quantize is not None:
+        one_of("quantize", quantize, QUANTIZE)
     if isinstance(x, (tuple, list)):
         if quantize is not None:
             fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantised already")

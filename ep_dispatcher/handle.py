@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+
+R = TypeVar("R", bound="_Result")
 
 
 def _short(value: Any) -> str:
@@ -18,7 +21,18 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-class _ShortRepr:
+class _Result:
+    """A frozen dataclass that every operation makes."""
+
+    @classmethod
+    def of(cls: type[R], **given: Any) -> R:
+        """Return ``cls(**given)``, with every field that has no default, in a third of the time."""
+        if torch.compiler.is_compiling():  # Dynamo traces the constructor alone
+            return cls(**given)
+        made = object.__new__(cls)
+        vars(made).update(given)
+        return made
+
     def __repr__(self) -> str:
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # all that inherit this are dataclasses
         given = ", ".join(f"{name}={_short(getattr(self, name))}" for name in names)
@@ -26,7 +40,7 @@ class _ShortRepr:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Handle(_ShortRepr):
+class Handle(_Result):
     """The plan of one routing on one rank. ``dispatch`` or ``plan`` makes it.
 
     ``combine``, a backward and a recompute use it. It never changes, and stays valid until its buffer is destroyed.
@@ -74,7 +88,7 @@ class CompletedEvent:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DispatchOutput(_ShortRepr):
+class DispatchOutput(_Result):
     """The rows received by this rank; ``rows`` is their number, padding included.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
@@ -115,7 +129,7 @@ class DispatchOutput(_ShortRepr):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CombineOutput(_ShortRepr):
+class CombineOutput(_Result):
     """The sums of this rank's tokens.
 
     x             [num_tokens, hidden] of the buffer's dtype

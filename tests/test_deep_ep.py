@@ -462,6 +462,8 @@ def run_errors(rank: int, case: Case):
             if bool((recv_idx < 0).any()):
                 ones = torch.ones_like(recv_weights)
                 refused(NotImplementedError, "EXACT", lambda: buffer.combine(recv_x, handle, topk_weights=ones))
+        recv_idx += 0
+        refused(ValueError, "in place", lambda: buffer.combine(recv_x, handle, topk_weights=recv_weights))
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)  # none of them has cost the buffer anything
         buffer.destroy()
 

@@ -64,14 +64,17 @@ class DispatchRequest(NamedTuple):
 
     def plain(self) -> DispatchRequest:
         """Return it with tensors as engines read them: by address, topk_idx as int64."""
-        return DispatchRequest(
-            plain(self.rows),
-            None if self.scales is None else plain(self.scales),
-            None if self.topk_idx is None else plain(self.topk_idx).long(),
-            None if self.topk_weights is None else plain(self.topk_weights),
-            None if self.plan is None else plain(self.plan),
-            *self[5:],
-        )
+        tensors, topk_idx = self[:5], self.topk_idx
+        for t in tensors:
+            if t is not None and (not t.is_contiguous() or t.is_neg()):
+                break
+        else:
+            if topk_idx is None or topk_idx.dtype == torch.int64:
+                return self  # mostly, and three times as fast as to make another one
+        rows, scales, topk_idx, topk_weights, plan = (None if t is None else plain(t) for t in tensors)
+        assert rows is not None  # as it was given
+        topk_idx = None if topk_idx is None else topk_idx.long()
+        return DispatchRequest(rows, scales, topk_idx, topk_weights, plan, *self[5:])
 
 
 class CombineRequest(NamedTuple):
@@ -85,6 +88,11 @@ class CombineRequest(NamedTuple):
 
     def plain(self) -> CombineRequest:
         """Return it with tensors as engines read them, by address."""
+        for t in self[:3]:
+            if t is not None and (not t.is_contiguous() or t.is_neg()):
+                break
+        else:
+            return self
         weights = None if self.topk_weights is None else plain(self.topk_weights)
         return CombineRequest(plain(self.y), plain(self.plan), weights, self.num_tokens, self.layout)
 
@@ -95,9 +103,12 @@ def plain(t: Tensor) -> Tensor:
     return t if t.is_contiguous() and not t.is_neg() else t.detach().contiguous().resolve_neg()
 
 
+ANY = 64  # address of a tensor without elements: it is not None
+
+
 def address_of(t: Tensor | None) -> int:
     """Return the address for compiled code: 0 for None, and never 0 for a tensor without elements."""
-    return 0 if t is None else t.data_ptr() or 64
+    return 0 if t is None else t.data_ptr() or ANY
 
 
 class Waves(NamedTuple):

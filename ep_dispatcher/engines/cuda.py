@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from ep_dispatcher import _C_cuda, checks, envs
 from ep_dispatcher.engines import stuck_kernels, suspension
 from ep_dispatcher.engines.aborts import Aborts
 from ep_dispatcher.engines.base import (
+    ANY,
     Combined,
     CombineRequest,
     DispatchRequest,
@@ -45,6 +46,7 @@ T = TypeVar("T")
 Step = Callable[[str], None]
 
 _SLICE_OVER = -2  # of wait_for_counts
+_HERE = nullcontext()  # where the device is the current one already
 
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
@@ -209,7 +211,8 @@ class CudaEngine:
 
     def _share_sms(self) -> dict[str, int]:
         """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire, by layout."""
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device_index = torch.cuda.current_device()
+        self._device = torch.device("cuda", self._device_index)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
         self.has_waves = 2 * self.num_sms <= num_sms  # a combine holds them while it waits for GEMMs
@@ -224,7 +227,7 @@ class CudaEngine:
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
         launch = partial(self._dispatch, request, only_sends, packs_scales, by_expert)
         received = self._run("dispatch", launch, *request[:5], traced=not only_sends)
-        if counted:
+        if counted and (self._c.has_report() or self._health.ended):
             try:
                 self._reports.raise_found(ends=False)
             except ValueError:
@@ -248,15 +251,25 @@ class CudaEngine:
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
-        args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
-        dtype, num_scales = (torch.float8_e4m3fn, rows.shape[1] // BLOCK) if quantize else (rows.dtype, 0)
+        num_tokens, hidden = rows.shape
+        dtype, num_scales = (torch.float8_e4m3fn, hidden // BLOCK) if quantize else (rows.dtype, 0)
         num_scales = num_scales if scales is None else scales.shape[1]
-        args.rows, args.row_bytes, args.quantizes = address_of(rows), rows.shape[1] * dtype.itemsize, quantize
-        args.scales, args.scale_bytes = address_of(scales), num_scales * 4
-        args.topk_idx, args.topk_weights = address_of(topk_idx), address_of(topk_weights)
-        args.num_tokens, args.layout = rows.shape[0], getattr(self._compiled.Layout, layout)
-        args.wait_ns, args.rail_blocks = address_of(self._wait_ns.get("dispatch")), self._rail_sms[layout]
-        args.expert_alignment, args.num_rows, args.by_expert = expert_alignment, num_rows, by_expert
+        # Every field that is set and every function that is called costs the host: set those that differ from their
+        # defaults alone, and write address_of() out.
+        args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
+        args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
+        args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
+        args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
+        if num_scales:
+            args.quantizes, args.scales, args.scale_bytes = quantize, address_of(scales), num_scales * 4
+        if topk_idx is not None:
+            args.topk_idx = topk_idx.data_ptr() or ANY
+        if topk_weights is not None:
+            args.topk_weights = topk_weights.data_ptr() or ANY
+        if by_expert:
+            args.by_expert = True
+        if self._wait_ns:
+            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
         decodes = layout == "decode"
         count_dtype = torch.int32 if decodes else torch.int64
         tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
@@ -265,8 +278,8 @@ class CudaEngine:
             args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
         else:
             rows_per_expert = torch.empty_like(tokens_per_expert)
-            args.out_tokens_per_expert = address_of(tokens_per_expert)
-            args.out_rows_per_expert = address_of(rows_per_expert)
+            args.out_tokens_per_expert = tokens_per_expert.data_ptr()
+            args.out_rows_per_expert = rows_per_expert.data_ptr()
         new_plan = None
         if plan is None:
             elements = self.plan_capacity(num_rows, layout)
@@ -279,20 +292,20 @@ class CudaEngine:
             num_rows = self._wait_for_counts()
             step("launch")
         by_rank = layout == "rank"
+        weights_out = idx_out = scales_out = None
+        rows_out = rows.new_empty(num_rows, hidden, dtype=dtype)
+        args.num_rows, args.out_rows = num_rows, rows_out.data_ptr() or ANY
+        if num_scales:
+            scales_out = self._empty_scales(num_rows, num_scales, decodes, packs_scales)
+            args.out_scales = address_of(scales_out)
         per_choice = (num_rows, self._config.num_topk)
-        weights_shape = per_choice if by_rank else (num_rows,)
-        received = Received(
-            rows=rows.new_empty(num_rows, rows.shape[1], dtype=dtype),
-            scales=self._empty_scales(num_rows, num_scales, decodes, packs_scales),
-            topk_weights=None if topk_weights is None else topk_weights.new_empty(weights_shape),
-            topk_idx=rows.new_empty(per_choice, dtype=torch.int64) if by_rank else None,
-            tokens_per_expert=tokens_per_expert,
-            rows_per_expert=rows_per_expert,
-            plan=new_plan,
-        )
-        args.num_rows, args.out_rows = num_rows, address_of(received.rows)
-        args.out_scales, args.out_weights = address_of(received.scales), address_of(received.topk_weights)
-        args.out_topk_idx = address_of(received.topk_idx)
+        if topk_weights is not None:
+            weights_out = topk_weights.new_empty(per_choice if by_rank else num_rows)
+            args.out_weights = weights_out.data_ptr() or ANY
+        if by_rank:
+            idx_out = rows.new_empty(per_choice, dtype=torch.int64)
+            args.out_topk_idx = idx_out.data_ptr() or ANY
+        received = Received(rows_out, scales_out, weights_out, idx_out, tokens_per_expert, rows_per_expert, new_plan)
         if only_sends:
             if not counted:
                 self._c.prepare(args, plan.data_ptr(), stream)
@@ -302,16 +315,15 @@ class CudaEngine:
         if counted:  # copied only now, while the rows move
             # An unusable plan has no rows; the counts there are not its own.
             self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
-        self._hand_over(received)
+        if self._caller is not None:
+            self._hand_over(received)
         return received
 
     def check_routing(self, topk_idx: Tensor) -> None:
         """Do nothing: kernels find bad entries, and no host waits for them here."""
 
-    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor | None:
+    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
         """Memory for the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
-        if num_scales == 0:
-            return None
         if not by_column:
             return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
         columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
@@ -356,22 +368,28 @@ class CudaEngine:
     ) -> Combined:
         """Launch the kernels of a combine; with `only_sends` those before its hook."""
         y, plan, topk_weights, num_tokens, layout = request
-        y = _aligned(y)
-        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()
+        y, weights_out = _aligned(y), None
         x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
-        weights_out = None if topk_weights is None else topk_weights.new_empty(num_tokens, self._config.num_topk)
-        args.y, args.topk_weights, args.out = address_of(y), address_of(topk_weights), address_of(x)
-        args.out_weights, args.num_tokens = address_of(weights_out), num_tokens
-        args.factors, args.wait_ns = address_of(weights), address_of(self._wait_ns.get("combine"))
+        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set what differs from its default, as in _dispatch
+        args.y, args.out, args.num_tokens = y.data_ptr() or ANY, x.data_ptr() or ANY, num_tokens
         args.rail_blocks = self._rail_sms[layout]
-        self._set_waves(args, waves)
+        if topk_weights is not None:
+            weights_out = topk_weights.new_empty(num_tokens, self._config.num_topk)
+            args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)
+        if weights is not None:
+            args.factors = address_of(weights)
+        if self._wait_ns:
+            args.wait_ns = address_of(self._wait_ns.get("combine"))
+        if waves is not None:
+            args.waves = self._native_waves(waves)
         combined = Combined(x, weights_out)
         if only_sends:
             self._c.push(args, plan.data_ptr(), stream)
             self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
         else:
             self._c.combine(args, plan.data_ptr(), stream)
-        self._hand_over(combined)
+        if self._caller is not None:
+            self._hand_over(combined)
         return combined
 
     @property
@@ -390,10 +408,6 @@ class CudaEngine:
         self._unreceived = name, launch, args, plan, (*outputs, self._wait_ns.get(name))
         self._sent_in_capture = torch.cuda.is_current_stream_capturing()
 
-    def _set_waves(self, args: _C_cuda.DispatchArgs | _C_cuda.CombineArgs, waves: Waves | None) -> None:
-        if waves is not None:
-            args.waves = self._native_waves(waves)
-
     def _native_waves(self, waves: Waves) -> _C_cuda.Waves:
         launch: _C_cuda.Waves = self._compiled.Waves()
         launch.begun, launch.done = address_of(waves.begun), address_of(waves.done)
@@ -411,7 +425,8 @@ class CudaEngine:
             for t in (plan, *outputs):
                 if t is not None and waves is None:  # with waves the caller joins the streams
                     t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
-            self._set_waves(args, waves)
+            if waves is not None:
+                args.waves = self._native_waves(waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
 
@@ -424,7 +439,7 @@ class CudaEngine:
         cannot begin within the limit, this rank aborts, and all rows count as arrived: those kernels end.
         """
         assert waves.begun is not None and waves.done is not None
-        device = self._device.index
+        device = self._device_index
         with self._health.operation("dispatch"), torch.cuda.device(device):
             launch = self._native_waves(waves)
             self._c.wait_until_begun(launch, waves.done.numel(), torch._C._cuda_getCurrentRawStream(device))
@@ -713,10 +728,10 @@ class CudaEngine:
 
     def _hand_over(self, outputs: Received | Combined) -> None:
         """Keep outputs of the buffer's own stream from being reused before the caller's stream is done with them."""
-        if self._caller is not None:
-            for t in outputs:
-                if t is not None:
-                    t.record_stream(self._caller)
+        assert self._caller is not None  # of an asynchronous operation
+        for t in outputs:
+            if t is not None:
+                t.record_stream(self._caller)
 
     def _run(self, name: str, launch: Callable[[int, Step], T], *inputs: Tensor | None, traced: bool = True) -> T:
         """Run one operation at a time, in the current stream. Return ``launch(stream, step)``.
@@ -729,13 +744,15 @@ class CudaEngine:
         with ranges_of(name) as ranges:
             ranges.step("check")
             self._health.raise_if_ended()
-            self._reports.raise_found(ends=True)
+            if self._c.has_report():
+                self._reports.raise_found(ends=True)
+            device = self._device_index
             for t in inputs:
-                if t is not None and t.device != self._device:
+                if t is not None and t.get_device() != device:
                     argument = "x" if name == "dispatch" else "y"
                     checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
-            device = self._device.index  # from a torch.device, torch.cuda.device looks it up in Python: 1 us more
-            with self._health.operation(name), torch.cuda.device(device):
+            is_current = torch._C._cuda_getDevice() == device
+            with self._health.operation(name), _HERE if is_current else torch.cuda.device(device):
                 # Ask for the number alone: torch.cuda.current_stream() makes an object in Python, for 2 us more.
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 if self._stream is None or self._stream.cuda_stream != stream:

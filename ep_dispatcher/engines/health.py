@@ -26,11 +26,18 @@ class Operation:
         self.thread = threading.get_ident()
 
     def __enter__(self) -> Operation:
+        health = self._health
+        health.raise_if_ended(suspended=self.suspended, ended=self.ended)  # a forked child must not take the lock
         try:
-            self._health._enter(self)
+            with health._lock:
+                if health._inside is not None:
+                    checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
+                health._inside = self
+            # Again: from here on nothing is freed before this operation leaves.
+            health.raise_if_ended(suspended=self.suspended, ended=self.ended)
             return self
         except BaseException:
-            self._health._leave(self)
+            health._leave(self)
             raise
 
     def __exit__(
@@ -97,7 +104,7 @@ class Health:
 
     def raise_if_ended(self, *, suspended: bool = False, ended: bool = False) -> None:
         """Raise where the buffer has ended (unless ``ended``), or is not as asked for: suspended, or not."""
-        if self.is_forked:
+        if os.getpid() != self._pid:
             checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
         if self._stopped:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
@@ -145,15 +152,6 @@ class Health:
             if self._inside is None:
                 self._release()
             return self._free is None
-
-    def _enter(self, operation: Operation) -> None:
-        self.raise_if_ended(suspended=operation.suspended, ended=operation.ended)
-        with self._lock:
-            if self._inside is not None:
-                checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
-            self._inside = operation
-        # Again: from here on nothing is freed before this operation leaves.
-        self.raise_if_ended(suspended=operation.suspended, ended=operation.ended)
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
         """End the buffer's use after an interrupt, no memory: this rank is now the one that is late for the others."""

@@ -140,7 +140,7 @@ class Buffer(LowLatency):
         """
         with self._comm.operation(topk_idx, previous_event=previous_event, async_finish=async_finish) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
-            layout.remember(counted[-1], topk_idx)
+            layout.remember(counted[-1], topk_idx, counted[0], counted[2])
             operation.hand_over(*counted)
         return *counted, operation.event
 
@@ -181,8 +181,10 @@ class Buffer(LowLatency):
         """
         pool, rows = self._live_pool(), Rows(x)
         self._say_of_config(config)
-        inputs = [*rows.tensors(), topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert]
-        inputs += [] if handle is None else _plans(handle).tensors()
+        inputs: tuple[Tensor | None, ...] = ()
+        if async_finish or previous_event is not None:
+            inputs = topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+            inputs += rows.tensors() if handle is None else (*rows.tensors(), *_plans(handle).tensors())
         with self._comm.operation(*inputs, previous_event=previous_event, async_finish=async_finish) as operation:
             if handle is not None:
                 if topk_idx is not None or topk_weights is not None:
@@ -193,13 +195,8 @@ class Buffer(LowLatency):
                     operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
-                routing = Routing(  # its check refuses None
-                    cast(Tensor, num_tokens_per_rank),
-                    cast(Tensor, num_tokens_per_expert),
-                    cast(Tensor, is_token_in_rank),
-                    topk_idx,
-                    topk_weights,
-                )
+                given = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+                routing = Routing(*cast(tuple[Any, Any, Any], given), topk_idx, topk_weights)  # it refuses None
                 made = received = dispatch(
                     pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
                 )
@@ -242,9 +239,10 @@ class Buffer(LowLatency):
             checks.tensor("bias", one, (x.dtype,), (plans.num_tokens, x.shape[1]), device)
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
-        with self._comm.operation(
-            x, topk_weights, *biases, *plans.tensors(), previous_event=previous_event, async_finish=async_finish
-        ) as operation:
+        inputs: tuple[Tensor | None, ...] = ()
+        if async_finish or previous_event is not None:
+            inputs = x, topk_weights, *biases, *plans.tensors()
+        with self._comm.operation(*inputs, previous_event=previous_event, async_finish=async_finish) as operation:
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
             if biases:
                 combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
-from ep_dispatcher.integrations.deep_ep.layout import check_same_routing, routing_of_ranks
+from ep_dispatcher.integrations.deep_ep.layout import check_same_routing, is_of_one_layout, routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Rows
 
@@ -26,10 +26,13 @@ class Routing(NamedTuple):
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
 
     def check(self, rows: Rows, num_ranks: int) -> None:
-        device = rows.device.type
-        checks.tensor("num_tokens_per_rank", self.num_tokens_per_rank, (torch.int32,), (num_ranks,), device)
-        checks.tensor("num_tokens_per_expert", self.num_tokens_per_expert, (torch.int32,), ("num_experts",), device)
-        checks.tensor("is_token_in_rank", self.is_token_in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
+        per_rank, per_expert, in_rank = self[:3]
+        is_known = is_of_one_layout(in_rank, per_rank, per_expert) and in_rank.device == rows.device
+        if not is_known or in_rank.shape != (rows.num_tokens, num_ranks):
+            device = rows.device.type
+            checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (num_ranks,), device)
+            checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
+            checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
         if (self.topk_idx is None) != (self.topk_weights is None):
             missing = "topk_idx" if self.topk_idx is None else "topk_weights"
             checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")

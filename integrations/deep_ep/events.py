@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class EventOverlap:
 class Operation:
     """One operation: the tensors that it gives to the caller's stream, and at the end its event.
 
+    By itself the context of one that runs in the current stream, and wants no event.
+
     is_apart: it runs in a stream of its own; elsewhere nothing need be handed over
     """
 
@@ -61,6 +63,12 @@ class Operation:
 
     def hand_over(self, *outputs: Tensor | None) -> None:
         self._outputs += [t for t in outputs if t is not None]
+
+    def __enter__(self) -> Operation:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        pass
 
 
 class CommStream:
@@ -76,16 +84,22 @@ class CommStream:
             self._stream = torch.cuda.Stream(priority=-1)
         return self._stream
 
-    @contextmanager
     def operation(
         self, *inputs: Tensor | None, previous_event: EventOverlap | None, async_finish: bool
-    ) -> Iterator[Operation]:
+    ) -> AbstractContextManager[Operation]:
         """Run what is inside after ``previous_event``, or after the current stream's work where there is none.
 
-        Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked.
+        Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked. With neither,
+        ``inputs`` are not needed.
         """
         before = getattr(previous_event, "event", None)
-        is_apart = (async_finish or before is not None) and any(t is not None and t.is_cuda for t in inputs)
+        return self._asked_for(inputs, before, async_finish) if async_finish or before is not None else Operation(False)
+
+    @contextmanager
+    def _asked_for(
+        self, inputs: tuple[Tensor | None, ...], before: EventHandle | None, async_finish: bool
+    ) -> Iterator[Operation]:
+        is_apart = any(t is not None and t.is_cuda for t in inputs)
         operation = Operation(is_apart)
         if not is_apart:
             yield operation

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
@@ -14,6 +15,7 @@ from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
 _OTHER_WEIGHTS = "topk_weights: other than 0 where recv_topk_idx is -1, which the engine would leave out of the sum; "
 _OTHER_WEIGHTS += "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small operation more in every such combine"
+_UNCHANGED = "them while recv_topk_idx of the dispatch is as it was, or with EP_DISPATCHER_DEEP_EP_EXACT=1"
 _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more in every dispatch"
 
 
@@ -24,12 +26,12 @@ class Unavailable:
     """
 
     def __init__(self, name: str, reason: str, carried: object = None):
-        self.__dict__.update(
-            _what=f"handle: {name} is not available: {reason}", _name=name, _reason=reason, carried=carried
-        )
+        self.__dict__.update(_what=f"handle: {name} is not available: {reason}", carried=carried)
 
     def carrying(self, carried: object) -> Unavailable:
-        return Unavailable(self._name, self._reason, carried)
+        carrier = object.__new__(Unavailable)  # without words of its own: every dispatch makes one
+        carrier.__dict__.update(self.__dict__, carried=carried)
+        return carrier
 
     def __repr__(self) -> str:
         return f"<{self._what}>"
@@ -76,10 +78,13 @@ class Plans:
     ):
         handle = out.handle
         assert out.topk_idx is not None  # in rank layout
+        # [num_recv_tokens, num_topk], -1 for experts elsewhere. The program has it too, and may change it. Changes show
+        # in the version, which tensors of torch.inference_mode() do not have.
+        self._topk_idx = out.topk_idx.clone() if out.topk_idx.is_inference() else out.topk_idx
+        self._version = None if out.topk_idx.is_inference() else out.topk_idx._version
         self.pool = pool
         self.is_token_in_rank = is_token_in_rank
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
-        self._is_here = out.topk_idx >= 0  # bool [num_recv_tokens, num_topk]: an expert of this rank
         self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
         self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
         # A combine brings weights back beside rows of this kind, so many a row; none by a routing of ranks.
@@ -87,7 +92,7 @@ class Plans:
 
     def tensors(self) -> list[Tensor]:
         """What operations read of it."""
-        return [self.is_token_in_rank, self._is_here, *(handle.plan for _, handle in self._known.values())]
+        return [self.is_token_in_rank, self._topk_idx, *(handle.plan for _, handle in self._known.values())]
 
     def dispatch(self, rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
         """The rows that this rank receives by the same routing."""
@@ -108,10 +113,14 @@ class Plans:
 
         Others are refused. On a GPU, where no host waits to see them, they make all weights of the row NaN.
         """
-        right = (topk_weights.eq(0) | self._is_here).all(1)
+        # Only here, because most dispatches have no such combine, and each operation costs the host 10 us.
+        if self._version is not None and self._topk_idx._version != self._version:
+            checks.fail("topk_weights", "weights after a change of recv_topk_idx in place", _UNCHANGED)
+        is_elsewhere = self._topk_idx < 0
+        wrong = is_elsewhere.logical_and(topk_weights).any(1)
         if topk_weights.is_cuda:
-            return topk_weights.where(right[:, None], float("nan"))
-        if not (right | ~self._is_here.any(1)).all():  # a row without experts here is unused
+            return topk_weights.masked_fill(wrong[:, None], float("nan"))
+        if (wrong & ~is_elsewhere.all(1)).any():  # a row without experts here is unused
             raise NotImplementedError(_OTHER_WEIGHTS)
         return topk_weights
 

@@ -58,9 +58,16 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
     return ranks.where(is_token_in_rank, -1)
 
 
-def remember(is_token_in_rank: Tensor, topk_idx: Tensor) -> None:
+def remember(is_token_in_rank: Tensor, topk_idx: Tensor, *counts: Tensor) -> None:
     """Note on a layout which routing it was counted from, so that a dispatch need not count again to check it."""
-    is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # an attribute of our own
+    is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # attributes of our own
+    is_token_in_rank.counted_with = tuple(map(ref, counts))  # type: ignore[attr-defined]
+
+
+def is_of_one_layout(is_token_in_rank: Tensor, *counts: Tensor) -> bool:
+    """Return whether these are the very tensors of one ``get_dispatch_layout``, whose shapes are right then."""
+    known = getattr(is_token_in_rank, "counted_with", ())
+    return len(known) == len(counts) and all(ref_to() is t for ref_to, t in zip(known, counts))
 
 
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:

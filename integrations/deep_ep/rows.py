@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -29,6 +28,7 @@ class Rows:
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
         pair = isinstance(x, (tuple, list))
+        self._data: Tensor | tuple[Tensor, Tensor] | None = None
         self._x: Tensor
         self._scales: Tensor | None
         self._x, self._scales = x if isinstance(x, (tuple, list)) else (x, None)
@@ -50,13 +50,16 @@ class Rows:
                 checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
             self.kind = Kind(num_bytes // 2, torch.bfloat16)
 
-    @cached_property
+    @property
     def data(self) -> Tensor | tuple[Tensor, Tensor]:
         """What the engine takes. Ask for it in the stream of the operation, where it may be made by copies."""
-        x = self._x
-        if self._scales is not None:
-            return _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
-        return x if x.dtype in checks.DTYPES else x.contiguous().view(torch.bfloat16)
+        if self._data is None:  # Python 3.11's cached_property takes a lock, and the host 3 us
+            x = self._x
+            if self._scales is not None:
+                self._data = _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
+            else:
+                self._data = x if x.dtype in checks.DTYPES else x.contiguous().view(torch.bfloat16)
+        return self._data
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._x,) if self._scales is None else (self._x, self._scales)

@@ -60,11 +60,13 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
-    if key not in _shared:
+    shared, given = _shared.get(key), _size_up_front()
+    if shared is not None and given is not None and num_tokens <= given == shared.max_tokens:
+        return shared.buffers[-1]  # mostly: the rest looks at it in detail
+    if shared is None:
         _forget_destroyed_groups()
-        _shared[key] = _Shared()
-    shared = _shared[key]
-    max_tokens = _tokens_to_hold(shared, group, config, num_tokens, note)
+        shared = _shared[key] = _Shared()
+    max_tokens = _tokens_to_hold(shared, group, config, num_tokens, given, note)
     if max_tokens > shared.max_tokens:
         try:
             buffer = MegatronBuffer(
@@ -86,12 +88,13 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     return shared.buffers[-1]
 
 
-def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: int, note: str) -> int:
+def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: int, given: int | None, note: str) -> int:
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
-    given, where = _size_up_front()
     if given is not None:
         if num_tokens > given:
-            checks.fail("hidden_states", f"{num_tokens} tokens", where)
+            by_call = plugin.registered_size() is not None
+            where = "register(max_tokens_per_rank={})" if by_call else "EP_DISPATCHER_MAX_TOKENS_PER_RANK={}"
+            checks.fail("hidden_states", f"{num_tokens} tokens", where.format(given))
         return given
     needed = num_tokens
     if not shared.buffers or config.variable_seq_lengths:
@@ -146,13 +149,10 @@ def destroy_buffers() -> None:
 atexit.register(destroy_buffers)
 
 
-def _size_up_front() -> tuple[int | None, str]:
-    """The tokens per rank that the user has asked for, and where."""
+def _size_up_front() -> int | None:
+    """The tokens per rank that the user has asked for."""
     given = plugin.registered_size()
-    if given is not None:
-        return given, f"register(max_tokens_per_rank={given})"
-    given = envs.max_tokens_per_rank()
-    return given, f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={given}"
+    return envs.max_tokens_per_rank() if given is None else given
 
 
 def _warn_of_a_guess(num_tokens: int) -> None:

@@ -74,9 +74,9 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         """
         self.hidden_shape = hidden_states.shape
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        allowed = (hidden_states.shape[0], self.config.num_moe_experts)
-        checks.tensor("routing_map", routing_map, (torch.bool,), allowed, hidden_states.device.type)
-        checks.tensor("probs", probs, limits.PROBS_DTYPES, allowed, hidden_states.device.type)
+        allowed, device = (hidden_states.shape[0], self.config.num_moe_experts), hidden_states.device.type
+        checks.tensor("routing_map", routing_map, (torch.bool,), allowed, device)
+        checks.tensor("probs", probs, limits.PROBS_DTYPES, allowed, device)
         routing = Routing(
             topk=self.config.moe_router_topk,
             slices=self.tp_size,
@@ -103,7 +103,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         else:
             microbatch, self.buffer, handle = recomputed.microbatch, recomputed.buffer, recomputed.handle
             self._where = f"{layer}, microbatch {microbatch}"
-        self._shared_experts_wait()
+        if self.shared_experts is not None:
+            self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
         limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
@@ -183,7 +184,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
-        self._shared_experts_wait()
+        if self.shared_experts is not None:
+            self._shared_experts_wait()
         if self.deferred is not None:
             self.deferred, combined = None, hidden_states  # the experts have combined
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import engines
-from ep_dispatcher.autograd import PlainFunction, is_observed
+from ep_dispatcher.autograd import is_observed, plain_apply
 from ep_dispatcher.integrations.megatron import overfull
 
 _compiled: Any = import_module("ep_dispatcher._C_cuda") if "cuda" in engines.ENGINES else None
@@ -52,7 +52,7 @@ def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tenso
     if _has_kernels(routing_map) and not is_observed((routing_map, probs)):
         if probs.dtype == torch.float64:
             probs = probs.float()
-        return _Columns.apply(probs, routing_map, routing)
+        return _make_columns(probs, routing_map, routing)
     return _by_operators(routing, routing_map, probs)
 
 
@@ -84,7 +84,7 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
     return idx, weights
 
 
-class _Columns(PlainFunction):
+class _Columns(torch.autograd.Function):
     """The columns by one kernel, and the gradient of probs by another. Tensors on the current GPU."""
 
     @staticmethod
@@ -114,6 +114,9 @@ class _Columns(PlainFunction):
         addresses = (topk_idx.data_ptr(), grad_weights.data_ptr(), grad_probs.data_ptr())
         _compiled.columns_to_map(*_sizes(ctx, num_tokens), *addresses, _stream(grad_weights))
         return grad_probs, None, None
+
+
+_make_columns = plain_apply(_Columns)
 
 
 def _sizes(ctx: Any, num_tokens: int) -> tuple[Any, ...]:

@@ -1,0 +1,106 @@
+"""Times the host in Megatron's six dispatcher steps: how long until all is launched, step by step?
+
+    python benchmarks/host_time.py                                     # one rank on one GPU
+    torchrun --nproc-per-node 2 benchmarks/host_time.py --tokens 256   # a rank per GPU
+
+The GPU is idle before each pass, and there are no experts: what is left is the host, and its wait for the counts.
+Printed are median and fastest tenth of rank 0, in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher.integrations.megatron import benchmark
+from ep_dispatcher.testing import make_routing
+
+STEPS = ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess", "token_combine", "combine_postprocess")
+WARMUP = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in dict(tokens=256, hidden=2048, experts=128, topk=8, sms=24, passes=1000).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    os.environ.setdefault("EP_DISPATCHER_MAX_TOKENS_PER_RANK", str(args.tokens))
+    for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=29531).items():
+        os.environ.setdefault(name, str(value))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("gloo")
+    settings = dict(hidden=args.hidden, num_experts=args.experts, num_topk=args.topk, num_sms=args.sms)
+    with benchmark.dispatchers(dist.group.WORLD, dtype=torch.bfloat16, **settings) as made:
+        measure(made.ours, args)
+    dist.destroy_process_group()
+
+
+def measure(six: benchmark.SixSteps, args: argparse.Namespace) -> None:
+    idx, weights = make_routing("uniform", args.tokens, args.experts, args.topk, seed=dist.get_rank())
+    x = torch.randn(args.tokens, args.hidden, device="cuda", dtype=torch.bfloat16)
+    given = benchmark.as_routed(x, idx.cuda(), weights.cuda(), args.experts)
+    x, routing_map, probs = given[0].requires_grad_(), given[1], given[2].requires_grad_()
+    gradients = tuple(torch.ones_like(t) for t in six.forward(x, routing_map, probs))
+    forward, backward = [], []
+
+    def one_pass() -> None:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        outputs = six.forward(x, routing_map, probs)
+        launched = time.perf_counter()
+        forward.append(launched - begin)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        torch.autograd.backward(outputs, gradients)
+        backward.append(time.perf_counter() - begin)
+
+    alone = [timed(lambda: six.forward(x, routing_map, probs)) for _ in range(args.passes)]
+    for _ in range(args.passes):
+        one_pass()
+    steps = [by_step(six.dispatcher, x, routing_map, probs) for _ in range(args.passes)]
+    if dist.get_rank() == 0:
+        print(f"{'nothing but forward':32}{shown(alone)}")
+        print(f"{'forward, with backwards':32}{shown(forward)}")
+        print(f"{'backward':32}{shown(backward)}")
+        for name, times in zip(STEPS, zip(*steps)):
+            print(f"  {name:30}{shown(times)}")
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Time one call on the host, behind an idle GPU."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = call()
+    spent = time.perf_counter() - begin
+    del result  # the end of its graph is no part of the call
+    return spent
+
+
+def by_step(dispatcher, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> list[float]:
+    """Time every step of one forward pass on the host."""
+    torch.cuda.synchronize()
+    times, given = [time.perf_counter()], (x, routing_map, probs)
+    kept = []  # until the end: a graph that is dropped is no part of a step
+    for step in STEPS:
+        found = getattr(dispatcher, step)(*given)
+        times.append(time.perf_counter())
+        kept.append(found)
+        if step in STEPS[:2]:
+            given = found
+        else:
+            given = (found[0] if isinstance(found, tuple) else found,)
+    return [end - begin for begin, end in zip(times, times[1:])]
+
+
+def shown(seconds) -> str:
+    ordered = sorted(list(seconds)[WARMUP:])
+    return f"{1e6 * ordered[len(ordered) // 2]:10.1f}{1e6 * ordered[len(ordered) // 10]:10.1f}"
+
+
+if __name__ == "__main__":
+    main()
