@@ -50,6 +50,7 @@ from test_megatron_experts import (
     switched_on,
 )
 from test_megatron_schedule import OVERLAPPED, run_nodes
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
@@ -307,12 +308,33 @@ def all_or_none(rank: int) -> None:
         ones = [experts._layers[layer.experts] for layer in layers]
         assert all(one.why_no_waves is not None for one in ones)
         assert ones[1].why_no_parts is None and [one.parts_agreed for one in ones] == [False, True]
-    text = "ep_dispatcher runs the steps of layer 1 one after the other: another rank cannot overlap them"
+    text = "ep_dispatcher runs the steps of layer 1 one after the other: "
+    text += "1 of 2 ranks cannot overlap them, the first is rank 1"
     assert printed.getvalue().splitlines().count(text) == (rank == 0)
 
 
 def test_all_ranks_run_in_two_parts_or_none():
     megatron_pool(2).run(all_or_none)
+
+
+def observed(rank: int) -> None:
+    """What looks at operators on one rank alone leaves the operations of all ranks in step, and their results."""
+    use_layout(EP2)
+    with switched_on(WAVES), two_parts() as runs:
+        layer = make_layer(make_config())
+        given = [tokens_of(rank).detach().requires_grad_() for _ in range(2)]
+        plain, _ = layer(given[0])
+        plain.sum().backward()
+        with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
+            found, _ = layer(given[1])
+            found.sum().backward()
+        assert len(runs) == (1 if rank == 0 else 2)
+        torch.testing.assert_close(found, plain)
+        torch.testing.assert_close(given[1].grad, given[0].grad)
+
+
+def test_one_rank_whose_operators_are_observed():
+    megatron_pool(2).run(observed)
 
 
 # ---- layers whose steps run one after the other ---------------------------------------------------------------------

@@ -21,6 +21,7 @@ from test_experts import (
     weights_of,
 )
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher import parts, waves
@@ -227,7 +228,7 @@ class Stream:
     """Notes in a log what is launched in it. Everything runs at once, in that order."""
 
     def __init__(self, name: str, log: list[str]):
-        self.name, self.log, self.num_events = name, log, 0
+        self.name, self.log, self.num_events, self.device = name, log, 0, None
 
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -249,7 +250,7 @@ FORWARD = """
     side waits for event 1 of main; side: combine 3
     main waits for event 2 of side; main: experts; main: event 2
     side waits for event 2 of main; side: combine 2
-    main waits for side
+    main waits for side; side waits for main
 """
 COUNTED = """
     side waits for main
@@ -259,7 +260,7 @@ COUNTED = """
     side waits for event 1 of main; side: combine 3
     main waits for event 2 of side; main: experts; main: event 2
     side waits for event 2 of main; side: combine 2
-    main waits for side
+    main waits for side; side waits for main
 """
 BACKWARD = """
     side waits for main
@@ -269,8 +270,8 @@ BACKWARD = """
     side waits for event 3 of main; side: combine 2
     main waits for event 4 of side; main: gradients of rows; main: event 4
     side waits for event 4 of main; side: combine 3
-    main: gradients of weights
-    main waits for side
+    main: gradients of weights; side waits for main
+    main waits for side; side waits for main
 """
 
 
@@ -286,7 +287,9 @@ class Machine:
         self.main, self.side = Stream("main", self.log), Stream("side", self.log)
         self.current = self.main
         patch.setattr(torch.cuda, "stream", self.using)
-        patch.setattr(parts._Lane, "__init__", lambda lane, buffer, *_: lane.__dict__.update(self.lane(buffer)))
+        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(parts._Lane, "__init__", lambda *given, **options: self.init_lane(*given, **options))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             launch = getattr(buffer, f"_launch_{name}")
             patch.setattr(buffer, f"_launch_{name}", partial(self.note, launch, name, size))
@@ -304,9 +307,9 @@ class Machine:
         yield
         self.current = before
 
-    def lane(self, buffer: ep.Buffer) -> dict:
-        """The fields of a _Lane."""
-        return dict(buffer=buffer, main=self.main, side=self.side)
+    def init_lane(self, lane, buffer: ep.Buffer, *_, num_operations: int) -> None:
+        lane.buffer, lane.num_operations, lane.num_launched = buffer, num_operations, 0
+        lane.engine, lane.main, lane.side = None, self.main, self.side
 
 
 def with_stand_ins(rank: int) -> None:
@@ -331,6 +334,25 @@ def with_stand_ins(rank: int) -> None:
 
 def test_the_order_of_launches(pools):
     pools(2).run(with_stand_ins)
+
+
+def wrong_entry_while_observed(rank: int) -> None:
+    """Nothing is sent before the error: the next layer of both ranks is in step."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
+    x, weights = torch.ones(5, 16), torch.ones(5, 2)
+    w1, w2 = torch.ones(2, 8, 16), torch.ones(2, 16, 4)
+    idx = torch.tensor([[0, 2]] * 5)
+    with ep.Buffer(engine="cpu", dtype=torch.float32, timeout_s=20, **sizes) as buffer:
+        if rank == 0:
+            wrong = idx.clone()
+            wrong[4, 1] = 77
+            with FlopCounterMode(display=False), pytest.raises(ValueError, match=r"topk_idx\[4, 1\]: given 77"):
+                ep.moe_mlp(buffer, x, wrong, weights, w1, w2, num_parts=2)
+        assert ep.moe_mlp(buffer, x, idx, weights, w1, w2, num_parts=2).shape == x.shape
+
+
+def test_a_wrong_entry_of_the_second_part_while_operators_are_observed(pools):
+    pools(2).run(wrong_entry_while_observed)
 
 
 def test_when_a_layer_runs_in_two_parts(monkeypatch):

@@ -114,6 +114,10 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
             old = getattr(patch.owner, patch.name)
             _undo.append(_undoing(patch.owner, patch.name, old))
             setattr(patch.owner, patch.name, patch.make(old))
+        if envs.grouped_experts():
+            from ep_dispatcher.integrations.megatron.experts import forget_parts
+
+            _undo.append(forget_parts)
         _active = Registration(version, tuple(patch.text for patch in patches))
         logger.info("%s", _active)
     if max_tokens_per_rank is not None:
