@@ -254,6 +254,8 @@ class _Layer:
     operation half done, such as one of memory, ends the buffer: its peers learn of it at once.
     """
 
+    uses_side = False  # whether the side stream has been given anything
+
     def __init__(self, buffer: Buffer, rows: Tensor):
         self.buffer, self.engine, self.rows = buffer, cast("CudaEngine", buffer._live_engine()), rows
         self.main, self.side = torch.cuda.current_stream(rows.device), self.engine.side_stream()
@@ -289,6 +291,7 @@ class _Layer:
         waves = self.beside(most, begun, arrived)
         self.kept = self.engine.sent  # a copy of x too, if the pull reads one: the main stream may not use its memory
         self.side.wait_stream(self.main)
+        self.uses_side = True
         with torch.cuda.stream(self.side):
             self.buffer._explaining(self.engine.receive, waves)
         self._begin_after(waves)
@@ -297,6 +300,7 @@ class _Layer:
     def combine(self, request: CombineRequest, waves: Waves | None) -> Combined:
         """Run a combine beside what follows. Without waves it has num_sms blocks."""
         self.side.wait_stream(self.main)
+        self.uses_side = True
         return self._combine(request, waves, only_sends=False)
 
     def push(
@@ -312,6 +316,7 @@ class _Layer:
         if share is None:
             share = push_after(config.topology.num_ranks, config.num_topk, activated.shape[1], activated.itemsize)
         self.side.wait_event(ready)
+        self.uses_side = True
         with torch.cuda.stream(self.side):
             grouped_gemm.kernels().wait_for_share(waves.done, ends, activated.shape[0], share)
         return self._combine(request, waves, only_sends=True)
@@ -335,5 +340,6 @@ class _Layer:
         self.engine.wait_until_begun(waves)
 
     def join(self) -> None:
-        """Let the main stream wait for the operation beside it."""
-        self.main.wait_stream(self.side)
+        """Let the main stream wait for the operation beside it. Without one, a capture may not wait for its stream."""
+        if self.uses_side:
+            self.main.wait_stream(self.side)
