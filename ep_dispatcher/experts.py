@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,7 @@ from ep_dispatcher import checks, grouped_gemm, parts, waves
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.grouped_gemm import Matrices
-from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp, grouped_swiglu_mlp_of_sets
 from ep_dispatcher.handle import DispatchOutput
 
 ACTIVATIONS = ("swiglu",)
@@ -99,15 +100,8 @@ def moe_mlp(
         send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
         options: dict[str, Any] = dict(overlap=overlap, num_parts=num_parts, keep_activated=keep_activated)
         return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
-    given = [(x, topk_idx, topk_weights)]
-    if num_parts > 1:
-        buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-        given = list(zip(*map(parts.cut, given[0])))
-    # All are sent before the first experts run: the order of parts.py.
-    sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
-    rows = [_rows_of_experts(out, w1, w2, keep_activated) for out in sent]
-    y = [combine(buffer, of_part, out.handle) for of_part, out in zip(rows, sent)]
-    return y[0] if num_parts == 1 else torch.cat(y)
+    run = partial(_rows_of_experts, w1=w1, w2=w2, keep_activated=keep_activated)
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
 
 def why_no_overlap(
@@ -160,10 +154,65 @@ def run_layer(
         if overlap:
             return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
         out = send()
-        assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
-        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-        y = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
-        return combine(buffer, y, out.handle)
+        return combine(buffer, grouped_swiglu_mlp(*_rows_of(out), w1, w2, **options), out.handle)
+
+
+def run_nodes(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    max_recv_rows: int | None,
+    num_parts: int,
+    run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
+) -> Tensor:
+    """``moe_mlp`` whose operations are nodes of autograd, for what looks at operators. The order is that of parts.py.
+
+    run_experts: takes the dispatch of each part, and returns the results of its rows
+    """
+    given = [(x, topk_idx, topk_weights)]
+    if num_parts > 1:  # an error about B comes before anything of A is sent
+        buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        if _has_values(topk_idx):
+            buffer._explaining(buffer._live_engine().check_routing, topk_idx)
+        given = list(zip(*map(parts.cut, given[0])))
+    # All are sent before the first experts run.
+    sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+    y = [combine(buffer, rows, out.handle) for rows, out in zip(run_experts(sent), sent)]
+    return y[0] if num_parts == 1 else torch.cat(y)
+
+
+def run_grouped_nodes(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    *,
+    num_parts: int,
+    **options: Any,
+) -> Tensor:
+    """``run_layer`` whose operations are nodes of autograd. Gradients of weights are written once all the same."""
+
+    def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
+        return grouped_swiglu_mlp_of_sets([_rows_of(out) for out in sent], w1, w2, **options)
+
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, run_experts)
+
+
+def _has_values(t: Tensor) -> bool:
+    """Return whether the host may look at a tensor: no compiler traces it, and it is no stand-in."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(t) is Tensor and detect_fake_mode((t,)) is None
+
+
+def _rows_of(out: DispatchOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, their weights, and the end of each expert's rows."""
+    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
+    return out.x, out.topk_weights, out.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
 def _aligned(weight: Tensor) -> Tensor:
@@ -186,12 +235,11 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _rows_of_experts(out: DispatchOutput, w1: Tensor, w2: Tensor, keep_activated: bool) -> Tensor:
     """Return the results of the experts by row, in PyTorch's grouped GEMMs."""
-    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
-    ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+    rows, row_weights, ends = _rows_of(out)
     second = _activated_linear
     if not keep_activated:
         second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
-    return second(_grouped_linear(out.x, w1, ends), out.topk_weights, w2, ends)
+    return second(_grouped_linear(rows, w1, ends), row_weights, w2, ends)
 
 
 def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends: Tensor) -> Tensor:

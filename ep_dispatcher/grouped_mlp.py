@@ -93,8 +93,26 @@ def grouped_swiglu_mlp(
 
     Raises ValueError where the dtypes of rows and weights differ.
     """
-    call = checked_call(rows.dtype, w1, w2, keep_activated, take_grads, anchor)
-    return _GroupedSwigluMlp.apply(rows, row_weights, ends, call, *call.inputs(rows, row_weights))
+    options: dict[str, Any] = dict(keep_activated=keep_activated, take_grads=take_grads, anchor=anchor)
+    return grouped_swiglu_mlp_of_sets([(rows, row_weights, ends)], w1, w2, **options)[0]
+
+
+def grouped_swiglu_mlp_of_sets(
+    sets: Sequence[tuple[Tensor, Tensor, Tensor]],
+    w1: Matrices,
+    w2: Matrices,
+    *,
+    keep_activated: bool = True,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """``grouped_swiglu_mlp`` of one or two sets: rows, row_weights, ends. It is one node of autograd.
+
+    So gradients of weights are written once: sums over the rows of the first set, then over those of the second.
+    """
+    call = checked_call(sets[0][0].dtype, w1, w2, keep_activated, take_grads, anchor)
+    given = [t for one in sets for t in one]
+    return _GroupedSwigluMlp.apply(call, len(sets), *given, *call.inputs(*given))
 
 
 def checked_call(
@@ -166,29 +184,42 @@ def _activated(kept: Kept) -> Tensor:
     return grouped_gemm.weighted_swiglu(kept.hidden, kept.row_weights, kept.ends)
 
 
+_PER_SET = 3  # tensors that a set is given: rows, row_weights, ends
+
+
 class _GroupedSwigluMlp(torch.autograd.Function):
     """Both GEMMs and the activation. Parameters that take_grads looks after are no inputs: autograd knows none."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call, anchor: Tensor | None, *weights: Tensor
-    ) -> Tensor:
-        out, kept = run_rows(rows, row_weights, ends, call)
+    def forward(ctx: Any, call: Call, num_sets: int, *given: Any) -> tuple[Tensor, ...]:
+        """given: rows, row_weights and ends of each set; an anchor or None; weights"""
+        weights = given[_PER_SET * num_sets + 1 :]
+        results, saved = list[Tensor](), list[Tensor | None]()
+        for i in range(num_sets):
+            rows, row_weights, ends = given[_PER_SET * i : _PER_SET * (i + 1)]
+            out, kept = run_rows(rows, row_weights, ends, call)
+            results.append(out)
+            saved += kept
         ctx.call = call
-        ctx.save_for_backward(*kept, *weights)
-        return out
+        ctx.save_for_backward(*saved, *weights)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *of_results: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
-        kept, weights = Kept(*saved[:5]), saved[5:]
+        num_fields, num_sets = len(Kept._fields), len(of_results)
+        weights = saved[num_fields * num_sets :]
         call: Call = ctx.call
         w1, w2 = call.saved(weights)
-        grads = grads_of_rows(grad.contiguous(), kept, w1, w2, ctx.needs_input_grad[0])
-        write = partial(write_grads, [(kept, grads._replace(of_rows=None))])
-        of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[5:]))
-        return grads.of_rows, grads.of_row_weights, None, None, *of_inputs
+        sets, of_given = list[tuple[Kept, RowGrads]](), list[Tensor | None]()
+        for i, of_out in enumerate(of_results):
+            kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
+            grads = grads_of_rows(of_out.contiguous(), kept, w1, w2, ctx.needs_input_grad[2 + _PER_SET * i])
+            sets.append((kept, grads._replace(of_rows=None)))
+            of_given += [grads.of_rows, grads.of_row_weights, None]
+        wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])
+        return None, None, *of_given, *call.gradients(partial(write_grads, sets), weights, wanted)
 
 
 def empty_grads(weights: Matrices) -> Matrices:

@@ -21,6 +21,7 @@ from test_experts import (
     weights_of,
 )
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher import parts, waves
@@ -212,6 +213,11 @@ def mistakes(rank: int, engine: str) -> None:
         y = ep.moe_mlp(buffer, **given)
         torch.testing.assert_close(y, ep.moe_mlp(buffer, **(given | dict(num_parts=1))))
         if engine == "cpu":
+            epoch = buffer._engine._c.epoch
+            with FlopCounterMode(display=False):
+                found = error_of(lambda: ep.moe_mlp(buffer, **(given | dict(topk_idx=bad))))
+            assert found.startswith("topk_idx[18, 1]: given 77"), found
+            assert buffer._engine._c.epoch == epoch, "something was sent"
             text = error_of(lambda: ep.moe_mlp(buffer, **given, max_recv_rows=1))
             assert text.startswith("max_recv_rows: too small"), text
 
