@@ -50,6 +50,7 @@ from test_megatron_experts import (
     switched_on,
 )
 from test_megatron_schedule import OVERLAPPED, run_nodes
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
@@ -307,12 +308,91 @@ def all_or_none(rank: int) -> None:
         ones = [experts._layers[layer.experts] for layer in layers]
         assert all(one.why_no_waves is not None for one in ones)
         assert ones[1].why_no_parts is None and [one.parts_agreed for one in ones] == [False, True]
-    text = "ep_dispatcher runs the steps of layer 1 one after the other: another rank cannot overlap them"
+    text = "ep_dispatcher runs the steps of layer 1 one after the other: "
+    text += "1 of 2 ranks cannot overlap them, the first is rank 1"
     assert printed.getvalue().splitlines().count(text) == (rank == 0)
 
 
 def test_all_ranks_run_in_two_parts_or_none():
     megatron_pool(2).run(all_or_none)
+
+
+def refused_elsewhere(rank: int) -> None:
+    """Two expert-parallel groups: the first rank of each says what a rank of the group refuses. Here it refuses."""
+    use_layout(EP2)
+    with switched_on(WAVES) as printed, two_parts() as runs:
+        layer = make_layer(make_config())
+        if rank == 2:
+            layer.experts.register_forward_hook(lambda *given: None)
+        layer(tokens_of(rank))
+        assert len(runs) == (rank < 2)
+    text = "1 of 2 ranks cannot overlap them, the first is rank 2"
+    assert [line.endswith(text) for line in printed.getvalue().splitlines()].count(True) == (rank == 2)
+
+
+def test_a_refusal_is_said_in_its_group():
+    megatron_pool(4).run(refused_elsewhere)
+
+
+def switched_on_here(rank: int) -> None:
+    """Grouped experts on all ranks, EP_DISPATCHER_EXPERT_WAVES on rank 0 alone: it asks, and hears no."""
+    use_layout(EP2)
+    with switched_on(WAVES if rank == 0 else SWITCH), two_parts() as runs:
+        run_layer(rank, Case(layout=EP2), OURS)
+        assert not runs
+
+
+def test_a_rank_without_the_switch_says_no():
+    megatron_pool(2).run(switched_on_here)
+
+
+def observed_on_one_rank(rank: int, settings: dict, delays: bool) -> None:
+    """FlopCounterMode on rank 0: the same operations in the same order, and the same bits of each main_grad."""
+    use_layout(EP2)
+    results = []
+    for watched in (False, rank % 2 == 0):
+        config = make_config(**GROUPED, **settings)
+        config.gradient_accumulation_fusion, config.delay_wgrad_compute = True, delays
+        counter = FlopCounterMode(display=False)
+        with switched_on(WAVES), two_parts() as runs, counter if watched else contextlib.nullcontext():
+            layer = make_grouped_layer(config)
+            ddp = ddp_of(layer, config, delay_wgrad_compute=delays)
+            results.append(iterations(ddp, rank, layer.backward_dw if delays else lambda: None))
+            assert bool(runs) is not watched
+        assert bool(counter.get_total_flops()) is watched
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("settings, delays", [({}, False), (MOE_ACT, False), ({}, True)], ids=str)
+def test_an_observer_on_one_rank(settings, delays):
+    skip_what_gloo_refuses({})
+    megatron_pool(4).run(observed_on_one_rank, settings, delays)
+
+
+def after_the_agreement(rank: int) -> None:
+    """A rank whose experts take no tokens any more says so before anything is sent. All may unregister."""
+    from ep_dispatcher.integrations.megatron import register, unregister
+
+    use_layout(EP2)
+    with switched_on(WAVES), two_parts() as runs:
+        layer = make_layer(make_config())
+        wanted = step(layer, tokens_of(rank))
+        layer.experts.forward = lambda rows, counts, probs: (rows, None)
+        text = error_of(lambda: layer(tokens_of(rank)), RuntimeError)
+        assert text.startswith("layer 1 has run in two parts of the tokens on all ranks"), text
+        del layer.experts.forward
+        assert_same_bits(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        unregister()
+        assert_agree(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        register()
+        step(layer, tokens_of(rank))
+        assert len(runs) == 3
+
+
+def test_experts_that_change_after_the_agreement():
+    megatron_pool(2).run(after_the_agreement)
 
 
 # ---- layers whose steps run one after the other ---------------------------------------------------------------------

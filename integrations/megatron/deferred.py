@@ -22,7 +22,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
 from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.experts import run_layer
+from ep_dispatcher.experts import run_grouped_nodes, run_layer
 from ep_dispatcher.grouped_gemm import Matrices
 from ep_dispatcher.parts import num_parts_of
 
@@ -41,12 +41,16 @@ class Deferred:
         """Return the sum over each token's rows, [num_tokens, hidden].
 
         With overlap where ``waves.why_not`` has nothing against it; else one step after the other, bit by bit the same.
-        In two parts of the tokens where the buffer says so: all ranks have neither plan nor observer then, or all have.
+        In two parts of the tokens where the buffer says so, unless there is a plan: all ranks have one then, or none.
+        What looks at operators may do so on one rank alone (a FlopCounterMode): its operations are those of the others.
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
         """
         send = partial(self.send, tokens, probs, self.max_rows)
-        is_free = not self.has_plan and not is_observed((tokens, probs, self.topk_idx))
-        overlap, num_parts = is_free and grouped_gemm.has_kernels(tokens), num_parts_of(self.buffer) if is_free else 1
-        given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows, send
-        return run_layer(*given, overlap=overlap, num_parts=num_parts, **options)
+        observed = is_observed((tokens, probs, self.topk_idx))
+        num_parts = 1 if self.has_plan else num_parts_of(self.buffer)
+        given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
+        if observed and num_parts > 1:
+            return run_grouped_nodes(*given, num_parts=num_parts, **options)
+        overlap = not self.has_plan and not observed and grouped_gemm.has_kernels(tokens)
+        return run_layer(*given, send, overlap=overlap, num_parts=num_parts, **options)

@@ -201,17 +201,29 @@ class Experts:
     def all_run_in_parts(self, here: bool) -> bool:
         """Whether all ranks can run dispatch and combine in two parts of the tokens. The first question is collective.
 
-        A hook on the experts of one rank is enough to forbid it.
+        A hook on the experts of one rank is enough to forbid it. RuntimeError where this rank could then, and cannot
+        any more: the others would wait for its second part.
         """
         layer = self.layer()
-        if self.parts_agreed is None and layer is not None:
-            agreed, note = torch.tensor(int(here)), f"layer {layer.layer_number}"
+        if layer is None:
+            return False
+        note = f"layer {layer.layer_number}"
+        if self.parts_agreed is None:
             group = layer.token_dispatcher.tp_ep_group
-            all_reduce(agreed, dist.ReduceOp.MIN, group, about="agree on the parts", note=note)
-            self.parts_agreed = bool(agreed)
-            if here and not self.parts_agreed and dist.get_rank() == 0:
-                print(f"ep_dispatcher runs the steps of {note} one after the other: another rank cannot overlap them")
-        return bool(self.parts_agreed)
+            cannot = torch.zeros(group.size(), dtype=torch.int32)
+            cannot[group.rank()] = not here
+            all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on the parts", note=note)
+            refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]
+            self.parts_agreed = not refusing
+            if group.rank() == 0 and 0 < len(refusing) < group.size():
+                some = f"{len(refusing)} of {group.size()} ranks cannot overlap them, the first is rank {refusing[0]}"
+                print(f"ep_dispatcher runs the steps of {note} one after the other: {some}", flush=True)
+        if self.parts_agreed and not here:
+            raise RuntimeError(
+                f"{note} has run in two parts of the tokens on all ranks, and the forward of its experts on this rank "
+                "is no longer ours: ranks would get out of step. Replace it before the first pass"
+            )
+        return self.parts_agreed
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -373,12 +385,12 @@ def why_copied(parts: Experts) -> str | None:
 def communicates(experts: Module, buffer: Any) -> bool:
     """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
     one = _layers.get(experts)
-    if one is None or not one.may_overlap:
+    if one is None:
         return False
     # unregister() and those who replace a module's forward leave one that takes none.
-    can = getattr(experts.forward, "in_grouped_gemms", False) and is_grouped(experts)
-    if num_parts_of(buffer) > 1:
-        return one.all_run_in_parts(can and one.why_no_parts is None) and can
+    can = one.may_overlap and getattr(experts.forward, "in_grouped_gemms", False) and is_grouped(experts)
+    if num_parts_of(buffer) > 1:  # a rank without the switch says no: those with it ask
+        return one.all_run_in_parts(can and one.why_no_parts is None)
     if not can or one.why_no_waves is not None:
         return False
     return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU goes the same way
@@ -450,6 +462,12 @@ def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
         else:
             reasons.setdefault(reason, []).append(str(getattr(one.layer(), "layer_number", None)))
     return none, "; ".join(f"layer {', '.join(numbers)}: {reason}" for reason, numbers in reasons.items())
+
+
+def forget_parts() -> None:
+    """Let ranks agree on the parts of each layer anew: of register() and unregister(), which all ranks call."""
+    for one in _layers.values():
+        one.parts_agreed = None
 
 
 @contextlib.contextmanager
