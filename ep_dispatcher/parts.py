@@ -23,7 +23,7 @@ does where each step is a node of its own: in torch.compile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,7 +133,7 @@ class _Mlp(torch.autograd.Function):
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # combines read them until the end
-        with _Lane(buffer, x, overlap) as lane:
+        with _Lane(buffer, x, overlap, num_operations=4) as lane:
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches: first the dispatch of B,
             # then the experts of A. Where the host waits for the counts of B, the experts of A have to be launched
             # before. In any case combine A is launched before the experts of B.
@@ -168,7 +168,7 @@ class _Mlp(torch.autograd.Function):
         of_x = grad.new_empty(grad.shape) if goes_back else None
         of_topk_weights: list[Any] = [None, None]
         grads: list[Any] = [None, None]
-        with _Lane(buffer, grad, ctx.overlap) as lane:
+        with _Lane(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as lane:
             sent: list[Any] = [None, None]
             for i in (1, 0):
                 num_rows = kept[i].rows.shape[0]
@@ -182,41 +182,61 @@ class _Mlp(torch.autograd.Function):
                     y = CombineRequest(grads[i].of_rows, plans[i], grads[i].of_row_weights, len(out), "expert")
                     of_topk_weights[i] = lane.combine(y, out, lane.record()).topk_weights
             sets = [(of_part, of_rows._replace(of_rows=None)) for of_part, of_rows in zip(kept, grads)]
-            of_inputs = call.gradients(partial(write_grads, sets), weights, any(ctx.needs_input_grad[7:]))
-        return of_x, torch.cat(of_topk_weights) if goes_back else None, None, None, None, None, *of_inputs
+            side = lane.side  # no more of it: a write may come later
+
+            def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
+                write_grads(sets, of_w1, of_w2, accumulate)
+                _order_memory(side)
+
+            of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+            lane.join()
+            of_probs = torch.cat(of_topk_weights) if goes_back else None  # it reads memory of the side stream
+        return of_x, of_probs, None, None, None, None, *of_inputs
 
 
 class _Lane:
     """The operations of a layer, beside its GEMMs, or between them in the current stream.
 
-    All that a caller gives an operation, or gets from it, has to live until the end. Then the main stream has waited
-    for the side stream, and at the next beginning that waits for the main stream: so memory of both is used in order.
+    All that a caller gives an operation, or gets from it, has to live until the end. There each stream waits for the
+    other: so memory of both is used in order, whichever main stream uses the side stream next.
+
+    An error while operations are left ends a buffer on a GPU: its peers learn of it at once. A ValueError does not: it
+    is about counts, and all ranks have it.
     """
 
-    def __init__(self, buffer: Buffer, x: Tensor, overlap: bool):
-        self.buffer = buffer
+    def __init__(self, buffer: Buffer, x: Tensor, overlap: bool, num_operations: int):
+        self.buffer, self.num_operations, self.num_launched = buffer, num_operations, 0
+        self.engine = cast("CudaEngine", buffer._live_engine()) if x.is_cuda else None
         self.main: torch.cuda.Stream | None = None
-        if overlap and x.is_cuda:
-            self.main = torch.cuda.current_stream(x.device)
-            self.side = cast("CudaEngine", buffer._live_engine()).side_stream()
+        self.side: torch.cuda.Stream | None = None
+        if overlap and self.engine is not None:
+            self.main, self.side = torch.cuda.current_stream(x.device), self.engine.side_stream()
 
     def __enter__(self) -> _Lane:
-        if self.main is not None:
+        if self.main is not None and self.side is not None:
             self.side.wait_stream(self.main)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.main is not None:
+        is_between = 0 < self.num_launched < self.num_operations
+        if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
+            self.engine.give_up("ran the experts of a layer", error)
+        self.join()
+        _order_memory(self.side)
+
+    def join(self) -> None:
+        """Let the main stream wait for all operations."""
+        if self.main is not None and self.side is not None:
             self.main.wait_stream(self.side)
 
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
         """Launch it behind the operations before it. Return its outputs, and an event that `take` waits for."""
-        if self.main is None:
-            return self.buffer._launch_dispatch(request), None
-        with torch.cuda.stream(self.side):
-            return self.buffer._launch_dispatch(request), self.side.record_event()
+        with self._beside():
+            received = self.buffer._launch_dispatch(request)
+        self.num_launched += 1
+        return received, None if self.side is None else self.side.record_event()
 
     def take(self, received: Received, event: torch.cuda.Event | None) -> Received:
         """Let the main stream wait for a dispatch. Return its outputs."""
@@ -230,9 +250,23 @@ class _Lane:
 
     def combine(self, request: CombineRequest, out: Tensor, after: torch.cuda.Event | None) -> Combined:
         """Launch it behind the operations before it, and behind an event. The sums are written to `out`."""
-        if self.main is None:
-            return self.buffer._launch_combine(request, out=out)
-        if after is not None:
+        if self.side is not None and after is not None:
             self.side.wait_event(after)
-        with torch.cuda.stream(self.side):
-            return self.buffer._launch_combine(request, out=out)
+        with self._beside():
+            combined = self.buffer._launch_combine(request, out=out)
+        self.num_launched += 1
+        return combined
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+
+
+def _order_memory(side: torch.cuda.Stream | None) -> None:
+    """Let a side stream wait for the current one. What is freed from here on is used again behind its kernels.
+
+    Two main streams may have one side stream (side_streams.py), and a write of gradients may come behind the layer.
+    While a graph is captured it does not wait: no join would follow. There the next layer of the same main stream
+    waits, and nobody else gets that memory: it is the graph's.
+    """
+    if side is not None and not torch.cuda.is_current_stream_capturing():
+        side.wait_stream(torch.cuda.current_stream(side.device))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
-from ep_dispatcher.engines import stuck_kernels, suspension
+from ep_dispatcher.engines import side_streams, stuck_kernels, suspension
 from ep_dispatcher.engines.aborts import Aborts
 from ep_dispatcher.engines.base import (
     Combined,
@@ -110,7 +110,6 @@ class CudaEngine:
         self._stamps: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
-        self._side_streams: dict[int, torch.cuda.Stream] = {}  # by the number of the stream that they are beside
         self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
         # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
         # addresses these hold.
@@ -619,14 +618,8 @@ class CudaEngine:
             self._caller = None
 
     def side_stream(self) -> torch.cuda.Stream:
-        """Return the stream for operations beside kernels of experts in the current stream.
-
-        Each stream has its own one: so the memory of that waits for no third stream when it is used again.
-        """
-        current = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if current not in self._side_streams:
-            self._side_streams[current] = torch.cuda.Stream(self._device, priority=-1)
-        return self._side_streams[current]
+        """Return the stream for operations beside kernels of experts in the current stream."""
+        return side_streams.side_stream(self._device.index)
 
     def join(self) -> None:
         current = torch.cuda.current_stream(self._device)
