@@ -162,8 +162,8 @@ SWITCHES = (
         "EP_DISPATCHER_EXPERT_WAVES",
         "0",
         "0, 1",
-        "with 1 these experts run in grouped GEMMs as above, and dispatch and combine run under the GEMMs, where they "
-        "can; one line more says how many do, and why the others do not",
+        "the same on all ranks. With 1 these experts run in grouped GEMMs as above, and dispatch and combine run under "
+        "the GEMMs, where they can; one line more says how many do, and why the others do not",
         _one_of("0", "1"),
     ),
     Switch(

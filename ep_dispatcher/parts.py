@@ -189,7 +189,9 @@ class _Mlp(torch.autograd.Function):
                 _order_memory(side)
 
             of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
-        return of_x, torch.cat(of_topk_weights) if goes_back else None, None, None, None, None, *of_inputs
+            lane.join()
+            of_probs = torch.cat(of_topk_weights) if goes_back else None  # it reads memory of the side stream
+        return of_x, of_probs, None, None, None, None, *of_inputs
 
 
 class _Lane:
@@ -221,9 +223,13 @@ class _Lane:
         is_between = 0 < self.num_launched < self.num_operations
         if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
             self.engine.give_up("ran the experts of a layer", error)
+        self.join()
+        _order_memory(self.side)
+
+    def join(self) -> None:
+        """Let the main stream wait for all operations."""
         if self.main is not None and self.side is not None:
             self.main.wait_stream(self.side)
-            _order_memory(self.side)
 
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
         """Launch it behind the operations before it. Return its outputs, and an event that `take` waits for."""

@@ -317,24 +317,82 @@ def test_all_ranks_run_in_two_parts_or_none():
     megatron_pool(2).run(all_or_none)
 
 
-def observed(rank: int) -> None:
-    """What looks at operators on one rank alone leaves the operations of all ranks in step, and their results."""
+def refused_elsewhere(rank: int) -> None:
+    """Two expert-parallel groups: the first rank of each says what a rank of the group refuses. Here it refuses."""
+    use_layout(EP2)
+    with switched_on(WAVES) as printed, two_parts() as runs:
+        layer = make_layer(make_config())
+        if rank == 2:
+            layer.experts.register_forward_hook(lambda *given: None)
+        layer(tokens_of(rank))
+        assert len(runs) == (rank < 2)
+    text = "1 of 2 ranks cannot overlap them, the first is rank 2"
+    assert [line.endswith(text) for line in printed.getvalue().splitlines()].count(True) == (rank == 2)
+
+
+def test_a_refusal_is_said_in_its_group():
+    megatron_pool(4).run(refused_elsewhere)
+
+
+def switched_on_here(rank: int) -> None:
+    """Grouped experts on all ranks, EP_DISPATCHER_EXPERT_WAVES on rank 0 alone: it asks, and hears no."""
+    use_layout(EP2)
+    with switched_on(WAVES if rank == 0 else SWITCH), two_parts() as runs:
+        run_layer(rank, Case(layout=EP2), OURS)
+        assert not runs
+
+
+def test_a_rank_without_the_switch_says_no():
+    megatron_pool(2).run(switched_on_here)
+
+
+def observed_on_one_rank(rank: int, settings: dict, delays: bool) -> None:
+    """FlopCounterMode on rank 0: the same operations in the same order, and the same bits of each main_grad."""
+    use_layout(EP2)
+    results = []
+    for watched in (False, rank % 2 == 0):
+        config = make_config(**GROUPED, **settings)
+        config.gradient_accumulation_fusion, config.delay_wgrad_compute = True, delays
+        counter = FlopCounterMode(display=False)
+        with switched_on(WAVES), two_parts() as runs, counter if watched else contextlib.nullcontext():
+            layer = make_grouped_layer(config)
+            ddp = ddp_of(layer, config, delay_wgrad_compute=delays)
+            results.append(iterations(ddp, rank, layer.backward_dw if delays else lambda: None))
+            assert bool(runs) is not watched
+        assert bool(counter.get_total_flops()) is watched
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("settings, delays", [({}, False), (MOE_ACT, False), ({}, True)], ids=str)
+def test_an_observer_on_one_rank(settings, delays):
+    skip_what_gloo_refuses({})
+    megatron_pool(4).run(observed_on_one_rank, settings, delays)
+
+
+def after_the_agreement(rank: int) -> None:
+    """A rank whose experts take no tokens any more says so before anything is sent. All may unregister."""
+    from ep_dispatcher.integrations.megatron import register, unregister
+
     use_layout(EP2)
     with switched_on(WAVES), two_parts() as runs:
         layer = make_layer(make_config())
-        given = [tokens_of(rank).detach().requires_grad_() for _ in range(2)]
-        plain, _ = layer(given[0])
-        plain.sum().backward()
-        with FlopCounterMode(display=False) if rank == 0 else contextlib.nullcontext():
-            found, _ = layer(given[1])
-            found.sum().backward()
-        assert len(runs) == (1 if rank == 0 else 2)
-        torch.testing.assert_close(found, plain)
-        torch.testing.assert_close(given[1].grad, given[0].grad)
+        wanted = step(layer, tokens_of(rank))
+        layer.experts.forward = lambda rows, counts, probs: (rows, None)
+        text = error_of(lambda: layer(tokens_of(rank)), RuntimeError)
+        assert text.startswith("layer 1 has run in two parts of the tokens on all ranks"), text
+        del layer.experts.forward
+        assert_same_bits(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        unregister()
+        assert_agree(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        register()
+        step(layer, tokens_of(rank))
+        assert len(runs) == 3
 
 
-def test_one_rank_whose_operators_are_observed():
-    megatron_pool(2).run(observed)
+def test_experts_that_change_after_the_agreement():
+    megatron_pool(2).run(after_the_agreement)
 
 
 # ---- layers whose steps run one after the other ---------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher import parts, waves
+from ep_dispatcher.engines import side_streams
 from ep_dispatcher.testing import device_of
 
 NAMES = ("y", "x", "topk_weights", "w1", "w2")
@@ -213,6 +214,11 @@ def mistakes(rank: int, engine: str) -> None:
         y = ep.moe_mlp(buffer, **given)
         torch.testing.assert_close(y, ep.moe_mlp(buffer, **(given | dict(num_parts=1))))
         if engine == "cpu":
+            epoch = buffer._engine._c.epoch
+            with FlopCounterMode(display=False):
+                found = error_of(lambda: ep.moe_mlp(buffer, **(given | dict(topk_idx=bad))))
+            assert found.startswith("topk_idx[18, 1]: given 77"), found
+            assert buffer._engine._c.epoch == epoch, "something was sent"
             text = error_of(lambda: ep.moe_mlp(buffer, **given, max_recv_rows=1))
             assert text.startswith("max_recv_rows: too small"), text
 
@@ -227,8 +233,10 @@ def test_mistakes_are_value_errors(pools, engine):
 class Stream:
     """Notes in a log what is launched in it. Everything runs at once, in that order."""
 
+    device = torch.device("cuda", 0)
+
     def __init__(self, name: str, log: list[str]):
-        self.name, self.log, self.num_events, self.device = name, log, 0, None
+        self.name, self.log, self.num_events = name, log, 0
 
     def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
@@ -250,7 +258,8 @@ FORWARD = """
     side waits for event 1 of main; side: combine 3
     main waits for event 2 of side; main: experts; main: event 2
     side waits for event 2 of main; side: combine 2
-    main waits for side; side waits for main
+    main waits for side
+    side waits for main
 """
 COUNTED = """
     side waits for main
@@ -260,7 +269,8 @@ COUNTED = """
     side waits for event 1 of main; side: combine 3
     main waits for event 2 of side; main: experts; main: event 2
     side waits for event 2 of main; side: combine 2
-    main waits for side; side waits for main
+    main waits for side
+    side waits for main
 """
 BACKWARD = """
     side waits for main
@@ -270,9 +280,15 @@ BACKWARD = """
     side waits for event 3 of main; side: combine 2
     main waits for event 4 of side; main: gradients of rows; main: event 4
     side waits for event 4 of main; side: combine 3
-    main: gradients of weights; side waits for main
-    main waits for side; side waits for main
+    main: gradients of weights
+    side waits for main
+    main waits for side; main: parts of the gradients of topk_weights
+    main waits for side
+    side waits for main
 """
+
+
+CAT = "parts of the gradients of topk_weights"
 
 
 def lines_of(text: str) -> list[str]:
@@ -285,15 +301,18 @@ class Machine:
     def __init__(self, patch: pytest.MonkeyPatch, buffer: ep.Buffer):
         self.log: list[str] = []
         self.main, self.side = Stream("main", self.log), Stream("side", self.log)
-        self.current = self.main
+        self.current, self.is_captured, self.given_up = self.main, False, []
         patch.setattr(torch.cuda, "stream", self.using)
-        patch.setattr(torch.cuda, "current_stream", lambda _: self.current)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.setattr(parts._Lane, "__init__", lambda *given, **options: self.init_lane(*given, **options))
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
+        patch.setattr(parts, "_Lane", partial(self.lane, parts._Lane))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             launch = getattr(buffer, f"_launch_{name}")
             patch.setattr(buffer, f"_launch_{name}", partial(self.note, launch, name, size))
         steps = dict(run_rows="experts", grads_of_rows="gradients of rows", write_grads="gradients of weights")
+        patch.setattr(
+            parts, "torch", types.SimpleNamespace(**vars(torch) | dict(cat=partial(self.note, torch.cat, CAT, None)))
+        )
         for name, text in steps.items():
             patch.setattr(parts, name, partial(self.note, getattr(parts, name), text, None))
 
@@ -307,9 +326,12 @@ class Machine:
         yield
         self.current = before
 
-    def init_lane(self, lane, buffer: ep.Buffer, *_, num_operations: int) -> None:
-        lane.buffer, lane.num_operations, lane.num_launched = buffer, num_operations, 0
-        lane.engine, lane.main, lane.side = None, self.main, self.side
+    def lane(self, make, *given, **options) -> parts._Lane:
+        """A lane as on a GPU. Its engine notes who gives it up."""
+        lane = make(*given, **options)
+        lane.main, lane.side = self.main, self.side
+        lane.engine = types.SimpleNamespace(give_up=lambda doing, error: self.given_up.append(f"{doing}: {error}"))
+        return lane
 
 
 def with_stand_ins(rank: int) -> None:
@@ -330,29 +352,97 @@ def with_stand_ins(rank: int) -> None:
                 found = torch.autograd.grad(y.sum(), leaves)
                 assert machine.log == lines_of(BACKWARD)
             assert torch.equal(y, plain) and all(torch.equal(a, b) for a, b in zip(found, of_plain))
+        with pytest.MonkeyPatch.context() as patch:
+            machine = Machine(patch, buffer)
+            machine.is_captured = True  # a wait behind the join would leave the capture without a join
+            ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2, max_recv_rows=40).sum().backward()
+            right = [*lines_of(FORWARD)[:-1], *lines_of(BACKWARD)]
+            del right[-5], right[-1]  # behind the gradients of weights, and at the end
+            assert machine.log == right
 
 
 def test_the_order_of_launches(pools):
     pools(2).run(with_stand_ins)
 
 
-def wrong_entry_while_observed(rank: int) -> None:
-    """Nothing is sent before the error: the next layer of both ranks is in step."""
+def write_later(rank: int) -> None:
+    """Gradients of weights in another stream, when the layer is over: it reads memory of the side stream."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
+    x, probs, w1, w2 = (torch.randn(shape, generator=generator) for shape in shapes)
+    idx, take = torch.rand(5, 4, generator=generator).topk(2).indices, []
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
-    x, weights = torch.ones(5, 16), torch.ones(5, 2)
-    w1, w2 = torch.ones(2, 8, 16), torch.ones(2, 16, 4)
-    idx = torch.tensor([[0, 2]] * 5)
-    with ep.Buffer(engine="cpu", dtype=torch.float32, timeout_s=20, **sizes) as buffer:
-        if rank == 0:
-            wrong = idx.clone()
-            wrong[4, 1] = 77
-            with FlopCounterMode(display=False), pytest.raises(ValueError, match=r"topk_idx\[4, 1\]: given 77"):
-                ep.moe_mlp(buffer, x, wrong, weights, w1, w2, num_parts=2)
-        assert ep.moe_mlp(buffer, x, idx, weights, w1, w2, num_parts=2).shape == x.shape
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
+        machine = Machine(patch, buffer)
+        given = buffer, x, idx, probs, w1, w2, 40
+        parts.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
+        machine.log.clear()
+        machine.current = Stream("other", machine.log)
+        (write,) = take
+        write(torch.empty_like(w1), torch.empty_like(w2), False)
+        assert machine.log == ["other: gradients of weights", "side waits for other"]
 
 
-def test_a_wrong_entry_of_the_second_part_while_operators_are_observed(pools):
-    pools(2).run(wrong_entry_while_observed)
+def test_a_later_write_orders_the_memory_that_it_reads(pools):
+    pools(1).run(write_later)
+
+
+def failures(rank: int) -> None:
+    """An error while operations are left ends the buffer; a ValueError does not, nor one behind the last operation."""
+    sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
+    shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
+    leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
+    idx = torch.rand(5, 4).topk(2).indices
+    with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer:
+        for place, kind, ends in (
+            ("run_rows", torch.cuda.OutOfMemoryError, True),
+            ("run_rows", ValueError, False),
+            ("grads_of_rows", torch.cuda.OutOfMemoryError, True),
+            ("write_grads", torch.cuda.OutOfMemoryError, False),
+        ):
+
+            def fail(*_, kind=kind):
+                raise kind("made up")
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(parts, place, fail)
+                machine = Machine(patch, buffer)
+                with pytest.raises(kind, match="made up"):
+                    ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2).sum().backward()
+                assert machine.given_up == ["ran the experts of a layer: made up"] * ends, place
+                assert machine.log[-2:] == ["main waits for side", "side waits for main"]
+
+
+def test_an_error_while_peers_wait_ends_the_buffer(pools):
+    pools(1).run(failures)
+
+
+def test_main_streams_do_not_share_a_side_stream(monkeypatch):
+    """PyTorch returns its streams in turn, and a main stream may be one of them."""
+    pool, current, drawn = [100 + n for n in range(side_streams.POOL)], [0], []
+
+    def make(device, priority):
+        assert priority == -1
+        drawn.append(pool[len(drawn) % len(pool)])
+        return types.SimpleNamespace(cuda_stream=drawn[-1], device=device)
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
+    monkeypatch.setattr(side_streams, "_streams", {})
+    found = {}
+    for main in (0, 7, 102, *range(1000, 1028)):
+        current[0] = main
+        found[main] = side_streams.side_stream(0)
+        assert found[main].cuda_stream != main
+        for _ in range(5):  # others draw too
+            make(0, -1)
+    assert len({one.cuda_stream for one in found.values()}) == len(found)
+    current[0] = 0
+    assert side_streams.side_stream(0) is found[0], "of every engine"
+    assert side_streams.side_stream(1) is not found[0]
+    for main in range(2000, 2040):  # more than there are: some share one
+        current[0] = main
+        assert side_streams.side_stream(0).cuda_stream in pool
 
 
 def test_when_a_layer_runs_in_two_parts(monkeypatch):

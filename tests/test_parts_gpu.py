@@ -10,6 +10,7 @@ import torch.distributed as dist
 from conftest import on
 from test_parts import NAMES
 from test_waves import LIMIT_S, MAX_TOKENS, TOPK, layer_inputs, make_buffer, raise_out_of_memory, run_layer
+from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import parts
@@ -66,6 +67,12 @@ def test_a_forward_has_the_bits_of_one_part(pools, engine):
     pools(2).run(same_rows)
 
 
+def fill_what_is_free() -> None:
+    """Write NaN to memory that a layer has freed."""
+    for size in (1 << 16, 1 << 20, 1 << 23):
+        torch.full((size,), float("nan"), device="cuda")
+
+
 def many_steps(rank: int, ranks_per_node: int, counted: bool) -> None:
     """Other routings and other memory at each step, and no host waits. New tensors are filled with NaN in between."""
     device_of("cuda", rank)
@@ -79,12 +86,10 @@ def many_steps(rank: int, ranks_per_node: int, counted: bool) -> None:
             x, idx, *others = given[step % 6]
             leaves = [t.detach().clone().requires_grad_() for t in (x, *others)]
             y = ep.moe_mlp(buffer, leaves[0], idx.clone(), *leaves[1:], **options)
-            for size in (1 << 16, 1 << 20, 1 << 23):  # what the layer has freed
-                torch.full((size,), float("nan"), device="cuda")
+            fill_what_is_free()
             y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
             found.append([y.detach(), *(leaf.grad for leaf in leaves)])
-            for size in (1 << 16, 1 << 20, 1 << 23):
-                torch.full((size,), float("nan"), device="cuda")
+            fill_what_is_free()
         for step, values in enumerate(found):
             for name, a, b in zip(NAMES, plain[step % 6], values):
                 assert torch.equal(a, b), f"step {step}: {name} differs"
@@ -237,6 +242,81 @@ def test_gradients_that_are_added_elsewhere(pools, engine):
     pools(2).run(main_grads)
 
 
+def later_writes(rank: int) -> None:
+    """As with delay_wgrad_compute: gradients of weights are written when another layer has run."""
+    device_of("cuda", rank)
+    with make_buffer(ranks_per_node=1) as buffer:
+        enough, kinds = ENOUGH * dist.get_world_size(), ("uniform", "few", "hot")
+        given = [layer_inputs(rank, kind, 2500 - 300 * rank, n) for n, kind in enumerate(kinds)]
+        results = []
+        for overlap, most_waiting in ((False, 0), (True, 0), (True, 2)):
+            found, waiting = [], []
+            for step in range(8):
+                x, idx, weights, *stacks = given[step % 3]
+                w1, w2 = ([w.clone() for w in stack] for stack in stacks)
+                leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+                sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]
+                take: list = []
+                options = dict(overlap=overlap, take_grads=take.append, keep_activated=step % 2 == 0)
+                y = parts.mlp_in_parts(buffer, leaves[0], idx, leaves[1], w1, w2, enough, **options)
+                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                found.append([y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]])
+                waiting.append((take.pop(), sums))
+                fill_what_is_free()
+                while len(waiting) > (most_waiting if step < 7 else 0):
+                    write, sums = waiting.pop(0)
+                    write(*sums, True)
+                    del write  # with the rows that it has read
+                    fill_what_is_free()
+            results.append(found)
+        buffer.check()
+    for result in results[1:]:
+        for step, (plain, found) in enumerate(zip(results[0], result, strict=True)):
+            assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), step
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_gradients_that_are_written_behind_other_layers(pools, engine):
+    pools(2).run(later_writes)
+
+
+def recomputed(rank: int) -> None:
+    """Two layers, each in a checkpoint: a forward without gradients, and again in the backward."""
+    device_of("cuda", rank)
+    with make_buffer(ranks_per_node=1) as buffer:
+        _, idx, *weights = layer_inputs(rank, "hot", 2500 - 300 * rank, seed=1)
+        x = layer_inputs(rank, "uniform", 2500 - 300 * rank, seed=2)[0]
+        results = []
+        for recomputes, overlap, enough in (
+            (False, False, None),
+            (True, True, None),
+            (True, True, ENOUGH * dist.get_world_size()),
+        ):
+            for _ in range(2):
+                leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+
+                def layer(rows, *others, overlap=overlap, enough=enough):
+                    options = dict(overlap=overlap, max_recv_rows=enough, num_parts=2)
+                    return rows + ep.moe_mlp(buffer, rows, idx, *others, **options)
+
+                y = leaves[0]
+                for _ in range(2):
+                    y = checkpoint(layer, y, *leaves[1:], use_reentrant=False) if recomputes else layer(y, *leaves[1:])
+                    fill_what_is_free()
+                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                fill_what_is_free()
+                results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        buffer.check()
+    for step, result in enumerate(results):
+        for name, a, b in zip(NAMES, results[0], result, strict=True):
+            assert torch.equal(a, b), f"{name} of {step}"
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_a_recompute(pools, engine):
+    pools(2).run(recomputed)
+
+
 def gpu_mistakes(rank: int) -> None:
     """After a bad entry in either part the buffer goes on."""
     device_of("cuda", rank)
@@ -290,7 +370,7 @@ def test_a_late_rank_is_named(pools, engine, counted):
 
 
 def between_the_parts(rank: int) -> None:
-    """Rank 0 fails in the experts of B. It can destroy its buffer, and rank 1 hears of it before its limit."""
+    """Rank 0 fails in the experts of B. Rank 1 hears of it before its limit, while rank 0 keeps its buffer."""
     device_of("cuda", rank)
     buffer, given = make_buffer(ranks_per_node=1), layer_inputs(rank, "uniform", 2100, seed=0)
     run_layer(buffer, given)
@@ -306,13 +386,15 @@ def between_the_parts(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
             patch.setattr(parts, "run_rows", fail)
             run_layer(buffer, given)
-        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="gave up while it ran the experts of a layer, by OutOfMemoryError"):
+            run_layer(buffer, given)
     else:
         with pytest.raises(ep.PeerTimeoutError) as error:
             run_layer(buffer, given)
             buffer.check()
         assert error.value.late_ranks == (0,) and time.monotonic() - begin < 30
     torch.cuda.synchronize()
+    dist.barrier()
     buffer.destroy()
 
 

@@ -1,4 +1,4 @@
-"""Streams for operations beside kernels of experts. Engines share them, and the memory that PyTorch caches for them."""
+"""Streams for operations beside kernels of experts. All engines use them, and the memory that PyTorch caches there."""
 
 from __future__ import annotations
 

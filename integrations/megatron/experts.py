@@ -465,7 +465,7 @@ def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
 
 
 def forget_parts() -> None:
-    """Let ranks agree on the parts of each layer anew. All ranks do so: with unregister()."""
+    """Let ranks agree on the parts of each layer anew: of register() and unregister(), which all ranks call."""
     for one in _layers.values():
         one.parts_agreed = None
 

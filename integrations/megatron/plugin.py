@@ -110,14 +110,15 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
         version = megatron.core.__version__
         _check_version(version)
         patches = _patches()
+        if envs.grouped_experts():  # what ranks have agreed on is of layers as they were
+            from ep_dispatcher.integrations.megatron.experts import forget_parts
+
+            forget_parts()
+            _undo.append(forget_parts)
         for patch in patches:
             old = getattr(patch.owner, patch.name)
             _undo.append(_undoing(patch.owner, patch.name, old))
             setattr(patch.owner, patch.name, patch.make(old))
-        if envs.grouped_experts():
-            from ep_dispatcher.integrations.megatron.experts import forget_parts
-
-            _undo.append(forget_parts)
         _active = Registration(version, tuple(patch.text for patch in patches))
         logger.info("%s", _active)
     if max_tokens_per_rank is not None:
