@@ -295,10 +295,11 @@ def test_long_rows_cross_in_pieces(pools, engine, num_ranks, ranks_per_node, row
 
 
 @cuda
-@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
-def test_every_step_over_a_paced_wire(pools, engine, num_ranks, ranks_per_node):
+@pytest.mark.parametrize("gb_per_s", [FAST, 2.0])  # so that puts have crossed at once, or not before the next ones
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2), (3, 1)])
+def test_every_step_over_a_paced_wire(pools, engine, num_ranks, ranks_per_node, gb_per_s):
     case = Case(num_ranks, ranks_per_node, **SMALL)
-    pools(num_ranks).run(at_pace, FAST, change_routing, engine, case, 60)
+    pools(num_ranks).run(at_pace, gb_per_s, change_routing, engine, case, 30)
 
 
 # ---- the peer wire, and who may form nodes --------------------------------------------------------------------------

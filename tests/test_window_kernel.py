@@ -332,12 +332,13 @@ def assert_no_fault(kernel: Kernel, routings: Iterator[Routing]) -> None:
         assert not findings.faults, f"{findings.faults} with {kernel}, {routing}:\n{findings.trace}"
 
 
-BLOCKS = [(1, 0), (2, 0), (1, 1), (2, 2)]
+FEW_BLOCKS = [(1, 0), (2, 0), (1, 1), (2, 2)]
+BLOCKS = [*FEW_BLOCKS, (7, 0), (4, 4)]
 HOOKS = [(), (0,), (0, 1)]
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.parametrize("pushing,reducing", BLOCKS)
+@pytest.mark.parametrize("pushing,reducing", FEW_BLOCKS)
 @pytest.mark.parametrize("tokens,window", [(2, 1), exhaustive(3, 1), exhaustive(3, 2)])
 def test_every_routing_of_few_tokens(tokens, window, pushing, reducing, hooks):
     windows = Windows(1, 2, tokens, window)

@@ -72,10 +72,10 @@ def test_every_step_has_another_routing(pools, engine, num_ranks, ranks_per_node
 
 
 @cuda
-@pytest.mark.parametrize("num_sms", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_sms", [2, 3, 5, 8, 9])
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2)])
 def test_few_multiprocessors(pools, engine, num_ranks, ranks_per_node, num_sms):
-    """With up to 4 every block pushes and reduces by turns: one of them serves the wire."""
+    """With up to 8 every block pushes and reduces by turns: one of them serves the wire. With 9 blocks divide."""
     case = Case(num_ranks, ranks_per_node, **SMALL)
     pools(num_ranks).run(narrow, 64, 1, num_sms, change_routing, engine, case, 10)
 

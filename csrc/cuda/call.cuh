@@ -104,7 +104,8 @@ __device__ inline Difference find_difference(const Op& op, const Call* calls) {
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
 // `keeps`, block 0 keeps a difference as the operation's mistake.
 // After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
-// After kDiffer all partial sums pushed to this rank have arrived, and no other data is sent to it. No rank reads them.
+// After kDiffer all partial sums pushed to this rank have arrived. Early rows and tails may still arrive, and nothing
+// else. No rank reads any of it.
 // Without `drains` they may still be on their way: for a warp that has to raise flags of its own pushes first.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
@@ -126,7 +127,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
     detail[3] = found.first;
     context.state->facts.value = found.first_rank;
   }
-  // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still store data here.
+  // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still push.
   ChunkFlags pushed =
       chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank());
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;

@@ -21,9 +21,10 @@ using Block = Team<0, 0, Pipeline::kThreads>;
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (!params.pushes) return 0;
   if (!params.reduces) return op.num_blocks;
-  // Few blocks do both. Between nodes 6 of them are few: at 50 GB/s a combine in expert layout took 1708 us instead of
-  // 1850 (4096 tokens, hidden 7168, one H200), with 10 of them 1366 instead of 1273.
-  if (op.num_blocks < (op.context.config.num_nodes == 1 ? 4 : 8)) return op.num_blocks;
+  // Few blocks do both. With windows of slots 7 are few: at 50 GB/s a combine in expert layout took 1708 us instead of
+  // 1850 (4096 tokens, hidden 7168, one H200). 10 are not: 1366 instead of 1273.
+  const Milestones milestones = milestones_of(op.context);
+  if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
   const PlanHead& head = *params.plan.head;
   if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.

@@ -87,8 +87,8 @@ struct RailWarp {
   }
 
   // [warp] Begin to send `bytes` to a node: count them, and book the wire for them. Return the time at which they have
-  // crossed, in lane 0. A later call returns a later time, so a sender keeps only the last one. Called in senders, just
-  // before their puts.
+  // crossed, in lane 0. A later call returns a later time, so a sender keeps only the last one of each flag. Called in
+  // senders, just before their puts.
   __device__ uint32_t begin_sending(uint64_t* counters, int node, uint32_t bytes) const {
     if (lane != 0) return 0;
     atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
@@ -97,7 +97,8 @@ struct RailWarp {
 
   // [warp] Count this sender in, after its puts, once they have crossed. The last of all senders resets the counter and
   // raises the wire flag at the rail peer: it covers the puts of all senders. `crossed`: of begin_sending, in lane 0; 0
-  // without puts. Each sender waits for its own puts, so no flag waits for puts behind those that it covers.
+  // without puts. Each sender waits for its own puts, so no flag waits for puts behind those that it covers to
+  // cross.
   __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there, uint32_t crossed) const {
     __syncwarp();
     if (lane == 0) {

@@ -150,6 +150,7 @@ struct DispatchRailWarp : RailWarp {
       const int end = min(params.args.num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
         if (chunk == 0) {
+          finish_last(before, finish);
           if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
           ptx::fence_before_bulk();
         }
