@@ -377,8 +377,8 @@ def falls(findings) -> bool:
 @pytest.mark.parametrize(
     "program,unusable",
     [
-        ([COMBINE, COMBINE], ()),
         ([(COMBINE,), (DISPATCH,)], ()),
+        exhaustive([COMBINE, COMBINE], ()),
         exhaustive([(COMBINE,), (CACHED,)], ()),
         exhaustive([DISPATCH], (1,)),
         exhaustive([CACHED, CACHED], ()),
