@@ -378,6 +378,9 @@ def lose_weights_of_others(ddp) -> None:
     ddp.start_param_sync()
 
 
+IN_BUCKETS = dict(use_distributed_optimizer=True, bucket_size=3000)  # Gloo reduces these on GPUs too
+
+
 def skip_what_gloo_refuses(settings: dict) -> None:
     """For a test whose ranks may share a GPU, where NCCL does not start: skip what Gloo reduces on CPUs alone."""
     if on_gpu() and (not settings.get("use_distributed_optimizer") or settings.get("overlap_param_gather")):
@@ -415,8 +418,8 @@ def count_accumulations(module) -> list:
     [
         {},
         dict(overlap_grad_reduce=False),
-        dict(use_distributed_optimizer=True, bucket_size=3000),
-        dict(use_distributed_optimizer=True, bucket_size=3000, overlap_param_gather=True),
+        IN_BUCKETS,
+        IN_BUCKETS | dict(overlap_param_gather=True),
     ],
     ids=["overlapped", "at the end", "distributed optimizer, several buckets", "weights gathered meanwhile"],
 )
@@ -429,11 +432,11 @@ def delayed(rank: int, fused: bool, switch: str = SWITCH) -> None:
     """With delay_wgrad_compute the gradients of weights wait for backward_dw, oldest first."""
     use_layout(EP2)
     config = make_config(**GROUPED)
-    wanted = iterations(ddp_of(make_grouped_layer(config), config), rank)
+    wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
     with switched_on(switch):
         config.delay_wgrad_compute, config.gradient_accumulation_fusion = True, fused
         layer = make_grouped_layer(config)
-        ddp = ddp_of(layer, config, delay_wgrad_compute=True)
+        ddp = ddp_of(layer, config, delay_wgrad_compute=True, **IN_BUCKETS)
         last = layer.experts.linear_fc2.weight0
 
         def between():
