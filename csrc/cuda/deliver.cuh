@@ -82,16 +82,18 @@ __device__ inline void keep_chunks(const Context& context, const Plan& plan, int
     plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
 }
 
-// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time. With a new plan, also copy
-// the items to it. Called by the helpers of each block, after `listed` of all ranks. Wait for staged tails, if there
-// are tails. Return false after an abort of this rank: a warp may then leave alone, so no barrier of the helpers may
-// follow. `shared`: of the block.
+// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time (with a direct plan fewer,
+// so that more warps share them). With a new plan, also copy the items to it. Called by the helpers of each block,
+// after `listed` of all ranks. Wait for staged tails, if there are tails. Return false after an abort of this rank: a
+// warp may then leave alone, so no barrier of the helpers may follow. `shared`: of the block.
 __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
   const PlanHead& head = *plan_here(op, params, shared).head;
   const bool expert_layout = head.has_expert_layout();
-  const int lane = threadIdx.x % 32, num_items = head.num_items, step = 32 * op.num_blocks * Helpers::kWarps;
+  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Helpers::kWarps;
+  int together = params.direct ? 4 : 32;  // items of a warp
+  while (together < 32 && together * num_warps < num_items) together *= 2;
   const int num_scales = args.scale_bytes / 4;
   const auto item_at = [&](int index) {
     return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
@@ -99,18 +101,20 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
   StagedFlags staged;
   if (params.tail_bytes > 0) staged.look(op);
 #pragma unroll 1
-  for (int first = 32 * (op.block + op.num_blocks * Helpers::warp()); first < num_items; first += step) {
-    const int index = first + lane, num_here = min(32, num_items - first);
+  for (int first = together * (op.block + op.num_blocks * Helpers::warp()); first < num_items;
+       first += together * num_warps) {
+    const int index = first + lane, num_here = min(together, num_items - first);
     const float* tail = nullptr;
     int source = 0, token = -1;
     // Find the item's source, and keep the item in a new plan.
-    if (lane < num_here) {
+    if (params.direct) {
+      if (lane < num_here) find_item(DirectPlan::at(op, shared), index, source, token);
+      write_items(op, params, shared, source, token, item_at(index).data);
+    } else if (lane < num_here) {
 #pragma unroll 1
       while (index >= head.item_begin[source + 1]) ++source;
       const Item item = item_at(index);
-      if (params.direct) {
-        write_item(op, params, shared, source, index - head.item_begin[source], item);
-      } else if (params.new_plan) {
+      if (params.new_plan) {
         const auto* from =
             reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - head.item_begin[source]));
 #pragma unroll 4

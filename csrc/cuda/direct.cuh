@@ -5,6 +5,9 @@
 // make_plan.
 //
 // Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
+//
+// All code here runs once per operation, and somebody waits for it: a thread's next instruction takes some 3 ns. So
+// the lanes of a warp share the work even where it is little, and loops are not unrolled.
 #pragma once
 #include "cuda/plan.cuh"
 
@@ -12,45 +15,47 @@ namespace ep::cuda::EP_KERNELS {
 
 // Shared memory of one block. Written by its movers, read by its movers and helpers.
 struct DirectPlan {
-  int16_t* choices;        // [num_ranks, max_tokens, choices_per_token] experts of every token, -1 for none
-  uint32_t* chosen;        // [num_local_experts, words] a bit per token of the expert
-  uint16_t* before;        // [num_local_experts, words] tokens of the expert before the word
-  uint32_t* received;      // [words] a bit per token with an expert here
-  uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
-  int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout, where all rows fit; as the next
-  int32_t* rank_items;     // [num_ranks] items of each rank
-  int64_t* needed;         // [num_ranks] output rows of each rank
-  int* max_rows;           // [num_ranks] rows in the output of each rank
-  int32_t* first_row;      // [num_local_experts] first output row of each expert
-  int32_t* expert_rows;    // as in Plan
-  int32_t* expert_begin;   // as in Plan
   PlanHead* head;          // as in Plan
   Verdict* verdict;        // of the movers, for the helpers
   int* decided;            // of the Calls, for the planners: 1 + its Verdict; 0: not yet known
+  int32_t* expert_rows;    // as in Plan
+  int32_t* expert_begin;   // as in Plan; before lay_out the rows of each group
+  int32_t* first_row;      // [num_local_experts] first output row of each expert
+  int64_t* needed;         // [num_ranks] output rows of each rank. Not in decode layout, where all rows fit
+  int* max_rows;           // [num_ranks] rows in the output of each rank
+  uint32_t* received;      // [words] a bit per token with an expert here
+  uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
+  uint16_t* before;        // [words, num_local_experts] tokens of the expert before the word
+  int16_t* choices;        // [num_ranks, max_tokens, choices_per_token] experts of every token, -1 for none
+  uint32_t* chosen;        // [words, num_local_experts] a bit per token of the expert. 0 at first, as the next two
+  int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout; as the next
+  int32_t* rank_items;     // [num_ranks] items of each rank
+  char* end;
   int choices_per_token, source_words, words;
 
-  // [host] [thread] Lay the plan out, or measure it.
+  // [host] [thread] Lay the plan out, or measure it. What all look at comes first: it is found without arithmetic.
   EP_HOST_DEVICE static DirectPlan carve(Cursor& c, const Config& config) {
     const size_t ranks = config.num_ranks(), experts = config.num_local_experts();
     DirectPlan p;
     p.choices_per_token = config.choices_per_token();
     p.source_words = (config.max_tokens + 31) / 32;
     p.words = static_cast<int>(ranks) * p.source_words;
-    p.choices = c.take<int16_t>(ranks * config.max_tokens * p.choices_per_token);
-    p.chosen = c.take<uint32_t>(experts * p.words);
-    p.before = c.take<uint16_t>(experts * p.words);
-    p.received = c.take<uint32_t>(p.words);
-    p.sent = c.take<uint32_t>(ranks * p.source_words);
-    p.expert_tokens = c.take<int32_t>(config.num_experts);
-    p.rank_items = c.take<int32_t>(ranks);
-    p.needed = c.take<int64_t>(ranks);
-    p.max_rows = c.take<int>(ranks);
-    p.first_row = c.take<int32_t>(experts);
-    p.expert_rows = c.take<int32_t>(experts);
-    p.expert_begin = c.take<int32_t>(experts + 1);
     p.head = c.take<PlanHead>(1);
     p.verdict = c.take<Verdict>(1);
     p.decided = c.take<int>(1);
+    p.expert_rows = c.take<int32_t>(experts);
+    p.expert_begin = c.take<int32_t>(experts + 1);
+    p.first_row = c.take<int32_t>(experts);
+    p.needed = c.take<int64_t>(ranks);
+    p.max_rows = c.take<int>(ranks);
+    p.received = c.take<uint32_t>(p.words);
+    p.sent = c.take<uint32_t>(ranks * p.source_words);
+    p.before = c.take<uint16_t>(experts * p.words);
+    p.choices = c.take<int16_t>(ranks * config.max_tokens * p.choices_per_token);
+    p.chosen = c.take<uint32_t>(experts * p.words);
+    p.expert_tokens = c.take<int32_t>(config.num_experts);
+    p.rank_items = c.take<int32_t>(ranks);
+    p.end = c.take<char>(0);
     return p;
   }
 
@@ -78,9 +83,15 @@ struct DirectPlan {
     const uint32_t* const words_of_source = received + source * source_words;
     int word = 0, left = number;
     for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
-    uint32_t bits = words_of_source[word];
-    for (; left > 0; --left) bits &= bits - 1;
-    return word * 32 + __ffs(bits) - 1;
+    // Halve the tokens of the word that come into question.
+    const uint32_t bits = words_of_source[word];
+    int bit = 0;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+      const int below = __popc(bits >> bit & ((1u << half) - 1));
+      if (below <= left) left -= below, bit += half;
+    }
+    return word * 32 + bit;
   }
 };
 
@@ -166,10 +177,11 @@ __device__ inline uint4 check_choices(const Context& context, const int64_t* fro
 
 // [team] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers do
 // not know their number yet. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by
-// the planners of block 0.
-__device__ inline void send_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+// the planners of block 0. `aborted`: this rank has aborted, and sends nothing; a slow peer may still read choices of
+// an earlier operation.
+__device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
   static_assert(kChoices == 2 * Choices::kNum);
-  const int num_topk = op.context.config.num_topk, num_vectors = plan.choices_per_token / kChoices;
+  const int num_topk = op.context.config.num_topk, num_vectors = op.context.config.choices_per_token() / kChoices;
 #pragma unroll 1
   for (int token = Planners::thread(); token < op.context.config.max_tokens; token += Planners::kThreads) {
     const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
@@ -177,6 +189,7 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     for (int v = 0; v < num_vectors; ++v) {
       uint4 vector{~0u, ~0u, ~0u, ~0u};
       if (token < params.args.num_tokens) vector = check_choices(op.context, from, token, v * kChoices);
+      if (aborted) return;
 #pragma unroll 1
       for (int local = 0; local < op.ranks_per_node(); ++local) {
         Choices* const to = choices_at(op, local, op.rank()) + 2 * (token * num_vectors + v);
@@ -233,75 +246,66 @@ __device__ __noinline__ inline void take_choices(Op op, char* shared) {
 }
 
 // [team] Count the choices: for this rank's experts, for this rank's tokens, and unless the layout is decode for all
-// experts. Called by the planners of a block, after take_choices; the counters are 0. Ends with a barrier of the
-// planners.
+// experts. A warp takes a word at a time, with a token per lane. Called by the planners of a block, after take_choices;
+// the counters are 0. Ends with a barrier of the planners.
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
+  static_assert(kMaxLocal <= 32, "a lane per rank, and a bit");
   const Config& config = op.context.config;
-  const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
-  const int num = op.num_ranks() * config.max_tokens;
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
   const bool counts_all = params.args.layout != Layout::kDecode;
   const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
 #pragma unroll 1
-  for (int i = Planners::thread(); i < num; i += Planners::kThreads) {
-    const int source = i / config.max_tokens, token = i - source * config.max_tokens;
-    const int word = source * plan.source_words + token / 32;
-    const uint32_t bit = 1u << token % 32;
-    RankSet ranks;
-    for_choices(plan.choices_of(op, source, token), config.num_topk, [&](int, int expert) {
-      ranks.add(num_local == 1 ? expert : __umulhi(expert, inverse));
-      if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
-      if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
-        atomicOr(plan.chosen + (expert - first_expert) * plan.words + word, bit);
-    });
-    if (ranks.has(op.rank())) atomicOr(plan.received + word, bit);
-    if (!counts_all && source != op.rank()) continue;
+  for (int word = Planners::warp(); word < plan.words; word += Planners::kWarps) {
+    const int source = word / plan.source_words, word_of_source = word - source * plan.source_words;
+    const int token = 32 * word_of_source + lane;
+    uint32_t ranks = 0;  // a bit per rank with an expert of the token
+    if (token < config.max_tokens)
+      for_choices(plan.choices_of(op, source, token), config.num_topk, [&](int, int expert) {
+        ranks |= 1u << (num_local == 1 ? expert : __umulhi(expert, inverse));
+        if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
+        if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
+          atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
+      });
+    __syncwarp();
+    uint32_t tokens = 0;  // a bit per token with an expert at rank `lane`
 #pragma unroll 1
     for (int rank = 0; rank < op.num_ranks(); ++rank) {
-      if (!ranks.has(rank)) continue;
-      if (counts_all) atomicAdd(plan.rank_items + rank, 1);
-      if (source == op.rank()) atomicOr(plan.sent + rank * plan.source_words + token / 32, bit);
+      const uint32_t tokens_of_rank = __ballot_sync(~0u, ranks >> rank & 1);
+      if (lane == rank) tokens = tokens_of_rank;
     }
+    if (lane == op.rank()) plan.received[word] = tokens;
+    if (lane >= op.num_ranks()) continue;
+    if (source == op.rank()) plan.sent[lane * plan.source_words + word_of_source] = tokens;
+    if (counts_all) atomicAdd(plan.rank_items + lane, __popc(tokens));
   }
   Planners::sync();
-}
-
-// [warp] Sum the bits of lists of `words` words, which lie one after the other: write the sum before each word, and
-// call keep(list, sum) in one lane. The warp takes the lists number `warp`, `warp` + `num_warps`, ... in groups: short
-// lists share its lanes.
-template <class T, class Keep>
-__device__ void sum_bits(const uint32_t* bits, T* before, int words, int num_lists, int warp, int num_warps,
-                         const Keep& keep) {
-  int width = 32;  // lanes of a list
-  while (width / 2 >= words) width /= 2;
-  const int lane = threadIdx.x % 32, lane_of_list = lane & (width - 1), together = 32 / width;
-#pragma unroll 1
-  for (int first = warp * together; first < num_lists; first += num_warps * together) {
-    const int list = first + lane / width;
-    int sum = 0;
-#pragma unroll 1
-    for (int begin = 0; begin < words; begin += width) {
-      const int word = begin + lane_of_list, at = list * words + word;
-      const bool has_word = list < num_lists && word < words;
-      const int count = has_word ? __popc(bits[at]) : 0;
-      int up_to = count;
-      for (int step = 1; step < width; step *= 2) {
-        const int other = __shfl_up_sync(~0u, up_to, step, width);
-        if (lane_of_list >= step) up_to += other;
-      }
-      if (has_word) before[at] = static_cast<T>(sum + up_to - count);
-      sum += __shfl_sync(~0u, up_to, width - 1, width);
-    }
-    if (list < num_lists && lane_of_list == 0) keep(list, sum);
-  }
 }
 
 // [team] Sum the counts: tokens of this rank's experts, and the output rows that each rank needs. Called by the
 // planners of a block. Ends with a barrier of the planners.
 __device__ inline void sum_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
-  sum_bits(plan.chosen, plan.before, plan.words, num_local, Planners::warp(), Planners::kWarps,
-           [&](int e, int sum) { plan.expert_rows[e] = sum; });
   const uint32_t alignment = params.args.expert_alignment;
+#pragma unroll 1
+  for (int e = Planners::thread(); e < num_local; e += Planners::kThreads) {
+    constexpr int kTogether = 8;  // loads under way
+    int sum = 0;
+#pragma unroll 1
+    for (int first = 0; first < plan.words; first += kTogether) {
+      const int at = first * num_local + e, num_here = plan.words - first;
+      uint32_t tokens[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) tokens[i] = i < num_here ? plan.chosen[at + i * num_local] : 0;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (i < num_here) plan.before[at + i * num_local] = static_cast<uint16_t>(sum);
+        sum += __popc(tokens[i]);
+      }
+    }
+    plan.expert_rows[e] = sum;
+    plan.expert_begin[e] = static_cast<int>(padded_rows(sum, alignment));
+    if (params.rows_per_group > 0) plan.first_row[e] = e * params.rows_per_group;
+  }
 #pragma unroll 1
   for (int rank = Planners::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
        rank += Planners::kWarps) {
@@ -317,20 +321,18 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
 // [warp] Lay out the expert groups, each lane some of them. Called in one warp of a block, after sum_choices.
 __device__ inline void lay_out(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, per_lane = (num_local + 31) / 32;
-  const auto rows_of = [&](int e) {
-    return static_cast<int>(padded_rows(plan.expert_rows[e], params.args.expert_alignment));
-  };
   const int first = lane * per_lane, end = min(first + per_lane, num_local);
   int rows = 0;
 #pragma unroll 1
-  for (int e = first; e < end; ++e) rows += rows_of(e);
+  for (int e = first; e < end; ++e) rows += plan.expert_begin[e];
   const int up_to = inclusive_sum(rows);
   int begin = up_to - rows;
 #pragma unroll 1
   for (int e = first; e < end; ++e) {
+    const int rows_of_group = plan.expert_begin[e];
     plan.expert_begin[e] = begin;
-    plan.first_row[e] = params.rows_per_group > 0 ? e * params.rows_per_group : begin;
-    begin += rows_of(e);
+    if (params.rows_per_group == 0) plan.first_row[e] = begin;
+    begin += rows_of_group;
   }
   if (lane != 31) return;
   plan.expert_begin[num_local] = up_to;
@@ -414,13 +416,13 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
 }
 
 // [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block. `is_free` as in wait_for_free_staging. Return as make_plan.
+// block; those of block 0 have sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as
+// make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = DirectPlan::at(op, shared);
   const bool sends = params.stages && op.block == 0;
-  // Send the choices of this rank. Clear the counters: `chosen` to `rank_items`.
-  if (sends && Planners::has_thread()) send_choices(op, params, plan);
-  for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.needed);
+  // Clear the counters: `chosen` to `rank_items`.
+  for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
        word += Movers::kThreads)
     *word = 0;
   if (threadIdx.x == 0) *plan.decided = 0;
@@ -473,26 +475,51 @@ __device__ inline Verdict wait_for_direct_plan(const Op& op, char* shared) {
   return *DirectPlan::at(op, shared).verdict;
 }
 
-// [thread] Write one item from its choices. The plan is usable.
-__device__ __noinline__ inline void write_item(Op op, const DispatchParams& params, char* shared, int source,
-                                               int number, Item item) {
+// [thread] Find item `index` of a usable plan: its source, and its token there.
+__device__ inline void find_item(const DirectPlan& plan, int index, int& source, int& token) {
+  source = 0;
+#pragma unroll 1
+  while (index >= plan.head->item_begin[source + 1]) ++source;
+  token = plan.token_of(source, index - plan.head->item_begin[source]);
+}
+
+// [warp] Write items from their choices: each lane has one, of `token` of `source`, and its memory `data`. Lanes
+// without an item come last; they pass token -1. The plan is usable. The lanes share the work: a lane takes one column
+// of topk_idx, and as many items are written together as there are lanes for. Ends with __syncwarp.
+__device__ __noinline__ inline void write_items(Op op, const DispatchParams& params, char* shared, int source,
+                                                int token, int32_t* data) {
   const DirectPlan plan = DirectPlan::at(op, shared);
-  const int num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
-  const int token = plan.token_of(source, number), num_vectors = plan.choices_per_token / kChoices;
-  const int word = source * plan.source_words + token / 32;
-  const uint32_t earlier = (1u << token % 32) - 1;
-  const int16_t* choices = plan.choices_of(op, source, token);
-  item.begin(token, count_between(choices, num_vectors, first_expert, first_expert + num_local));
-  for_choices(choices, op.context.config.num_topk, [&](int k, int expert) {
-    const int e = expert - first_expert;
-    if (static_cast<unsigned>(e) >= static_cast<unsigned>(num_local)) return;
-    const int copy = count_between(choices, num_vectors, first_expert, expert);
-    const int index = e * plan.words + word;
+  const int num_topk = op.context.config.num_topk, num_local = op.context.num_local_experts;
+  int width = 32;  // lanes of an item
+  while (width / 2 >= num_topk) width /= 2;
+  const int lane = threadIdx.x % 32, k = lane & (width - 1), together = 32 / width;
+  const int num = __popc(__ballot_sync(~0u, token >= 0));
+#pragma unroll 1
+  for (int first = 0; first < num; first += together) {
+    const int n = first + lane / width, its_source = __shfl_sync(~0u, source, n),
+              its_token = __shfl_sync(~0u, token, n);
+    const Item item{reinterpret_cast<int32_t*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(data), n)),
+                    op.context.max_copies};
+    // Find the local experts, and put them into ascending order.
+    const bool chooses = n < num && k < num_topk;
+    const int e = chooses ? plan.choices_of(op, its_source, its_token)[k] - op.rank() * num_local : -1;
+    const bool here = static_cast<unsigned>(e) < static_cast<unsigned>(num_local);
+    int copy = 0, num_copies = 0;
+#pragma unroll 1
+    for (int other = 0; other < num_topk; ++other) {
+      const int its_e = __shfl_sync(~0u, here ? e : num_local, other, width);
+      copy += its_e < e, num_copies += its_e < num_local;
+    }
+    if (k == 0 && n < num) item.begin(its_token, num_copies);
+    if (!here) continue;
+    const int index = (its_source * plan.source_words + its_token / 32) * num_local + e;
+    const uint32_t earlier = (1u << its_token % 32) - 1;
     item.value(copy) = params.args.layout == Layout::kRank
                            ? e
                            : plan.first_row[e] + plan.before[index] + __popc(plan.chosen[index] & earlier);
     item.k(copy) = static_cast<uint8_t>(k);
-  });
+  }
+  __syncwarp();
 }
 
 // [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the

@@ -131,17 +131,24 @@ struct DispatchParams {
   }
   // [thread] Return the number of words of a row's scales in the output.
   __device__ int num_scale_words() const { return args.scale_bytes / (args.packs_scales ? 16 : 4); }
-  // [thread] Write one of them. `scales`: of the row's token.
-  __device__ void write_scale(int64_t row, int word, const float* scales) const {
+  // [thread] Return one of them. `scales`: of the row's token.
+  __device__ uint32_t scale_word(int word, const float* scales) const {
+    if (!args.packs_scales) return __float_as_uint(scales[word]);
     uint32_t value = 0;
-    for (int i = 0; args.packs_scales && i < 4; ++i) value |= (__float_as_uint(scales[4 * word + i]) >> 23) << 8 * i;
-    if (!args.packs_scales) value = __float_as_uint(scales[word]);
-    int64_t at = row * num_scale_words() + word;
-    if (rows_per_group > 0) {
-      const int group = static_cast<int>(row) / rows_per_group;
-      at = (static_cast<int64_t>(group) * num_scale_words() + word) * rows_per_group + (row - group * rows_per_group);
-    }
-    reinterpret_cast<uint32_t*>(args.out_scales)[at] = value;
+    for (int i = 0; i < 4; ++i) value |= (__float_as_uint(scales[4 * word + i]) >> 23) << 8 * i;
+    return value;
+  }
+  // [thread] Return the index of a row's first word of scales in the output. The next words follow one by one, or in
+  // decode layout rows_per_group apart.
+  __device__ int64_t scale_at(int row) const {
+    if (rows_per_group == 0) return static_cast<int64_t>(row) * num_scale_words();
+    const int group = row / rows_per_group;
+    return static_cast<int64_t>(group) * num_scale_words() * rows_per_group + (row - group * rows_per_group);
+  }
+  // [thread] Write one word of a row's scales. `scales`: of its token.
+  __device__ void write_scale(int row, int word, const float* scales) const {
+    const int64_t at = scale_at(row) + static_cast<int64_t>(word) * std::max(rows_per_group, 1);
+    reinterpret_cast<uint32_t*>(args.out_scales)[at] = scale_word(word, scales);
   }
 };
 

@@ -50,9 +50,8 @@ struct Puller {
   const Pieces& pieces;
   char* const shared;  // of the block
   const bool expert_layout;
-  const int lane, first, step;  // this mover takes items first, first + step, ... of `order`
+  const int lane, first, step;  // this mover takes items first, first + step, ... of the order (position_of)
   PullMemory memory;
-  const ItemOrder order;
   const int num_items, num;  // items in all, and of this mover
   PieceCursor load, store;   // next piece to load, and next piece to store
   int room;                  // places free to be loaded
@@ -78,7 +77,6 @@ struct Puller {
         first(op.block + op.num_blocks * Movers::warp()),
         step(op.num_blocks * Movers::kWarps),
         memory(memory_of(op, params, shared)),
-        order(memory.sources, op.context),
         num_items(plan_here(op, params, shared).head->num_items),
         num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
         room(pieces.num_places) {
@@ -91,10 +89,11 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Find this mover's shared memory, and fill in the order of the sources.
+  // [warp] Find this mover's shared memory. Without a direct plan, fill in the order of the sources.
   static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
+    if (params.direct) return memory;
     const PlanHead& head = *plan_here(op, params, shared).head;
     memory.sources.fill(op.context, [&](int source) { return head.items_of(source); });
     return memory;
@@ -110,27 +109,37 @@ struct Puller {
   // experts.
   __device__ ItemOrder::Position position_of(int n) const {
     const int at = first + n * step;
-    return order.at(params.has_waves() ? num_items - 1 - at : at, step);
+    return ItemOrder(memory.sources, op.context).at(params.has_waves() ? num_items - 1 - at : at, step);
+  }
+
+  // [warp] Write the next batch of items of a direct plan, and their sources. Their order is that of the plan, but each
+  // rank begins with its own tokens. So different ranks read from different sources at a time.
+  __device__ void write_batch() {
+    const DirectPlan plan = DirectPlan::at(op, shared);
+    memory.records.fill([&](int n) {
+      int source = 0, token = -1;
+      if (n >= 0) {
+        const int at = plan.head->item_begin[op.rank()] + first + n * step,
+                  index = at < num_items ? at : at - num_items;
+        find_item(plan, index, source, token);
+        Origin& origin = origin_of(n);
+        origin.index = index;
+        origin.source = source;
+      }
+      write_items(op, params, shared, source, token, n < 0 ? nullptr : item_at(n).data);
+    });
   }
 
   // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan. With a
   // direct plan write the items.
   __device__ void fetch_items() {
-    const PlanHead& head = *plan_here(op, params, shared).head;
-    const auto find = [&](int n) {
+    if (params.direct) return write_batch();
+    const PlanHead& head = *params.plan.head;
+    memory.records.fetch([&](int n) -> const int32_t* {
       const ItemOrder::Position position = position_of(n);
       Origin& origin = origin_of(n);
       origin.index = head.item_begin[position.source] + position.number;
       origin.source = position.source;
-      return position;
-    };
-    if (params.direct)
-      return memory.records.fill([&](int n) {
-        const ItemOrder::Position position = find(n);
-        write_item(op, params, shared, position.source, position.number, item_at(n));
-      });
-    memory.records.fetch([&](int n) -> const int32_t* {
-      const ItemOrder::Position position = find(n);
       if (params.new_plan) return item_at_source(op.context, position.source, op.rank(), position.number);
       return params.plan.items + static_cast<size_t>(origin_of(n).index) * op.context.item_ints;
     });
@@ -205,10 +214,20 @@ struct Puller {
     if (pieces.scale_bytes_of(store.piece) == 0) return;
     const Item item = item_at(store.item);
     const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
+    const int num_copies = item.num_copies(), num_words = params.num_scale_words();
+    const int64_t of_lane =
+        lane < num_copies ? params.scale_at(item.value(lane)) : 0;  // each lane divides for one copy
 #pragma unroll 1
-    for (int word = lane; word < params.num_scale_words(); word += 32)
+    for (int begin = 0; begin < num_words; begin += 32) {
+      const int word = begin + lane;
+      const uint32_t value = word < num_words ? params.scale_word(word, scales) : 0;
+      auto* const to = reinterpret_cast<uint32_t*>(params.args.out_scales) + int64_t{word} * params.rows_per_group;
 #pragma unroll 1
-      for (int copy = 0; copy < item.num_copies(); ++copy) params.write_scale(item.value(copy), word, scales);
+      for (int copy = 0; copy < num_copies; ++copy) {
+        const int64_t at = __shfl_sync(~0u, of_lane, copy);
+        if (word < num_words) to[at] = value;
+      }
+    }
     ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
   }
 

@@ -30,21 +30,33 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
   return max(most >> 16, most & 0xffff);
 }
 
-// [warp] Quantise one bfloat16 row: store float8 elements in `to`, and num_scale_blocks scales. Each half of the warp
-// takes every second scale block of 128 elements, kTogether at a time. Both halves make the same turns, because
-// shuffles need all lanes; a half past the end repeats the last scale block and stores nothing.
-__device__ inline void quantize_row(char* to, float* scales, const uint4* from, int num_scale_blocks) {
-  constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-  constexpr int kTogether = 7, kElements = BFloat16::kElements;  // scale blocks at a time
-  const int half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
-#pragma unroll 1
-  for (int first = half; first - half < num_scale_blocks; first += 2 * kTogether) {
-    uint4 vectors[kTogether];
-    uint32_t most = 0;  // largest magnitude of scale block `lane`, among those of this half
+// Part of a bfloat16 row, quantised by a warp in one go. Each half of the warp takes every second scale block of 128
+// elements. Both halves do the same, because shuffles need all lanes; a half past the end of the row repeats its last
+// scale block and stores nothing.
+struct RowPart {
+  static constexpr int kTogether = 7, kScaleBlocks = 2 * kTogether;  // of a half warp; of the part
 
-    // Load, and find the largest magnitude of each scale block.
+  uint4 vectors[kTogether];
+
+  // [host] [thread] Return the number of parts of a row.
+  EP_HOST_DEVICE static int num_in_row(int num_scale_blocks) {
+    return (num_scale_blocks + kScaleBlocks - 1) / kScaleBlocks;
+  }
+
+  // [warp] Start to load part `number` of a row.
+  __device__ void load(const uint4* row, int number, int num_scale_blocks) {
+    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(from + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
+  }
+
+  // [warp] Quantise the loaded part: store its float8 elements and its scales in those of the row.
+  __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks) const {
+    constexpr float kLargest = 448, kSmallest = 0x1p-126f;
+    constexpr int kElements = BFloat16::kElements;
+    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+    // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
+    uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const uint32_t its_most = largest_magnitude(vectors[i]);
@@ -79,9 +91,9 @@ __device__ inline void quantize_row(char* to, float* scales, const uint4* from, 
         const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
         words[w] = low | static_cast<uint32_t>(high) << 16;
       }
-      reinterpret_cast<uint2*>(to)[scale_block * 16 + lane] = {words[0], words[1]};
+      reinterpret_cast<uint2*>(row)[scale_block * 16 + lane] = {words[0], words[1]};
     }
   }
-}
+};
 
 }  // namespace ep::cuda::EP_KERNELS

@@ -66,13 +66,13 @@ struct Records {
     ++fetched;
   }
 
-  // [warp] Write the next batch instead of loading it, if any records are left: `write(n)` writes the n-th record, in
-  // its own lane. Use either this or `fetch`.
+  // [warp] Write the next batch instead of loading it, if any records are left: `write(n)`, called in all lanes, writes
+  // the lane's n-th record; without one n is -1. Use either this or `fetch`.
   template <class Write>
   __device__ void fill(const Write& write) {
-    const int n = fetched * kBatch + threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, n = fetched * kBatch + lane;
     __syncwarp();
-    if (threadIdx.x % 32 < kBatch && n < num) write(n);
+    if (fetched * kBatch < num) write(lane < kBatch && n < num ? n : -1);
     __syncwarp();
     ready = ++fetched;
   }

@@ -35,16 +35,18 @@ struct StagedChunks {
   }
 };
 
-// One warp's tokens: every step-th token of the rank.
+// One warp's parts of the rows: every step-th part of the rank. Where a warp stages whole rows, a row has one part.
 struct Share {
-  int first, step, num;
+  int first, step, parts, num;
 
-  // [warp] Find this warp's tokens among the `num_tokens` of the rank.
-  __device__ Share(const Op& op, int num_tokens)
-      : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps) {
-    num = first < num_tokens ? (num_tokens - 1 - first) / step + 1 : 0;
+  // [warp] Find this warp's parts of `num_tokens` rows.
+  __device__ Share(const Op& op, int num_tokens, int parts_of_row)
+      : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps), parts(parts_of_row) {
+    num = first < num_tokens * parts ? (num_tokens * parts - 1 - first) / step + 1 : 0;
   }
-  __device__ int token(int i) const { return first + i * step; }
+  // [thread] Return the token of the warp's i-th part, and the number of the part in its row.
+  __device__ int token(int i) const { return (first + i * step) / parts; }
+  __device__ int part(int i) const { return (first + i * step) % parts; }
 };
 
 // One token's scales and weights on their way to its tail, in registers. Loaded before the token's row and stored after
@@ -56,10 +58,10 @@ struct TailCopy {
   const float *from_scales, *from_weights;  // of the token
   float scales[kTogether], weight;
 
-  // [warp] Start to load.
-  __device__ TailCopy(const Op& op, const DispatchArgs& args, size_t token)
-      : num_scales(args.scales ? args.scale_bytes / 4 : 0),
-        num_weights(args.topk_weights ? op.context.config.num_topk : 0),
+  // [warp] Start to load; without `is_first`, do nothing: the token's tail belongs to the first part of its row.
+  __device__ TailCopy(const Op& op, const DispatchArgs& args, size_t token, bool is_first)
+      : num_scales(is_first && args.scales ? args.scale_bytes / 4 : 0),
+        num_weights(is_first && args.topk_weights ? op.context.config.num_topk : 0),
         from_scales(args.scales + token * num_scales),
         from_weights(args.topk_weights + token * num_weights) {
     const int lane = threadIdx.x % 32;
@@ -82,19 +84,19 @@ struct TailCopy {
 };
 static_assert(kMaxTopk <= 32, "a lane per weight");
 
-// [warp] Stage the warp's tokens one by one, and finish chunks on the way. `stage_row(token, tail)` writes one staged
-// row, and the scales that it computes.
-template <class StageRow>
-__device__ void stage_tokens(const Op& op, const DispatchParams& params, const Share& share, StagedChunks& chunks,
-                             const StageRow& stage_row) {
+// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(i, token, tail)` writes the i-th
+// one, and the scales that it computes.
+template <class StagePart>
+__device__ void stage_parts(const Op& op, const DispatchParams& params, const Share& share, StagedChunks& chunks,
+                            const StagePart& stage_part) {
   char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
 #pragma unroll 1
   for (int i = 0; i < share.num; ++i) {
     const size_t token = share.token(i);
-    chunks.finish_before(share.token(i) >> op.context.config.log_token_chunk);
+    chunks.finish_before(static_cast<int>(token) >> op.context.config.log_token_chunk);
     auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
-    const TailCopy copy(op, params.args, token);
-    stage_row(token, tail);
+    const TailCopy copy(op, params.args, token, share.part(i) == 0);
+    stage_part(i, token, tail);
     copy.store(tail, params.weights_at);
   }
   chunks.finish_before(chunks.num_chunks);
@@ -105,22 +107,29 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
                                                  StagedChunks chunks) {
   const DispatchArgs& args = params.args;
   char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
-  stage_tokens(op, params, share, chunks, [&](size_t token, float*) {
+  stage_parts(op, params, share, chunks, [&](int, size_t token, float*) {
     if (!params.stages_rows) return;
     auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
     copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
   });
 }
 
-// [warp] Stage bfloat16 rows as float8, and their scales in the tails.
+// [warp] Stage bfloat16 rows as float8, and their scales in the tails. The next part is loaded meanwhile.
 __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
                                                     StagedChunks chunks) {
   const Context& context = op.context;
   char* const staging = context.inbox_of(op.rank(), &Inbox::staging);
-  stage_tokens(op, params, share, chunks, [&](size_t token, float* tail) {
-    quantize_row(staging + token * params.row_stride, tail,
-                 reinterpret_cast<const uint4*>(params.args.rows + token * context.row_bytes),
-                 context.config.hidden / kScaleBlock);
+  const int num_scale_blocks = context.config.hidden / kScaleBlock;
+  RowPart part, next;
+  const auto load = [&](int i) {
+    const char* const row = params.args.rows + static_cast<size_t>(share.token(i)) * context.row_bytes;
+    if (i < share.num) next.load(reinterpret_cast<const uint4*>(row), share.part(i), num_scale_blocks);
+  };
+  load(0);
+  stage_parts(op, params, share, chunks, [&](int i, size_t token, float* tail) {
+    part = next;
+    load(i + 1);
+    part.quantize(staging + token * params.row_stride, tail, share.part(i), num_scale_blocks);
   });
 }
 
@@ -132,7 +141,8 @@ __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
   Helpers::sync();
   // Stage.
-  const Share share(op, params.args.num_tokens);
+  const int parts_of_row = params.args.quantizes ? RowPart::num_in_row(op.context.config.hidden / kScaleBlock) : 1;
+  const Share share(op, params.args.num_tokens, parts_of_row);
   const StagedChunks chunks(op, counters, params.args.num_tokens);
   if (params.args.quantizes)
     stage_quantized(op, params, share, chunks);
