@@ -108,7 +108,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
     int source = 0, token = -1;
     // Find the item's source, and keep the item in a new plan.
     if (params.direct) {
-      if (lane < num_here) find_item(DirectPlan::at(op, shared), index, source, token);
+      if (lane < num_here) find_item(params.direct_plan.in(shared), index, source, token);
       write_items(op, params, shared, source, token, item_at(index).data);
     } else if (lane < num_here) {
 #pragma unroll 1

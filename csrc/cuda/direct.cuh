@@ -4,102 +4,19 @@
 // them. No list of items travels, and no block waits for another block's part: this takes about half the time of
 // make_plan.
 //
-// Tokens of all ranks are numbered in words of 32: a source has `source_words` words, and begins with a new word.
-//
-// All code here runs once per operation, and somebody waits for it: a thread's next instruction takes some 3 ns. So
-// the lanes of a warp share the work even where it is little, and loops are not unrolled.
+// All code here runs once per operation, and somebody waits for it. An instruction takes some 3 ns, and to bring 1 KB
+// of code to the multiprocessor takes much longer. So the lanes of a warp share the work even where it is little, and
+// loops are not unrolled.
 #pragma once
 #include "cuda/plan.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
-// Shared memory of one block. Written by its movers, read by its movers and helpers.
-struct DirectPlan {
-  PlanHead* head;          // as in Plan
-  Verdict* verdict;        // of the movers, for the helpers
-  int* decided;            // of the Calls, for the planners: 1 + its Verdict; 0: not yet known
-  int32_t* expert_rows;    // as in Plan
-  int32_t* expert_begin;   // as in Plan; before lay_out the rows of each group
-  int32_t* first_row;      // [num_local_experts] first output row of each expert
-  int64_t* needed;         // [num_ranks] output rows of each rank. Not in decode layout, where all rows fit
-  int* max_rows;           // [num_ranks] rows in the output of each rank
-  uint32_t* received;      // [words] a bit per token with an expert here
-  uint32_t* sent;          // [num_ranks, source_words] a bit per token of this rank with an expert at the rank
-  uint16_t* before;        // [words, num_local_experts] tokens of the expert before the word
-  int16_t* choices;        // [num_ranks, max_tokens, choices_per_token] experts of every token, -1 for none
-  uint32_t* chosen;        // [words, num_local_experts] a bit per token of the expert. 0 at first, as the next two
-  int32_t* expert_tokens;  // [num_experts] tokens of all ranks. Not in decode layout; as the next
-  int32_t* rank_items;     // [num_ranks] items of each rank
-  char* end;
-  int choices_per_token, source_words, words;
-
-  // [host] [thread] Lay the plan out, or measure it. What all look at comes first: it is found without arithmetic.
-  EP_HOST_DEVICE static DirectPlan carve(Cursor& c, const Config& config) {
-    const size_t ranks = config.num_ranks(), experts = config.num_local_experts();
-    DirectPlan p;
-    p.choices_per_token = config.choices_per_token();
-    p.source_words = (config.max_tokens + 31) / 32;
-    p.words = static_cast<int>(ranks) * p.source_words;
-    p.head = c.take<PlanHead>(1);
-    p.verdict = c.take<Verdict>(1);
-    p.decided = c.take<int>(1);
-    p.expert_rows = c.take<int32_t>(experts);
-    p.expert_begin = c.take<int32_t>(experts + 1);
-    p.first_row = c.take<int32_t>(experts);
-    p.needed = c.take<int64_t>(ranks);
-    p.max_rows = c.take<int>(ranks);
-    p.received = c.take<uint32_t>(p.words);
-    p.sent = c.take<uint32_t>(ranks * p.source_words);
-    p.before = c.take<uint16_t>(experts * p.words);
-    p.choices = c.take<int16_t>(ranks * config.max_tokens * p.choices_per_token);
-    p.chosen = c.take<uint32_t>(experts * p.words);
-    p.expert_tokens = c.take<int32_t>(config.num_experts);
-    p.rank_items = c.take<int32_t>(ranks);
-    p.end = c.take<char>(0);
-    return p;
-  }
-
-  // [thread] Return the plan at the start of a block's shared memory.
-  static __device__ DirectPlan at(const Op& op, char* shared) {
-    Cursor c(shared);
-    return carve(c, op.context.config);
-  }
-
-  // [thread] Return the choices of one token.
-  __device__ int16_t* choices_of(const Op& op, int source, int token) const {
-    return choices + (static_cast<size_t>(source) * op.context.config.max_tokens + token) * choices_per_token;
-  }
-
-  // [thread] Return the number of tokens of `source` received here. The choices are counted.
-  __device__ int items_of(int source) const {
-    int num = 0;
-    for (int word = 0; word < source_words; ++word) num += __popc(received[source * source_words + word]);
-    return num;
-  }
-
-  // [thread] Return the token of `source` with this number among its tokens received here; there are more. The choices
-  // are counted.
-  __device__ int token_of(int source, int number) const {
-    const uint32_t* const words_of_source = received + source * source_words;
-    int word = 0, left = number;
-    for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
-    // Halve the tokens of the word that come into question.
-    const uint32_t bits = words_of_source[word];
-    int bit = 0;
-#pragma unroll
-    for (int half = 16; half > 0; half /= 2) {
-      const int below = __popc(bits >> bit & ((1u << half) - 1));
-      if (below <= left) left -= below, bit += half;
-    }
-    return word * 32 + bit;
-  }
-};
-
 // [thread] Return the plan of this dispatch, as far as this block may read it: a direct plan from its shared memory.
 __device__ inline Plan plan_here(const Op& op, const DispatchParams& params, char* shared) {
   Plan plan = params.plan;
   if (!params.direct) return plan;
-  const DirectPlan direct = DirectPlan::at(op, shared);
+  const DirectPlan direct = params.direct_plan.in(shared);
   plan.head = direct.head;
   plan.expert_rows = direct.expert_rows;
   plan.expert_begin = direct.expert_begin;
@@ -119,92 +36,57 @@ __device__ inline Choices* choices_at(const Op& op, int local, int source) {
   return op.context.peers.at(op.context.own.choices, local) + index / Choices::kNum;
 }
 
-// [thread] Call f(k, expert) for all choices of a token. `choices`: int16 [choices_per_token], whole vectors.
-template <class F>
-__device__ void for_choices(const int16_t* choices, int num_topk, const F& f) {
-#pragma unroll 1
-  for (int k = 0; k < num_topk; k += kChoices) {
-    const uint4 vector = *reinterpret_cast<const uint4*>(choices + k);
-    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-    for (int i = 0; i < kChoices; ++i) {
-      const int expert = static_cast<int16_t>(words[i / 2] >> i % 2 * 16);
-      if (k + i < num_topk && expert >= 0) f(k + i, expert);
-    }
-  }
-}
-
-// [thread] Return the choices [first, first + kChoices) of a token as one vector; `from`: its row of topk_idx. An
-// invalid or repeated entry is kept as a mistake, and counts as -1. All entries stay in registers: this is the way of
-// every choice to the other ranks.
-__device__ inline uint4 check_choices(const Context& context, const int64_t* from, int token, int first) {
-  const int num_topk = context.config.num_topk;
-  int64_t given[kChoices];
-#pragma unroll
-  for (int i = 0; i < kChoices; ++i) given[i] = first + i < num_topk ? __ldg(from + first + i) : -1;
-  uint32_t bad = 0, repeated = 0;  // a bit per entry
-  int experts[kChoices];
-#pragma unroll
-  for (int i = 0; i < kChoices; ++i) {
-    const bool valid = given[i] >= 0 && given[i] < context.config.num_experts;
-    if (!valid && given[i] != -1) bad |= 1u << i;
-    experts[i] = valid ? static_cast<int>(given[i]) : -1;
-#pragma unroll
-    for (int earlier = 0; earlier < i; ++earlier)
-      if (valid && experts[earlier] == experts[i]) repeated |= 1u << i;
-  }
-#pragma unroll 1
-  for (int k = 0; k < first; ++k) {
-    const int64_t earlier = __ldg(from + k);
-#pragma unroll
-    for (int i = 0; i < kChoices; ++i)
-      if (experts[i] >= 0 && earlier == experts[i]) repeated |= 1u << i;
-  }
-#pragma unroll 1
-  for (uint32_t left = bad | repeated; left != 0;) {
-    const int i = __ffs(left & bad ? left & bad : left) - 1;  // invalid entries first
-    keep_bad_entry(context, token, first + i, repeated >> i & 1, __ldg(from + first + i));
-    left &= ~(1u << i);
-  }
-  uint32_t words[kChoices / 2];
-#pragma unroll
-  for (int i = 0; i < kChoices; i += 2) {
-    const int low = repeated >> i & 1 ? -1 : experts[i], high = repeated >> (i + 1) & 1 ? -1 : experts[i + 1];
-    words[i / 2] = (low & 0xffff) | static_cast<uint32_t>(high) << 16;
-  }
-  return {words[0], words[1], words[2], words[3]};
+// [thread] Return the number of lanes that share the columns of a token: a power of two.
+__device__ inline int lanes_for(int num_columns) {
+  int lanes = 32;
+  while (lanes / 2 >= num_columns) lanes /= 2;
+  return lanes;
 }
 
 // [team] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers do
-// not know their number yet. There are two of each choice, by the parity of the epoch, so this needs no wait. Called by
-// the planners of block 0. `aborted`: this rank has aborted, and sends nothing; a slow peer may still read choices of
-// an earlier operation.
+// not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. There are two of
+// each choice, by the parity of the epoch, so this needs no wait. Called by the planners of block 0. `aborted`: this
+// rank has aborted, and sends nothing; a slow peer may still read choices of an earlier operation.
+//
+// A lane takes one entry of topk_idx. Four lanes make a pair of the epoch and their choices.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
-  static_assert(kChoices == 2 * Choices::kNum);
-  const int num_topk = op.context.config.num_topk, num_vectors = op.context.config.choices_per_token() / kChoices;
+  static_assert(Choices::kNum == 4);
+  const Config& config = op.context.config;
+  const int num_topk = config.num_topk, per_token = config.choices_per_token(), width = lanes_for(per_token);
+  const int lane = threadIdx.x % 32, k = lane & (width - 1), together = 32 / width;
+  const auto load = [&](int token) {
+    const bool exists = token < params.args.num_tokens && k < num_topk;
+    return exists ? __ldg(params.args.topk_idx + static_cast<int64_t>(token) * num_topk + k) : -1;
+  };
+  const int step = Planners::kWarps * together;
+  int token = Planners::warp() * together + lane / width;
+  int64_t next = load(token);
 #pragma unroll 1
-  for (int token = Planners::thread(); token < op.context.config.max_tokens; token += Planners::kThreads) {
-    const int64_t* from = params.args.topk_idx + static_cast<int64_t>(token) * num_topk;
+  for (int first = Planners::warp() * together; first < config.max_tokens; first += step, token += step) {
+    // Check the entry; the next one is on its way meanwhile.
+    const int64_t given = next;
+    next = load(token + step);
+    const bool valid = given >= 0 && given < config.num_experts;
+    const uint32_t same = __match_any_sync(~0u, valid ? lane / width << 16 | static_cast<int>(given) : ~lane);
+    const bool repeated = (same & ((1u << lane) - 1)) != 0;
+    if (repeated || (!valid && given != -1)) keep_bad_entry(op.context, token, k, repeated, given);
+    // Collect the choices in every fourth lane, and send them.
+    const uint32_t one = valid && !repeated ? static_cast<uint32_t>(given) : 0xffff;
+    const uint32_t two = one | __shfl_down_sync(~0u, one, 1) << 16;
+    const uint64_t four = two | static_cast<uint64_t>(__shfl_down_sync(~0u, two, 2)) << 32;
+    if (aborted || k % 4 != 0 || k >= per_token || token >= config.max_tokens) continue;
+    const int at = (token * per_token + k) / Choices::kNum;
 #pragma unroll 1
-    for (int v = 0; v < num_vectors; ++v) {
-      uint4 vector{~0u, ~0u, ~0u, ~0u};
-      if (token < params.args.num_tokens) vector = check_choices(op.context, from, token, v * kChoices);
-      if (aborted) return;
-#pragma unroll 1
-      for (int local = 0; local < op.ranks_per_node(); ++local) {
-        Choices* const to = choices_at(op, local, op.rank()) + 2 * (token * num_vectors + v);
-        ptx::store_pair(to, op.epoch, vector.x | static_cast<uint64_t>(vector.y) << 32);
-        ptx::store_pair(to + 1, op.epoch, vector.z | static_cast<uint64_t>(vector.w) << 32);
-      }
-    }
+    for (int local = 0; local < op.ranks_per_node(); ++local)
+      ptx::store_pair(choices_at(op, local, op.rank()) + at, op.epoch, four);
   }
 }
 
 // [team] Take the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
 // ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
 // Calls: its verdict ends every wait, because `called` covers the choices. Ends with a barrier of the planners.
-__device__ __noinline__ inline void take_choices(Op op, char* shared) {
-  const DirectPlan plan = DirectPlan::at(op, shared);
+__device__ __noinline__ inline void take_choices(Op op, const DispatchParams& params, char* shared) {
+  const DirectPlan plan = params.direct_plan.in(shared);
   constexpr int kTogether = 4;  // loads of a thread under way
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
@@ -260,12 +142,15 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
     const int token = 32 * word_of_source + lane;
     uint32_t ranks = 0;  // a bit per rank with an expert of the token
     if (token < config.max_tokens)
-      for_choices(plan.choices_of(op, source, token), config.num_topk, [&](int, int expert) {
+#pragma unroll 1
+      for (int k = 0; k < config.num_topk; ++k) {
+        const int expert = plan.choices_of(op, source, token)[k];
+        if (expert < 0) continue;
         ranks |= 1u << (num_local == 1 ? expert : __umulhi(expert, inverse));
         if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
-      });
+      }
     __syncwarp();
     uint32_t tokens = 0;  // a bit per token with an expert at rank `lane`
 #pragma unroll 1
@@ -288,19 +173,14 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
   const uint32_t alignment = params.args.expert_alignment;
 #pragma unroll 1
   for (int e = Planners::thread(); e < num_local; e += Planners::kThreads) {
-    constexpr int kTogether = 8;  // loads under way
     int sum = 0;
+    uint32_t next = plan.chosen[e];
 #pragma unroll 1
-    for (int first = 0; first < plan.words; first += kTogether) {
-      const int at = first * num_local + e, num_here = plan.words - first;
-      uint32_t tokens[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) tokens[i] = i < num_here ? plan.chosen[at + i * num_local] : 0;
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (i < num_here) plan.before[at + i * num_local] = static_cast<uint16_t>(sum);
-        sum += __popc(tokens[i]);
-      }
+    for (int at = e; at < plan.words * num_local; at += num_local) {
+      const uint32_t tokens = next;
+      if (at + num_local < plan.words * num_local) next = plan.chosen[at + num_local];  // on its way meanwhile
+      plan.before[at] = static_cast<uint16_t>(sum);
+      sum += __popc(tokens);
     }
     plan.expert_rows[e] = sum;
     plan.expert_begin[e] = static_cast<int>(padded_rows(sum, alignment));
@@ -405,8 +285,8 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 // [team] Plan from the choices of all ranks. Called by the planners of each block. Whether the ranks agree and the rows
 // fit is not known yet.
 __device__ inline void plan_choices(const Op& op, const DispatchParams& params, char* shared) {
-  const DirectPlan plan = DirectPlan::at(op, shared);
-  take_choices(op, shared);
+  const DirectPlan plan = params.direct_plan.in(shared);
+  take_choices(op, params, shared);
   stamp(op, Step::kChosen);
   count_choices(op, params, plan);
   sum_choices(op, params, plan);
@@ -419,7 +299,7 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
 // block; those of block 0 have sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as
 // make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
-  const DirectPlan plan = DirectPlan::at(op, shared);
+  const DirectPlan plan = params.direct_plan.in(shared);
   const bool sends = params.stages && op.block == 0;
   // Clear the counters: `chosen` to `rank_items`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
@@ -470,9 +350,9 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
 }
 
 // [team] Wait for the direct plan of this block. Return its verdict. Called by the helpers of a block that pulls.
-__device__ inline Verdict wait_for_direct_plan(const Op& op, char* shared) {
+__device__ inline Verdict wait_for_direct_plan(const DispatchParams& params, char* shared) {
   ptx::named_barrier(kDirectPlanBarrier, kBlockThreads);
-  return *DirectPlan::at(op, shared).verdict;
+  return *params.direct_plan.in(shared).verdict;
 }
 
 // [thread] Find item `index` of a usable plan: its source, and its token there.
@@ -486,12 +366,11 @@ __device__ inline void find_item(const DirectPlan& plan, int index, int& source,
 // [warp] Write items from their choices: each lane has one, of `token` of `source`, and its memory `data`. Lanes
 // without an item come last; they pass token -1. The plan is usable. The lanes share the work: a lane takes one column
 // of topk_idx, and as many items are written together as there are lanes for. Ends with __syncwarp.
-__device__ __noinline__ inline void write_items(Op op, const DispatchParams& params, char* shared, int source,
-                                                int token, int32_t* data) {
-  const DirectPlan plan = DirectPlan::at(op, shared);
+__device__ inline void write_items(const Op& op, const DispatchParams& params, char* shared, int source, int token,
+                                   int32_t* data) {
+  const DirectPlan plan = params.direct_plan.in(shared);
   const int num_topk = op.context.config.num_topk, num_local = op.context.num_local_experts;
-  int width = 32;  // lanes of an item
-  while (width / 2 >= num_topk) width /= 2;
+  const int width = lanes_for(num_topk);
   const int lane = threadIdx.x % 32, k = lane & (width - 1), together = 32 / width;
   const int num = __popc(__ballot_sync(~0u, token >= 0));
 #pragma unroll 1
@@ -536,7 +415,9 @@ __device__ inline void keep_direct_table(const Op& op, const DispatchParams& par
       table[rank] = sent[token / 32] >> token % 32 & 1 ? number : -1;
     }
     uint32_t used = 0;
-    for_choices(plan.choices_of(op, op.rank(), token), context.config.num_topk, [&](int k, int) { used |= 1u << k; });
+    const int16_t* const choices = plan.choices_of(op, op.rank(), token);
+#pragma unroll 1
+    for (int k = 0; k < context.config.num_topk; ++k) used |= static_cast<uint32_t>(choices[k] >= 0) << k;
     params.plan.sent_k[token] = used;
   }
 }

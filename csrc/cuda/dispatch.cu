@@ -90,7 +90,7 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   if (!params.pulls) return ok ? Verdict::kAgree : Verdict::kAborted;
   Verdict verdict = Verdict::kAborted;
   if (params.direct) {
-    verdict = wait_for_direct_plan(op, shared);
+    verdict = wait_for_direct_plan(params, shared);
     if (!ok) verdict = Verdict::kAborted;
   } else if (ok) {
     verdict = wait_for_items<Helpers>(op, params, false);
@@ -98,14 +98,14 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
   if (params.direct && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
-    publish_plan(op, params, DirectPlan::at(op, shared));
+    publish_plan(op, params, params.direct_plan.in(shared));
   if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
     return verdict;
   }
   // Deliver, and clear.
   if (params.direct)
-    keep_direct_table(op, params, DirectPlan::at(op, shared));
+    keep_direct_table(op, params, params.direct_plan.in(shared));
   else if (params.new_plan)
     keep_tables(op, params);
   stamp(op, Step::kKept);
@@ -197,7 +197,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
   size_t room = kUsableShared - counters, shared = 0;
   if (params.direct) {
     Cursor c;
-    DirectPlan::carve(c, config);
+    params.direct_plan = DirectPlan::carve(c, config);
     shared = round_up(c.size(), kLine);
     params.rings_at = static_cast<uint32_t>(shared);
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/call.cuh"
+#include "cuda/direct_plan.cuh"
 #include "cuda/engine.h"
 #include "cuda/warp.cuh"
 
@@ -96,6 +97,7 @@ struct DispatchParams {
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
   bool direct;                  // the new plan is a direct plan (direct.cuh): each launch makes it anew
+  DirectPlan direct_plan;       // laid out without a base
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
   bool stages_rows;             // somebody reads this rank's rows in its staging

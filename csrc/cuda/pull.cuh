@@ -115,7 +115,7 @@ struct Puller {
   // [warp] Write the next batch of items of a direct plan, and their sources. Their order is that of the plan, but each
   // rank begins with its own tokens. So different ranks read from different sources at a time.
   __device__ void write_batch() {
-    const DirectPlan plan = DirectPlan::at(op, shared);
+    const DirectPlan plan = params.direct_plan.in(shared);
     memory.records.fill([&](int n) {
       int source = 0, token = -1;
       if (n >= 0) {

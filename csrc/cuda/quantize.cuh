@@ -7,16 +7,31 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// [thread] Return a / b, rounded as in IEEE 754, given 1 / b. Quotients below 2^-45 may differ: float8 rounds them to
-// 0.
+// [thread] Return a / b, rounded as in IEEE 754, of a bfloat16 number, given 1 / b rounded. tests/division.cpp tries
+// all numbers. Quotients below 2^-45 may differ: float8 rounds them to 0.
 __device__ inline float divide(float a, float b, float reciprocal) {
-  const float near = a * reciprocal, nearer = __fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near);
-  return copysignf(__fmaf_rn(__fmaf_rn(-nearer, b, a), reciprocal, nearer), a);  // restore the sign of -0
+  const float near = a * reciprocal;
+  return copysignf(__fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near), a);  // restore the sign of -0
 }
 
-// [thread] Divide all values, of any magnitude, with the rounding of IEEE 754.
-__device__ __noinline__ inline void divide_all(float (&values)[BFloat16::kElements], float by) {
-  for (float& value : values) value = __fdiv_rn(value, by);
+// [thread] Return 8 elements in float8.
+__device__ inline uint2 to_float8(const float (&values)[BFloat16::kElements]) {
+  uint32_t words[2];
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    const auto low = __nv_cvt_float2_to_fp8x2({values[4 * w], values[4 * w + 1]}, __NV_SATFINITE, __NV_E4M3);
+    const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
+    words[w] = low | static_cast<uint32_t>(high) << 16;
+  }
+  return {words[0], words[1]};
+}
+
+// [thread] Return 8 bfloat16 elements, of any magnitude, divided by `scale` and in float8.
+__device__ __noinline__ inline uint2 divide_slowly(uint4 vector, float scale) {
+  float values[BFloat16::kElements];
+  BFloat16::load(vector, values);
+  for (float& value : values) value = __fdiv_rn(value, scale);
+  return to_float8(values);
 }
 
 // [warp] Return the bits of the largest magnitude among the 16 lanes of a half warp, with 8 bfloat16 each. Bits order
@@ -34,7 +49,9 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
 // elements. Both halves do the same, because shuffles need all lanes; a half past the end of the row repeats its last
 // scale block and stores nothing.
 struct RowPart {
-  static constexpr int kTogether = 7, kScaleBlocks = 2 * kTogether;  // of a half warp; of the part
+  // Scale blocks of a half warp, and of the part. More would be more code than an instruction cache holds, and that
+  // takes longer: 14 scale blocks of a part took 4 us.
+  static constexpr int kTogether = 4, kScaleBlocks = 2 * kTogether;
 
   uint4 vectors[kTogether];
 
@@ -53,7 +70,6 @@ struct RowPart {
   // [warp] Quantise the loaded part: store its float8 elements and its scales in those of the row.
   __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
-    constexpr int kElements = BFloat16::kElements;
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
     // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
     uint32_t most = 0;
@@ -74,24 +90,18 @@ struct RowPart {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
-      float values[kElements];
-      BFloat16::load(vectors[i], values);
+      uint2 elements;
       if (plain) {
+        float values[BFloat16::kElements];
+        BFloat16::load(vectors[i], values);
 #pragma unroll
         for (float& value : values) value = divide(value, its_scale, its_reciprocal);
+        elements = to_float8(values);
       } else {
-        divide_all(values, its_scale);
+        elements = divide_slowly(vectors[i], its_scale);
       }
       const int scale_block = first + 2 * i;
-      if (scale_block >= num_scale_blocks) continue;
-      uint32_t words[2];
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const auto low = __nv_cvt_float2_to_fp8x2({values[4 * w], values[4 * w + 1]}, __NV_SATFINITE, __NV_E4M3);
-        const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
-        words[w] = low | static_cast<uint32_t>(high) << 16;
-      }
-      reinterpret_cast<uint2*>(row)[scale_block * 16 + lane] = {words[0], words[1]};
+      if (scale_block < num_scale_blocks) reinterpret_cast<uint2*>(row)[scale_block * 16 + lane] = elements;
     }
   }
 };

@@ -35,69 +35,103 @@ struct StagedChunks {
   }
 };
 
-// One warp's parts of the rows: every step-th part of the rank. Where a warp stages whole rows, a row has one part.
+// The next part of a row that a warp stages; it stages every step-th part of the rank. A row staged in one go has one
+// part.
 struct Share {
-  int first, step, parts, num;
+  int token, part;
+  int num_tokens, parts_of_row;
+  int step_tokens, step_parts;
 
-  // [warp] Find this warp's parts of `num_tokens` rows.
+  // [warp] Find this warp's first part.
   __device__ Share(const Op& op, int num_tokens, int parts_of_row)
-      : first(op.block + op.num_blocks * Helpers::warp()), step(op.num_blocks * Helpers::kWarps), parts(parts_of_row) {
-    num = first < num_tokens * parts ? (num_tokens * parts - 1 - first) / step + 1 : 0;
+      : num_tokens(num_tokens), parts_of_row(parts_of_row) {
+    const int first = op.block + op.num_blocks * Helpers::warp(), step = op.num_blocks * Helpers::kWarps;
+    token = first, step_tokens = step, part = step_parts = 0;
+    if (parts_of_row == 1) return;  // a division is slow
+    token = first / parts_of_row, part = first % parts_of_row;
+    step_tokens = step / parts_of_row, step_parts = step % parts_of_row;
   }
-  // [thread] Return the token of the warp's i-th part, and the number of the part in its row.
-  __device__ int token(int i) const { return (first + i * step) / parts; }
-  __device__ int part(int i) const { return (first + i * step) % parts; }
+  // [thread] Return whether there is a part.
+  __device__ bool has_part() const { return token < num_tokens; }
+  // [thread] Return the share after this part.
+  __device__ Share next() const {
+    Share next = *this;
+    next.token += step_tokens, next.part += step_parts;
+    if (next.part >= parts_of_row) next.part -= parts_of_row, ++next.token;
+    return next;
+  }
 };
 
-// One token's scales and weights on their way to its tail, in registers. Loaded before the token's row and stored after
-// it, so that all loads of a token are under way together.
+// Where tails come from and go to. Read from the parameters once.
+struct Tails {
+  const float *from_scales, *from_weights;
+  int num_scales, num_weights, weights_at, bytes;
+  char* to;
+
+  __device__ Tails(const Op& op, const DispatchParams& params)
+      : from_scales(params.args.scales),
+        from_weights(params.args.topk_weights),
+        num_scales(from_scales ? params.args.scale_bytes / 4 : 0),
+        num_weights(from_weights ? op.context.config.num_topk : 0),
+        weights_at(params.weights_at),
+        bytes(params.tail_bytes),
+        to(op.context.inbox_of(op.rank(), &Inbox::tails)) {}
+  // [thread] Return the tail of a token.
+  __device__ float* of(int token) const { return reinterpret_cast<float*>(to + static_cast<size_t>(token) * bytes); }
+};
+
+// One token's scales and weights on their way to its tail, in registers. Loaded before a part of its row and stored
+// after it, so that all loads are under way together. They go with the first part.
 struct TailCopy {
   static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
-  const int num_scales, num_weights;
-  const float *from_scales, *from_weights;  // of the token
+  const Tails& tails;
+  const int token, num_scales, num_weights;
   float scales[kTogether], weight;
 
-  // [warp] Start to load; without `is_first`, do nothing: the token's tail belongs to the first part of its row.
-  __device__ TailCopy(const Op& op, const DispatchArgs& args, size_t token, bool is_first)
-      : num_scales(is_first && args.scales ? args.scale_bytes / 4 : 0),
-        num_weights(is_first && args.topk_weights ? op.context.config.num_topk : 0),
-        from_scales(args.scales + token * num_scales),
-        from_weights(args.topk_weights + token * num_weights) {
+  // [warp] Start to load.
+  __device__ TailCopy(const Tails& tails, const Share& share)
+      : tails(tails),
+        token(share.token),
+        num_scales(share.part == 0 ? tails.num_scales : 0),
+        num_weights(share.part == 0 ? tails.num_weights : 0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales + lane + 32 * i);
-    if (lane < num_weights) weight = __ldg(from_weights + lane);
+      if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales() + lane + 32 * i);
+    if (lane < num_weights) weight = __ldg(tails.from_weights + static_cast<size_t>(token) * num_weights + lane);
   }
 
   // [warp] Store the loaded values. Copy further scales, if there are any.
-  __device__ void store(float* tail, int weights_at) const {
+  __device__ void store() const {
     const int lane = threadIdx.x % 32;
+    float* const tail = tails.of(token);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
       if (lane + 32 * i < num_scales) tail[lane + 32 * i] = scales[i];
 #pragma unroll 1
-    for (int i = lane + 32 * kTogether; i < num_scales; i += 32) tail[i] = __ldg(from_scales + i);
-    if (lane < num_weights) tail[weights_at + lane] = weight;
+    for (int i = lane + 32 * kTogether; i < num_scales; i += 32) tail[i] = __ldg(from_scales() + i);
+    if (lane < num_weights) tail[tails.weights_at + lane] = weight;
   }
+
+ private:
+  __device__ const float* from_scales() const { return tails.from_scales + static_cast<size_t>(token) * num_scales; }
 };
 static_assert(kMaxTopk <= 32, "a lane per weight");
 
-// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(i, token, tail)` writes the i-th
-// one, and the scales that it computes.
+// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, tail)` writes one of them,
+// and the scales that it computes.
 template <class StagePart>
-__device__ void stage_parts(const Op& op, const DispatchParams& params, const Share& share, StagedChunks& chunks,
+__device__ void stage_parts(const Op& op, const DispatchParams& params, Share share, StagedChunks& chunks,
                             const StagePart& stage_part) {
-  char* const tails = op.context.inbox_of(op.rank(), &Inbox::tails);
+  const Tails tails(op, params);
+  const int log_token_chunk = op.context.config.log_token_chunk;
 #pragma unroll 1
-  for (int i = 0; i < share.num; ++i) {
-    const size_t token = share.token(i);
-    chunks.finish_before(static_cast<int>(token) >> op.context.config.log_token_chunk);
-    auto* const tail = reinterpret_cast<float*>(tails + token * params.tail_bytes);
-    const TailCopy copy(op, params.args, token, share.part(i) == 0);
-    stage_part(i, token, tail);
-    copy.store(tail, params.weights_at);
+  for (; share.has_part(); share = share.next()) {
+    chunks.finish_before(share.token >> log_token_chunk);
+    const TailCopy copy(tails, share);
+    stage_part(share, tails.of(share.token));
+    copy.store();
   }
   chunks.finish_before(chunks.num_chunks);
 }
@@ -105,31 +139,35 @@ __device__ void stage_parts(const Op& op, const DispatchParams& params, const Sh
 // [warp] Stage rows as they are. This function and the next one are not inlined: together they need too many registers.
 __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
                                                  StagedChunks chunks) {
-  const DispatchArgs& args = params.args;
-  char* const staging = op.context.inbox_of(op.rank(), &Inbox::staging);
-  stage_parts(op, params, share, chunks, [&](int, size_t token, float*) {
-    if (!params.stages_rows) return;
-    auto* to = reinterpret_cast<uint4*>(staging + token * params.row_stride);
-    copy_words<uint4, 14>(to, reinterpret_cast<const uint4*>(args.rows + token * args.row_bytes), args.row_bytes);
+  const char* const from = params.args.rows;
+  char* const to = op.context.inbox_of(op.rank(), &Inbox::staging);
+  const uint32_t row_bytes = params.args.row_bytes, stride = params.row_stride;
+  const bool stages_rows = params.stages_rows;
+  stage_parts(op, params, share, chunks, [&](const Share& at, float*) {
+    const size_t token = at.token;
+    if (stages_rows)
+      copy_words<uint4, 14>(reinterpret_cast<uint4*>(to + token * stride),
+                            reinterpret_cast<const uint4*>(from + token * row_bytes), row_bytes);
   });
 }
 
 // [warp] Stage bfloat16 rows as float8, and their scales in the tails. The next part is loaded meanwhile.
 __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
                                                     StagedChunks chunks) {
-  const Context& context = op.context;
-  char* const staging = context.inbox_of(op.rank(), &Inbox::staging);
-  const int num_scale_blocks = context.config.hidden / kScaleBlock;
-  RowPart part, next;
-  const auto load = [&](int i) {
-    const char* const row = params.args.rows + static_cast<size_t>(share.token(i)) * context.row_bytes;
-    if (i < share.num) next.load(reinterpret_cast<const uint4*>(row), share.part(i), num_scale_blocks);
+  const char* const from = params.args.rows;
+  char* const to = op.context.inbox_of(op.rank(), &Inbox::staging);
+  const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
+  const int num_scale_blocks = op.context.config.hidden / kScaleBlock;
+  RowPart next;
+  const auto load = [&](const Share& at) {
+    const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);
+    if (at.has_part()) next.load(row, at.part, num_scale_blocks);
   };
-  load(0);
-  stage_parts(op, params, share, chunks, [&](int i, size_t token, float* tail) {
-    part = next;
-    load(i + 1);
-    part.quantize(staging + token * params.row_stride, tail, share.part(i), num_scale_blocks);
+  load(share);
+  stage_parts(op, params, share, chunks, [&](const Share& at, float* tail) {
+    const RowPart part = next;
+    load(at.next());
+    part.quantize(to + static_cast<size_t>(at.token) * stride, tail, at.part, num_scale_blocks);
   });
 }
 
