@@ -43,10 +43,10 @@ __device__ inline int lanes_for(int num_columns) {
   return lanes;
 }
 
-// [team] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers do
-// not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. There are two of
-// each choice, by the parity of the epoch, so this needs no wait. Called by the planners of block 0. `aborted`: this
-// rank has aborted, and sends nothing; a slow peer may still read choices of an earlier operation.
+// [block] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers
+// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. There are two of
+// each choice, by the parity of the epoch, so this needs no wait. Called in block 0. `aborted`: this rank has aborted,
+// and sends nothing; a slow peer may still read choices of an earlier operation.
 //
 // A lane takes one entry of topk_idx. Four lanes make a pair of the epoch and their choices.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
@@ -58,11 +58,11 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     const bool exists = token < params.args.num_tokens && k < num_topk;
     return exists ? __ldg(params.args.topk_idx + static_cast<int64_t>(token) * num_topk + k) : -1;
   };
-  const int step = Planners::kWarps * together;
-  int token = Planners::warp() * together + lane / width;
+  const int warp = threadIdx.x / 32, step = kBlockWarps * together;
+  int token = warp * together + lane / width;
   int64_t next = load(token);
 #pragma unroll 1
-  for (int first = Planners::warp() * together; first < config.max_tokens; first += step, token += step) {
+  for (int first = warp * together; first < config.max_tokens; first += step, token += step) {
     // Check the entry; the next one is on its way meanwhile.
     const int64_t given = next;
     next = load(token + step);
@@ -138,7 +138,9 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
   const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
 #pragma unroll 1
   for (int word = Planners::warp(); word < plan.words; word += Planners::kWarps) {
-    const int source = word / plan.source_words, word_of_source = word - source * plan.source_words;
+    int source = 0, word_of_source = word;
+#pragma unroll 1
+    for (; word_of_source >= plan.source_words; ++source) word_of_source -= plan.source_words;
     const int token = 32 * word_of_source + lane;
     uint32_t ranks = 0;  // a bit per rank with an expert of the token
     if (token < config.max_tokens)
@@ -190,6 +192,7 @@ __device__ inline void sum_choices(const Op& op, const DispatchParams& params, c
   for (int rank = Planners::warp(); params.args.layout != Layout::kDecode && rank < op.num_ranks();
        rank += Planners::kWarps) {
     int64_t rows = 0;
+#pragma unroll 1
     for (int e = lane; e < num_local; e += 32) rows += padded_rows(plan.expert_tokens[rank * num_local + e], alignment);
     rows = __shfl_sync(~0u, inclusive_sum(rows), 31);
     if (lane != 0) continue;
@@ -224,10 +227,12 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
 __device__ inline void write_direct_head(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32;
   int addends = 0;
+#pragma unroll 1
   for (int i = lane; i < op.num_ranks() * plan.source_words; i += 32) addends += __popc(plan.sent[i]);
   addends = __reduce_add_sync(~0u, addends);
   PlanHead& head = *plan.head;
   const int items = lane < op.num_ranks() ? plan.items_of(lane) : 0, up_to = inclusive_sum(items);
+  const int most_items = __reduce_max_sync(~0u, items);
   if (lane < op.num_ranks()) head.item_begin[lane] = up_to - items;
   const int num_items = __shfl_sync(~0u, up_to, 31);
   if (lane == 0) {
@@ -235,6 +240,7 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
     head.item_begin[op.num_ranks()] = num_items;
     if (params.args.layout == Layout::kRank) head.num_rows = num_items;
     head.num_addends = addends;
+    head.most_items = most_items;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
     head.usable = true;
@@ -245,7 +251,7 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
 // written.
 __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
   for (int source = threadIdx.x; source <= num_ranks; source += 32) head.item_begin[source] = 0;
-  if (threadIdx.x == 0) head.num_items = head.num_rows = head.num_addends = head.usable = 0;
+  if (threadIdx.x == 0) head.num_items = head.most_items = head.num_rows = head.num_addends = head.usable = 0;
 }
 
 // [warp] Wait for the Calls of all ranks and compare them, for the planners and for the whole team. Called in the first
@@ -267,8 +273,10 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
   const auto* from = reinterpret_cast<const int32_t*>(plan.head);
+#pragma unroll 1
   for (int i = lane; i < static_cast<int>(sizeof(PlanHead) / sizeof(int32_t)); i += 32)
     reinterpret_cast<int32_t*>(params.plan.head)[i] = from[i];
+#pragma unroll 1
   for (int e = lane; e < num_local; e += 32) {
     const int tokens = usable ? plan.expert_rows[e] : 0;
     const int padded = usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0;
@@ -296,7 +304,7 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
 }
 
 // [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block; those of block 0 have sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as
+// block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as
 // make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = params.direct_plan.in(shared);
@@ -405,12 +413,15 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
 // helpers of each block, with a usable plan.
 __device__ inline void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Context& context = op.context;
+#pragma unroll 1
   for (int token = op.block + op.num_blocks * Helpers::thread(); token < params.args.num_tokens;
        token += op.num_blocks * Helpers::kThreads) {
     int32_t* const table = params.plan.tables + static_cast<size_t>(token) * context.table_ints;
+#pragma unroll 1
     for (int rank = 0; rank < op.num_ranks(); ++rank) {
       const uint32_t* const sent = plan.sent + rank * plan.source_words;
       int number = __popc(sent[token / 32] & ((1u << token % 32) - 1));
+#pragma unroll 1
       for (int word = 0; word < token / 32; ++word) number += __popc(sent[word]);
       table[rank] = sent[token / 32] >> token % 32 & 1 ? number : -1;
     }

@@ -75,6 +75,7 @@ struct DirectPlan {
   // [thread] Return the number of tokens of `source` received here. The choices are counted.
   __device__ int items_of(int source) const {
     int num = 0;
+#pragma unroll 1
     for (int word = 0; word < source_words; ++word) num += __popc(received[source * source_words + word]);
     return num;
   }
@@ -84,6 +85,7 @@ struct DirectPlan {
   __device__ int token_of(int source, int number) const {
     const uint32_t* const words_of_source = received + source * source_words;
     int word = 0, left = number;
+#pragma unroll 1
     for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
     // Halve the tokens of the word that come into question.
     const uint32_t bits = words_of_source[word];

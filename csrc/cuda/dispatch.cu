@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Send the choices for a direct plan. Look whether staging is free: mostly it is, and nobody has to wait. Loads are
   // under way together. Do the work of this warp. All threads begin, or none.
   const bool aborted = has_aborted(context);
-  if (params.direct && params.stages && op.block == 0 && Planners::has_thread()) send_choices(op, params, aborted);
+  if (params.direct && params.stages && op.block == 0) send_choices(op, params, aborted);
   const bool is_free = __syncthreads_and(!params.stages ||
                                          is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;

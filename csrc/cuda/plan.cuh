@@ -246,23 +246,26 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
   PlanHead& head = *params.plan.head;
   // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
   // this rank and of its rail peers.
-  int end = 0, addends = 0;  // of the sources so far; of the lane
+  int end = 0, addends = 0, most_items = 0;  // of the sources so far; of the lane
 #pragma unroll 1
   for (int first = 0; first < op.num_ranks(); first += 32) {
     const int source = first + lane, rail_peer = source / locals * locals + op.context.local;
     const bool has_counts = usable && source < op.num_ranks();
     const int received = has_counts ? __ldcg(&own_counts(op, source).num_items(op.rank())) : 0;
     addends += has_counts ? __ldcg(&own_counts(op, rail_peer).num_items(op.first_local_rank() + source % locals)) : 0;
+    if (op.context.node_of(min(source, op.num_ranks() - 1)) == op.context.node) most_items = max(most_items, received);
     const int up_to = end + inclusive_sum(received);
     if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
     end = __shfl_sync(~0u, up_to, 31);
   }
   addends = __reduce_add_sync(~0u, addends);
+  most_items = __reduce_max_sync(~0u, most_items);
   // Write the head.
   if (lane == 0) {
     head.item_begin[op.num_ranks()] = end;
     head.num_items = end;
     head.num_addends = addends;
+    head.most_items = most_items;
     head.made = static_cast<int32_t>(op.epoch);
     head.layout = static_cast<int32_t>(params.args.layout);
     head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;

@@ -15,6 +15,7 @@ struct PlanHead {
   int32_t num_rows;                   // rows of the output used by the plan, with padding. Decode layout: with tokens
   int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
   int32_t num_items;                  // received items: pairs of source rank and source token
+  int32_t most_items;                 // most items of a source on this node
   int32_t num_addends;                // partial sums for this rank's inboxes
   int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
 

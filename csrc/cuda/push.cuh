@@ -9,10 +9,7 @@ namespace ep::cuda::EP_KERNELS {
 // from this node. This rank raises the flags of all chunks before the end, also of empty ones: Call::num_chunks
 // promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
-  int most = 0;
-  for (int rank = op.first_local_rank(), end = rank + op.ranks_per_node(); rank < end; ++rank)
-    most = max(most, head.item_begin[rank + 1] - head.item_begin[rank]);
-  return op.context.max_far_chunks + num_item_chunks(most);
+  return op.context.max_far_chunks + num_item_chunks(head.most_items);
 }
 
 // The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them.
@@ -115,8 +112,10 @@ struct FarItems {
         lane(threadIdx.x % 32),
         num_sources(context.num_ranks - context.config.ranks_per_node) {
 #pragma unroll
+    for (int i = 0; i < kRankWords; ++i) end[i] = later[i] = 0;
+    if (num_sources == 0) return;
+#pragma unroll
     for (int i = 0; i < kRankWords; ++i) {
-      end[i] = 0;
       later[i] = first_of(i, 1);
       num_left += items_of(i);
     }

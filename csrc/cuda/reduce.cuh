@@ -74,7 +74,7 @@ struct Reducer {
         pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
         sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
         order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
-        next_begin(begin_of(order)),
+        next_begin(context.config.num_nodes > 1 ? begin_of(order) : 0),
         reached(order) {
     // These flags are about the rail peers, and the relay of this rank raises them.
     sums_here.rank = context.rail_peer(lane + (lane >= context.node));
