@@ -331,7 +331,7 @@ def line_of_copies(rank: int) -> None:
     assert said_of(side_by_side) == ""
     if not on_gpu():  # it has no kernels for rows of 18 entries
         assert said_of(side_by_side | dict(bucket_size=1), moe_ffn_hidden_size=18) == head + parted
-    assert said_of(side_by_side, moe_ffn_hidden_size=18) == ""
+        assert said_of(side_by_side, moe_ffn_hidden_size=18) == ""
     assert said_of({}, num_moe_experts=2) == "", "one expert of a rank lies where it lies"
     with switched_on() as printed:
         make_grouped_layer(make_config(**GROUPED))(tokens_of(rank))

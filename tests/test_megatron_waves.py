@@ -507,7 +507,8 @@ def settings_that_forbid(rank: int) -> None:
         assert reason(**pipeline | dict(pipeline_model_parallel_size=1)) is None
         assert reason(cuda_graph_impl="transformer_engine") == captured, "without a scope they contain the whole layer"
         assert reason("8", cuda_graph_impl="transformer_engine") is None
-        assert reason(cuda_graph_impl="transformer_engine", cuda_graph_scope=["moe_router"]) is None
+        scope = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
+        assert reason(cuda_graph_impl="transformer_engine", **{scope: ["moe_router"]}) is None
 
 
 def test_settings_that_forbid_it():
@@ -587,7 +588,8 @@ def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | No
 
             patch.setattr(experts, "DTYPES_ON_GPU", (torch.bfloat16,))
             patch.setattr(place, name, lambda *given, **options: calls.append(1) or call(*given, **options))
-            if "moe_shared_expert_intermediate_size" in settings:
+            by_autograd = "moe_shared_expert_intermediate_size" in settings
+            if by_autograd:
                 config = make_config(**large, **settings)
                 layer = make_layer(config)  # weights that lie anywhere, and gradients by autograd
             else:
@@ -607,10 +609,10 @@ def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | No
             layer.token_dispatcher.buffer.check()
             found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
             results.append(found)
-    if per_node is not None:  # two parts sum the gradients of weights in another order
+    if per_node is not None:  # two parts sum the gradients of weights in another order; autograd's are bfloat16
         for key in [key for key in results[0] if "experts" in key]:
             one, two = (found.pop(key) for found in results)
-            assert difference(two, one) < 1e-4, key
+            assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
     assert_same_bits(*results)
     recomputed = per_node is not None and "moe" in settings.get("recompute_modules", ())
     times = 6 if recomputed else 3  # rows of 512 bytes in one part overlap with gradients alone
