@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
-  // These loads are under way together: the abort flag, the head of the plan, the flags of free slots.
+  // These loads are under way together: the abort flag, the head of the plan, the flags of free slots, factors.
   const bool aborted = has_aborted(context);
   const Part pushers{op.block, num_push_blocks(op, params)};
   const bool sees_free =
       !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
-  if (__syncthreads_or(aborted)) return;  // all threads of the block, or none
   FactorCopy factors(op, params, op.block == 0 && params.shares_factors());
+  if (__syncthreads_or(aborted)) return;  // all threads of the block, or none
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;

@@ -136,6 +136,7 @@ struct Reducer {
     // Lane l finds the last needed chunk of local rank l. All tokens of a batch for others are in one chunk.
     const int far_chunk = is_own ? 0 : tokens.order / milestones().others;
     int chunk_of_lane = -1;
+#pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) {
       const int number = has_token ? item_numbers[local] : -1;
       const int chunk = is_own ? context.max_far_chunks + number / kItemChunk : far_chunk;
@@ -192,6 +193,7 @@ struct Reducer {
           *addends++ = context.rail_for(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
       };
       add_nodes(nodes & ((1u << context.node) - 1));
+#pragma unroll 1
       for (int local = 0; local < op.ranks_per_node(); ++local) {
         if (!has_addend(local)) continue;
         const size_t slot = is_own ? static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local]
