@@ -4,8 +4,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// One item in memory: int32 [item_ints]. Written by list_items of the source, or for
-// direct plans by write_item of the receiver; read by the receiver.
+// One item in memory: int32 [item_ints]. Written by list_items of the source, or for direct plans by write_items of the
+// receiver; read by the receiver.
 struct Item {
   int32_t* data;
   int max_copies;
