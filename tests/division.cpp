@@ -1,5 +1,6 @@
-// Checks the division of quantize.cuh with all numbers: a / b of every bfloat16 a by every float32 b. Neither exponents
-// nor signs matter, so a and b have those of 1. Prints the number of quotients that are not rounded as in IEEE 754.
+// Checks the division of quantize.cuh with all numbers: a / b of every bfloat16 a by every float32 b. Signs do not
+// matter, nor do exponents while nothing underflows. So a is in [128, 256), and b in [1, 2). Prints the number of
+// quotients that are not rounded as in IEEE 754.
 #include <cmath>
 #include <cstdio>
 

@@ -163,9 +163,9 @@ def test_more_items_than_a_chunk(pools, engine, tokens, options):
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("payload", ["rows", "quantize"])
-def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, ranks_per_node):
-    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=512)
+@pytest.mark.parametrize("payload, hidden", [("rows", 512), ("quantize", 512), ("quantize", 1152), ("quantize", 7168)])
+def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, hidden, ranks_per_node):
+    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=hidden)
     case = Case(2, ranks_per_node, torch.bfloat16, **shape)
     inputs = make_inputs(case)
     again = [random_rows(case, idx.shape[0], 500 + rank) for rank, idx in enumerate(inputs.topk_idx)]
@@ -183,20 +183,21 @@ def packed_scales(rank: int, engine: str, case: Case, inputs: Inputs):
         return out.tokens_per_expert, out.x, plain.stride(), out.x[1].stride()
 
 
-def test_packed_scales(pools, engine):
+@pytest.mark.parametrize("hidden", [1024, 7168])
+def test_packed_scales(pools, engine, hidden):
     """Powers of two, four exponents in an int32; the rows of an expert lie beside each other in memory."""
-    case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=1024, layout="decode", weighted=False)
+    case = Case(2, 2, torch.bfloat16, payload="quantize", hidden=hidden, layout="decode", weighted=False)
     inputs = make_inputs(case)
-    rows_per_group = 2 * most_tokens(inputs)
+    rows_per_group, words = 2 * most_tokens(inputs), hidden // 512
     pairs = [float8.quantize(x, powers_of_two=True) for x in inputs.x]
     options = dict(num_experts=case.num_experts, layout="decode", max_tokens_per_rank=most_tokens(inputs))
     received = reference.dispatch(pairs, inputs.topk_idx, None, **options)
     for rank, (counts, (rows, packed), plain_stride, stride) in enumerate(
         pools(2).run(packed_scales, engine, case, inputs)
     ):
-        assert plain_stride == (8 * rows_per_group, 1, rows_per_group)
-        assert stride == (2 * rows_per_group, 1, rows_per_group)
-        assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, 2)
+        assert plain_stride == (4 * words * rows_per_group, 1, rows_per_group)
+        assert stride == (words * rows_per_group, 1, rows_per_group)
+        assert packed.dtype == torch.int32 and packed.shape == (2, rows_per_group, words)
         for e, count in enumerate(counts.tolist()):
             begin = e * rows_per_group
             own = slice(begin, begin + count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import on
+from conftest import exhaustive, on
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -346,6 +346,25 @@ def test_order_of_the_sums(pools, engine, num_ranks, ranks_per_node, dtype):
     """Tokens with many addends on every rank of every node: another order, or rounding elsewhere, shows."""
     shape = dict(num_topk=12, experts_per_rank=4, layout=("expert", "rank")[num_ranks % 3 == 0])
     check_case(pools, engine, Case(num_ranks, ranks_per_node, dtype, **shape))
+
+
+@pytest.mark.parametrize(
+    "tokens, hidden", [("uneven", 128), ("uneven", 1152), ("uneven", 7168), ("some", 1152), exhaustive("some", 7168)]
+)
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, tokens, hidden):
+    """Kernels quantise 8 scale blocks at a time. Here a row has less, some more, and seven times as many."""
+    shape = dict(tokens=tokens, hidden=hidden, payload="quantize", num_topk=9, experts_per_rank=8)
+    check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, **shape))
+
+
+@pytest.mark.parametrize("num_topk", [1, 9, 17, 32])
+@pytest.mark.parametrize("tokens", ["uneven", "some"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_few_and_many_choices_of_a_token(pools, engine, layout, tokens, num_topk):
+    """Lanes share a token's choices: 8, 16 or 32 of them. With one item a warp, and with many."""
+    shape = dict(tokens=tokens, layout=layout, num_topk=num_topk, experts_per_rank=19)
+    check_case(pools, engine, Case(2, 2, torch.bfloat16, **shape))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

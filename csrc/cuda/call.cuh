@@ -26,8 +26,8 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 
 // [team] Write this rank's Call to every rank of the node, and raise `called` there; one thread per rank does both.
 // Called in one block: by the movers of a dispatch, by warp 0 of a combine. Wait for nothing. `called` also covers
-// counts and choices written before the last barrier of the team. The senders wait for `called` of this rank, then send
-// Call and counts to other nodes.
+// counts written before the last barrier of the team, and choices before the first barrier of the block. The senders
+// wait for `called` of this rank, then send Call and counts to other nodes.
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
 // e - 1, and completed e - 2. The same holds for counts and choices.

@@ -4,9 +4,8 @@
 // them. No list of items travels, and no block waits for another block's part: this takes about half the time of
 // make_plan.
 //
-// All code here runs once per operation, and somebody waits for it. An instruction takes some 3 ns, and to bring 1 KB
-// of code to the multiprocessor takes much longer. So the lanes of a warp share the work even where it is little, and
-// loops are not unrolled.
+// All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
+// the lanes of a warp share the work even where it is little, and most loops are not unrolled.
 #pragma once
 #include "cuda/plan.cuh"
 
@@ -45,8 +44,8 @@ __device__ inline int lanes_for(int num_columns) {
 
 // [block] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers
 // do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. There are two of
-// each choice, by the parity of the epoch, so this needs no wait. Called in block 0. `aborted`: this rank has aborted,
-// and sends nothing; a slow peer may still read choices of an earlier operation.
+// each choice, by the parity of the epoch, so this needs no wait. Called in block 0. `aborted`: this rank has aborted.
+// Then it sends nothing: its epoch has not advanced, and a slow peer may still read choices of the same epoch.
 //
 // A lane takes one entry of topk_idx. Four lanes make a pair of the epoch and their choices.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
@@ -69,7 +68,10 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     const bool valid = given >= 0 && given < config.num_experts;
     const uint32_t same = __match_any_sync(~0u, valid ? lane / width << 16 | static_cast<int>(given) : ~lane);
     const bool repeated = (same & ((1u << lane) - 1)) != 0;
-    if (repeated || (!valid && given != -1)) keep_bad_entry(op.context, token, k, repeated, given);
+    // Keep a mistake; invalid entries go before repeated ones.
+    const uint32_t invalid = __ballot_sync(~0u, !valid && given != -1), wrong = invalid | __ballot_sync(~0u, repeated);
+    if (wrong != 0 && !aborted && lane == __ffs(invalid != 0 ? invalid : wrong) - 1)
+      keep_bad_entry(op.context, token, k, repeated, given);
     // Collect the choices in every fourth lane, and send them.
     const uint32_t one = valid && !repeated ? static_cast<uint32_t>(given) : 0xffff;
     const uint32_t two = one | __shfl_down_sync(~0u, one, 1) << 16;
@@ -304,8 +306,7 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
 }
 
 // [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as
-// make_plan.
+// block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = params.direct_plan.in(shared);
   const bool sends = params.stages && op.block == 0;
@@ -317,7 +318,7 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   // Announce. After an abort of this rank the helpers wait for the movers too.
   Verdict verdict = Verdict::kAgree;
   if (sends && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
-  Movers::sync();  // `called` covers the choices of all movers
+  Movers::sync();  // the counters are clear
   if (verdict == Verdict::kAgree && sends) {
     stamp(op, Step::kFree);
     announce<Movers>(op, call_of(params));

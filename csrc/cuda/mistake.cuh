@@ -12,7 +12,7 @@ __device__ inline bool claim_mistake(const Context& context, Mistake mistake) {
 }
 
 // [thread] Keep an invalid entry of topk_idx, or a repeated expert of its token. Called by any thread of the first
-// scan.
+// scan, or of send_choices.
 __device__ __noinline__ inline void keep_bad_entry(const Context& context, int token, int k, bool repeated,
                                                    int64_t entry) {
   if (!claim_mistake(context, Mistake::kBadEntry)) return;
@@ -24,8 +24,8 @@ __device__ __noinline__ inline void keep_bad_entry(const Context& context, int t
 }
 
 // [thread] Return the kept mistake, Mistake::kNone if there is none. Called in `complete` and in report_rows.
-// Both come after the finder: in `complete` by last_block, in report_rows by `called` of this rank or by a barrier of
-// the movers.
+// Both come after the finder: in `complete` by last_block, in report_rows by `called` of this rank or by the first
+// barrier of the block.
 __device__ inline int32_t kept_mistake(const Context& context) {
   return static_cast<int32_t>(__ldcg(&context.state->mistake));
 }

@@ -20,7 +20,7 @@ struct PullMemory {
   Records records;      // items of this mover
   uint64_t* full;       // [kMaxPlaces] a round ends when the place's piece has landed
   Origin* origins;      // [2, Records::kBatch] of the items in `records`
-  SourceOrder sources;  // order of pulls
+  SourceOrder sources;  // order of pulls; unwritten with a direct plan
 
   // [host] [thread] Lay out the memory of all movers, or measure it. Return that of one mover.
   EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
@@ -50,7 +50,8 @@ struct Puller {
   const Pieces& pieces;
   char* const shared;  // of the block
   const bool expert_layout;
-  const int lane, first, step;  // this mover takes items first, first + step, ... of the order (position_of)
+  const int lane, first,
+      step;  // this mover takes items first, first + step, ... of the order (position_of, write_batch)
   PullMemory memory;
   const int num_items, num;  // items in all, and of this mover
   PieceCursor load, store;   // next piece to load, and next piece to store

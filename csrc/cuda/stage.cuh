@@ -21,7 +21,7 @@ struct StagedChunks {
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(op.context.config.num_token_chunks(num_tokens)) {}
 
-  // [warp] Finish all chunks before `end`: this warp has staged its tokens of them. Chunks without a token of this warp
+  // [warp] Finish all chunks before `end`: this warp has staged its parts of them. Chunks without a part of this warp
   // count too.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
@@ -81,7 +81,7 @@ struct Tails {
 };
 
 // One token's scales and weights on their way to its tail, in registers. Loaded before a part of its row and stored
-// after it, so that all loads are under way together. They go with the first part.
+// after it, so that all loads are under way together. Scales and weights go with the first part.
 struct TailCopy {
   static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
