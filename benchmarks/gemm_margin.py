@@ -29,6 +29,7 @@ from compare_builds import on_device
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
+from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -120,7 +121,7 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
         idx, weights = (t.cuda() for t in make_routing("uniform", TOKENS, EXPERTS, TOPK, seed=dist.get_rank()))
         x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        most = agreed(buffer.dispatch(x, idx, weights).x.shape[0])
+        most = most_rows(buffer.dispatch(x, idx, weights))
         yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
         torch.cuda.synchronize()
         buffer.check()
@@ -128,9 +129,7 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
 
 def agreed(number: int) -> int:
     """The largest of all ranks. Collective."""
-    most = torch.tensor(number)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
+    return int(largest_over_ranks([number])[0])
 
 
 def repeat(call: Callable[[], object], times: int) -> None:

@@ -45,6 +45,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs, parts, waves
+from ep_dispatcher.benchmark.ranks import most_rows
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -227,14 +228,6 @@ def sides_of(
 def parts_of(path: str) -> int:
     """In how many parts of the tokens a path runs."""
     return 2 if path.startswith("parts") else 1
-
-
-def most_rows(out: ep.DispatchOutput) -> int:
-    """Return the most rows that a rank has received. Collective."""
-    assert isinstance(out.x, Tensor)
-    most = torch.tensor(out.x.shape[0])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
 
 
 def with_sms(path: str, run: Callable[[], None]) -> None:
