@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compare_builds import on_device
+from compare_builds import in_turn, on_device
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
@@ -166,15 +165,6 @@ def with_margin(call: Callable[[], object], sms: int) -> Callable[[], None]:
                 margin.restore()
 
     return run
-
-
-def in_turn(replays: dict[tuple[float, str], Callable[[], float]], rounds: int) -> dict[tuple[float, str], float]:
-    times: dict[tuple[float, str], list[float]] = {key: [] for key in replays}
-    for _ in range(rounds):
-        for key, replay in replays.items():
-            dist.barrier()
-            times[key].append(replay())
-    return {key: statistics.median(of_side) for key, of_side in times.items()}
 
 
 if __name__ == "__main__":

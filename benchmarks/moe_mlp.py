@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +39,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from all_to_all_layer import AllToAllLayer
-from compare_builds import IN_A_ROW, on_device
+from compare_builds import IN_A_ROW, in_turn, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -157,17 +156,13 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
             replays[key] = eagerly(side) if eager else on_device(side, pool=pool)
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
-        for _ in range(rounds):
-            for key, replay in replays.items():
-                dist.barrier()
-                times[key].append(replay())
+        medians = in_turn(replays, rounds)
         buffer.check()
         replays.clear()
         sides.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the graphs: the next case needs the memory
-        return Measured({key: statistics.median(of_side) for key, of_side in times.items()}, ran)
+        return Measured(medians, ran)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
