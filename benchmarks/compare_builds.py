@@ -22,9 +22,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+Key = TypeVar("Key")  # what names a side
 
 TOPK, IN_A_ROW, ITERATIONS = 8, 10, 24
 DECODE_TOKENS = 512  # most tokens of a case with decode layout: its outputs have a place for each row that may come
@@ -218,6 +221,17 @@ def on_device(
         return begin.elapsed_time(end) * 1e3 / times
 
     return measure
+
+
+def in_turn(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
+    """Return the median of what each returns, over rounds in which all take turns. Ranks begin each together."""
+    times: dict[Key, list[float]] = {key: [] for key in replays}
+    for _ in range(rounds):
+        for key, replay in replays.items():
+            if dist.is_initialized():
+                dist.barrier()
+            times[key].append(replay())
+    return {key: statistics.median(of_one) for key, of_one in times.items()}
 
 
 if __name__ == "__main__":

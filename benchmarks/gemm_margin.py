@@ -18,17 +18,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compare_builds import on_device
+from compare_builds import in_turn, on_device
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
+from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -120,7 +120,7 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
     with ep.Buffer(engine="cuda", timeout_s=20, num_sms=sms, **sizes) as buffer:
         idx, weights = (t.cuda() for t in make_routing("uniform", TOKENS, EXPERTS, TOPK, seed=dist.get_rank()))
         x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        most = agreed(buffer.dispatch(x, idx, weights).x.shape[0])
+        most = most_rows(buffer.dispatch(x, idx, weights))
         yield lambda: buffer.dispatch(x, idx, weights, max_recv_rows=most)
         torch.cuda.synchronize()
         buffer.check()
@@ -128,9 +128,7 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
 
 def agreed(number: int) -> int:
     """The largest of all ranks. Collective."""
-    most = torch.tensor(number)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
+    return int(largest_over_ranks([number])[0])
 
 
 def repeat(call: Callable[[], object], times: int) -> None:
@@ -167,15 +165,6 @@ def with_margin(call: Callable[[], object], sms: int) -> Callable[[], None]:
                 margin.restore()
 
     return run
-
-
-def in_turn(replays: dict[tuple[float, str], Callable[[], float]], rounds: int) -> dict[tuple[float, str], float]:
-    times: dict[tuple[float, str], list[float]] = {key: [] for key in replays}
-    for _ in range(rounds):
-        for key, replay in replays.items():
-            dist.barrier()
-            times[key].append(replay())
-    return {key: statistics.median(of_side) for key, of_side in times.items()}
 
 
 if __name__ == "__main__":

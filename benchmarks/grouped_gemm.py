@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from compare_builds import on_device
+from compare_builds import in_turn, on_device
 
 from ep_dispatcher import grouped_gemm, grouped_gemm_kernels
 
@@ -66,7 +65,7 @@ def main() -> None:
     for case in [cases[number] for number in args.cases or range(len(cases))]:
         print(case, flush=True)
         for name, sides in operations(case, tiles):
-            times = in_turn(sides, args.rounds)
+            times = time_sides(sides, args.rounds)
             print(f"  {name:14}" + line(case, times), flush=True)
             if ratio := part_of_grouped_mm(times):
                 least[name] = min(least.get(name, (ratio, case)), (ratio, case))
@@ -88,7 +87,7 @@ def line(case: Case, times: dict[str, float]) -> str:
 
 
 def part_of_grouped_mm(times: dict[str, float]) -> float | None:
-    """None where one of the two could not run: in_turn leaves it out."""
+    """None where one of the two could not run: time_sides leaves it out."""
     return times["grouped_mm"] / times["ours"] if times.keys() >= {"grouped_mm", "ours"} else None
 
 
@@ -173,18 +172,15 @@ def with_tiles(kind: str, tiles: list, call: Callable) -> dict[str, Callable]:
     return {"ours": call} | {"x".join(map(str, tile)): with_tile(tile) for tile in tiles}
 
 
-def in_turn(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
+def time_sides(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Return the median of each side. One that cannot run is left out."""
     replays = {}
     for name, call in sides.items():
         try:
             replays[name] = on_device(call)
         except Exception as error:  # a tile that does not fit
             print("   ", name, type(error).__name__, str(error).splitlines()[0][:90])
-    times: dict[str, list[float]] = {name: [] for name in replays}
-    for _ in range(rounds):
-        for name, replay in replays.items():
-            times[name].append(replay())
-    return {name: statistics.median(of_side) for name, of_side in times.items()}
+    return in_turn(replays, rounds)
 
 
 def host_times() -> dict[str, float]:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,11 +39,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from all_to_all_layer import AllToAllLayer
-from compare_builds import IN_A_ROW, on_device
+from compare_builds import IN_A_ROW, in_turn, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs, parts, waves
+from ep_dispatcher.benchmark.ranks import most_rows
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -156,17 +156,13 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
             replays[key] = eagerly(side) if eager else on_device(side, pool=pool)
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in replays}
-        for _ in range(rounds):
-            for key, replay in replays.items():
-                dist.barrier()
-                times[key].append(replay())
+        medians = in_turn(replays, rounds)
         buffer.check()
         replays.clear()
         sides.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the graphs: the next case needs the memory
-        return Measured({key: statistics.median(of_side) for key, of_side in times.items()}, ran)
+        return Measured(medians, ran)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,14 +223,6 @@ def sides_of(
 def parts_of(path: str) -> int:
     """In how many parts of the tokens a path runs."""
     return 2 if path.startswith("parts") else 1
-
-
-def most_rows(out: ep.DispatchOutput) -> int:
-    """Return the most rows that a rank has received. Collective."""
-    assert isinstance(out.x, Tensor)
-    most = torch.tensor(out.x.shape[0])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
 
 
 def with_sms(path: str, run: Callable[[], None]) -> None:

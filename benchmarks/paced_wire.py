@@ -33,7 +33,7 @@ import torch.distributed as dist
 import ep_dispatcher as ep
 from ep_dispatcher import memory
 from ep_dispatcher.benchmark.machine import describe_machine, to_json
-from ep_dispatcher.benchmark.ranks import largest_over_ranks
+from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -251,7 +251,7 @@ def measure(rank: int, per_node: int, wire: str, point: Point, sizes, graphs):
 def operations_of(buffer: ep.Buffer, x, idx, weights, layout: str) -> dict[str, Callable[[], object]]:
     """The operations by name. All make outputs of the same number of rows on all ranks, so no host waits."""
     received = buffer.dispatch(x, idx, weights, layout=layout)
-    rows = int(largest_over_ranks([len(received.x)])[0])
+    rows = most_rows(received)
     given = dict(layout=layout, max_recv_rows=rows)
     pair, handle = ep.quantize(x), buffer.dispatch(x, idx, weights, **given).handle
     y = x.new_zeros(rows, x.shape[1])

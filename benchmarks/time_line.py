@@ -34,6 +34,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
 from ep_dispatcher.benchmark.machine import describe_machine, to_json
+from ep_dispatcher.benchmark.ranks import most_rows
 from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.testing import RankPool, make_routing
 
@@ -257,7 +258,7 @@ def runs_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Tens
         return layer_of(buffer, operation, sizes, x, idx, weights)
     layout = dict(layout=sizes["layout"])
     if layout["layout"] != "decode":
-        layout |= dict(max_recv_rows=most_rows(buffer, x, idx, weights, **layout))
+        layout |= dict(max_recv_rows=most_rows(buffer.dispatch(x, idx, weights, **layout)))
     if operation == "combine":
         out = buffer.dispatch(x, idx, **layout)
         y = torch.zeros_like(out.x) + 1
@@ -268,12 +269,6 @@ def runs_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Tens
     return partial(buffer.dispatch, ep.quantize(x) if operation == "dispatch FP8" else x, idx, **layout, **quantize)
 
 
-def most_rows(buffer: ep.Buffer, x: Tensor, idx: Tensor, weights: Tensor, layout: str = "expert") -> int:
-    most = torch.tensor(buffer.dispatch(x, idx, weights, layout=layout).x.shape[0])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)
-
-
 def layer_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Tensor, weights: Tensor) -> Callable:
     """Return one layer of experts with overlap, forward or both ways."""
     local, width, hidden = buffer.num_local_experts, sizes["intermediate"], sizes["hidden"]
@@ -281,7 +276,7 @@ def layer_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Ten
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
         for shape in ((local, 2 * width, hidden), (local, hidden, width))
     )
-    rows = most_rows(buffer, x, idx, weights)
+    rows = most_rows(buffer.dispatch(x, idx, weights))
     forward = partial(ep.moe_mlp, buffer, overlap=True, num_parts=1, max_recv_rows=rows)
     if operation == "moe_mlp forward":
         return lambda: forward(x, idx, weights, w1, w2)

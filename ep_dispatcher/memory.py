@@ -47,6 +47,17 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def item_bytes(num_topk: int, num_local_experts: int) -> int:
+    """Bytes of an item: token, number of copies, a value and a byte for each copy (``csrc/cuda/config.h``)."""
+    copies = min(num_topk, num_local_experts)
+    return 4 * round_up(2 + copies + (copies + 3) // 4, 4)
+
+
+def counts_bytes(num_ranks: int, num_experts: int) -> int:
+    """Bytes of the counts of one rank: int32 for every rank and every expert."""
+    return 4 * round_up(num_ranks + num_experts, 4)
+
+
 @dataclass(frozen=True)
 class BufferBytes:
     """Bytes of one rank, by kind of array; an array has the padding after it, and ``"padding"`` the rest.
@@ -97,8 +108,7 @@ class Shape:
 
     @property
     def item_bytes(self) -> int:
-        copies = min(self.num_topk, self.num_experts // self.num_ranks)
-        return 4 * round_up(2 + copies + (copies + 3) // 4, 4)
+        return item_bytes(self.num_topk, self.num_experts // self.num_ranks)
 
     @property
     def table_bytes(self) -> int:
@@ -336,7 +346,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
         c.take(FLAGS, 8 * count)
     c.take("choices", 2 * 4 * s.choices if s.plans_directly else 0)  # 4 of them and their epoch take 16 bytes
     c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
-    c.take(FLAGS, 2 * s.num_ranks * 4 * round_up(s.num_ranks + s.num_experts, 4))  # counts
+    c.take(FLAGS, 2 * s.num_ranks * counts_bytes(s.num_ranks, s.num_experts))  # counts
     c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
     c.repeat(s.num_nodes, _carve_inbox, s)
     if others:

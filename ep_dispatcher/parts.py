@@ -67,16 +67,26 @@ def why_one(buffer: Buffer) -> str | None:
 
     Only what all ranks have alike decides.
     """
+    reason = why_no_kernels(buffer)
+    if reason is None and buffer._config.topology.num_nodes == 1:
+        reason = "its ranks are one node"
+    return reason or why_few_tokens(buffer, MIN_TOKENS)
+
+
+def why_no_kernels(buffer: Buffer) -> str | None:
+    """Say why kernels of grouped GEMMs do not take the rows of this buffer. None: they do."""
     config, engine = buffer._config, buffer._live_engine()
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
     if config.dtype not in grouped_gemm.KERNEL_DTYPES:
         return f"its rows are {config.dtype}"
-    if config.topology.num_nodes == 1:
-        return "its ranks are one node"
-    if config.max_tokens_per_rank < MIN_TOKENS:
-        return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
     return None
+
+
+def why_few_tokens(buffer: Buffer, fewest: int) -> str | None:
+    """Say that this buffer holds less than the fewest tokens. None: it holds as many."""
+    held = buffer._config.max_tokens_per_rank
+    return f"max_tokens_per_rank is {held}, less than {fewest}" if held < fewest else None
 
 
 def cut(t: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,13 +93,10 @@ def why_not(
     num_tokens: of this rank in the call; None: as many as the buffer holds. Other ranks may decide otherwise
     num_parts: as in ep.moe_mlp. Two parts overlap with any number of tokens
     """
-    config, engine = buffer._config, buffer._live_engine()
+    reason = parts.why_no_kernels(buffer)
     in_parts = parts.num_parts_of(buffer, num_parts) > 1
-    if engine.device != "cuda":
-        return f"its engine is {engine.device}"
-    if config.dtype not in grouped_gemm.KERNEL_DTYPES:
-        return f"its rows are {config.dtype}"
-    reason = None if in_parts else _why_no_waves(buffer, wants_gradients, num_tokens)
+    if reason is None and not in_parts:
+        reason = _why_no_waves(buffer, wants_gradients, num_tokens)
     if reason is not None:
         return reason
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
@@ -115,8 +112,9 @@ def _why_no_waves(buffer: Buffer, wants_gradients: bool, num_tokens: int | None)
     """Say why one part on a GPU does not overlap, by its sizes."""
     config, engine = buffer._config, buffer._live_engine()
     has_nodes = config.topology.num_nodes > 1
-    if config.max_tokens_per_rank < MIN_TOKENS:
-        return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
+    reason = parts.why_few_tokens(buffer, MIN_TOKENS)
+    if reason is not None:
+        return reason
     if has_nodes and not wants_gradients:
         return f"its ranks are {config.topology.num_nodes} nodes, and one part without gradients does not overlap there"
     if num_tokens is not None and num_tokens < MIN_TOKENS:

@@ -51,7 +51,7 @@ def test_a_line(script):
 def test_the_least_is_held_against_the_bar(script, monkeypatch, capsys):
     figures = iter([{"ours": 10.0, "grouped_mm": us} for us in (9.0, 8.4, 9.5, 8.6)] + [{"ours": 1.0}] * 2)
     monkeypatch.setattr(script, "operations", lambda case, tiles: [("a", {}), ("b", {})])
-    monkeypatch.setattr(script, "in_turn", lambda sides, rounds: next(figures))
+    monkeypatch.setattr(script, "time_sides", lambda sides, rounds: next(figures))
     monkeypatch.setattr(script, "host_times", dict)
     monkeypatch.setattr(sys, "argv", ["grouped_gemm.py", "--even", "--cases", "0", "1", "2"])
     script.main()

@@ -8,15 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import on
+from gpu_layer import (
+    ENOUGH,
+    LIMIT_S,
+    assert_graph,
+    go_back,
+    layer_inputs,
+    make_buffer,
+    raise_out_of_memory,
+    run_layer,
+    run_with_sums,
+)
 from test_parts import NAMES
-from test_waves import LIMIT_S, MAX_TOKENS, TOPK, layer_inputs, make_buffer, raise_out_of_memory, run_layer
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import parts
 from ep_dispatcher.testing import device_of
 
-ENOUGH = TOPK * MAX_TOKENS  # rows of a rank, for each rank of the group
 NODES = [(2, 1), (4, 2), (2, 2)]  # ranks, ranks per node
 
 
@@ -87,7 +96,7 @@ def many_steps(rank: int, ranks_per_node: int, counted: bool) -> None:
             leaves = [t.detach().clone().requires_grad_() for t in (x, *others)]
             y = ep.moe_mlp(buffer, leaves[0], idx.clone(), *leaves[1:], **options)
             fill_what_is_free()
-            y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+            go_back(y)
             found.append([y.detach(), *(leaf.grad for leaf in leaves)])
             fill_what_is_free()
         for step, values in enumerate(found):
@@ -132,35 +141,10 @@ def test_layers_in_two_streams(pools, engine, counted):
 
 def in_a_graph(rank: int, ranks_per_node: int, num_parts: int) -> None:
     device_of("cuda", rank)
+    runs = [dict(overlap=overlap) for overlap in (False, True)]
     with make_buffer(ranks_per_node=ranks_per_node) as buffer:
-        enough = ENOUGH * dist.get_world_size()
-        given = layer_inputs(rank, "uniform", 2049, seed=0)  # enough to overlap in one part too
-        leaves = [t.detach().clone().requires_grad_() for t in (given[0], *given[2:])]
-        idx, of_y = given[1].clone(), torch.randn_like(given[0])
-
-        def step(**options) -> list[torch.Tensor]:
-            y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], max_recv_rows=enough, num_parts=num_parts, **options)
-            return [y, *torch.autograd.grad(y, leaves, of_y)]
-
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            step()  # whose memory the second may use again
-            captured = step()
-        for seed in (1, 2, 3):
-            again = layer_inputs(rank, "hot" if seed == 2 else "uniform", 2049, seed)
-            with torch.no_grad():
-                for leaf, value in zip(leaves, (again[0], *again[2:])):
-                    leaf.copy_(value)
-                idx.copy_(again[1])
-            graph.replay()
-            buffer.check()
-            replayed = [t.detach().clone() for t in captured]
-            for overlap in (False, True):
-                assert all(torch.equal(a, b) for a, b in zip(replayed, step(overlap=overlap))), (seed, overlap)
+        # 2049 tokens: enough to overlap in one part too
+        assert_graph(rank, buffer, 2049, runs, num_steps=2, num_parts=num_parts)
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -199,7 +183,7 @@ def each_its_own_way(rank: int, ranks_per_node: int) -> None:
                 leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, *others))]
                 y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap, num_parts=2)
                 if wanted:
-                    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                    go_back(y)
                 results.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
                 assert len(results[-1]) == 1 + len(wanted)
             for other in results[1:]:
@@ -222,16 +206,10 @@ def main_grads(rank: int) -> None:
         w1, w2 = ([w.clone() for w in stack] for stack in stacks)
         for overlap in (False, True):
             for keep_activated in (True, False):
-                sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]
-                take: list = []
-                options = dict(keep_activated=keep_activated, take_grads=take.append, overlap=overlap)
-                leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-                enough = ENOUGH * dist.get_world_size()
-                y = parts.mlp_in_parts(buffer, leaves[0], idx, leaves[1], w1, w2, enough, **options)
-                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
-                (write,) = take
-                write(*sums, True)
-                results.append([y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]])
+                options = dict(keep_activated=keep_activated, overlap=overlap)
+                found, write = run_with_sums(parts.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
+                write()
+                results.append(found)
         buffer.check()
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
@@ -246,7 +224,7 @@ def later_writes(rank: int) -> None:
     """As with delay_wgrad_compute: gradients of weights are written when another layer has run."""
     device_of("cuda", rank)
     with make_buffer(ranks_per_node=1) as buffer:
-        enough, kinds = ENOUGH * dist.get_world_size(), ("uniform", "few", "hot")
+        kinds = ("uniform", "few", "hot")
         given = [layer_inputs(rank, kind, 2500 - 300 * rank, n) for n, kind in enumerate(kinds)]
         results = []
         for overlap, most_waiting in ((False, 0), (True, 0), (True, 2)):
@@ -254,18 +232,14 @@ def later_writes(rank: int) -> None:
             for step in range(8):
                 x, idx, weights, *stacks = given[step % 3]
                 w1, w2 = ([w.clone() for w in stack] for stack in stacks)
-                leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-                sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]
-                take: list = []
-                options = dict(overlap=overlap, take_grads=take.append, keep_activated=step % 2 == 0)
-                y = parts.mlp_in_parts(buffer, leaves[0], idx, leaves[1], w1, w2, enough, **options)
-                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
-                found.append([y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]])
-                waiting.append((take.pop(), sums))
+                options = dict(overlap=overlap, keep_activated=step % 2 == 0)
+                values, write = run_with_sums(parts.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
+                found.append(values)
+                waiting.append(write)
                 fill_what_is_free()
                 while len(waiting) > (most_waiting if step < 7 else 0):
-                    write, sums = waiting.pop(0)
-                    write(*sums, True)
+                    write = waiting.pop(0)
+                    write()
                     del write  # with the rows that it has read
                     fill_what_is_free()
             results.append(found)
@@ -303,7 +277,7 @@ def recomputed(rank: int) -> None:
                 for _ in range(2):
                     y = checkpoint(layer, y, *leaves[1:], use_reentrant=False) if recomputes else layer(y, *leaves[1:])
                     fill_what_is_free()
-                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                go_back(y)
                 fill_what_is_free()
                 results.append([y.detach(), *(leaf.grad for leaf in leaves)])
         buffer.check()

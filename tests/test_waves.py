@@ -10,6 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive, on
+from gpu_layer import (
+    ENOUGH,
+    LIMIT_S,
+    assert_graph,
+    go_back,
+    layer_inputs,
+    make_buffer,
+    raise_out_of_memory,
+    run_layer,
+    run_with_sums,
+)
 
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm, waves
@@ -17,56 +28,8 @@ from ep_dispatcher.engines import Waves
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.testing import device_of
 
-HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
-MAX_TOKENS = 3000  # too many for direct plans
-LIMIT_S = 8
 FEWEST = (1, 1, 1, 1, 1)  # waves.Sms
 CYCLES_OF_A_LONG_TIME = 100_000_000  # 50 ms of an H200
-
-
-def make_buffer(**changes) -> ep.Buffer:
-    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS_PER_RANK * dist.get_world_size(), num_topk=TOPK)
-    return ep.Buffer(engine="cuda", max_tokens_per_rank=MAX_TOKENS, **sizes, **(dict(timeout_s=60) | changes))
-
-
-def routing(kind: str, num_tokens: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
-    """Experts of each token. "hot": most choose the same; "few": most columns are -1; "one expert": all take one."""
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    if kind == "hot":
-        scores[:, num_experts // 2] += 0.9
-    idx = scores.topk(TOPK, dim=1).indices
-    if kind == "few":
-        idx[torch.rand(idx.shape, generator=generator) < 0.8] = -1
-    if kind == "one expert":
-        idx[:] = -1
-        idx[:, 1] = num_experts - 1
-    return idx
-
-
-def layer_inputs(
-    rank: int, kind: str, num_tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, ...]:
-    """x, topk_idx, topk_weights, w1, w2 of one rank."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
-    idx = routing(kind, num_tokens, EXPERTS_PER_RANK * dist.get_world_size(), generator)
-    weights = torch.rand(num_tokens, TOPK, generator=generator)
-    w1 = torch.randn(EXPERTS_PER_RANK, 2 * INTERMEDIATE, HIDDEN, generator=generator) / HIDDEN**0.5
-    w2 = torch.randn(EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
-    return tuple(t.cuda() for t in (x, idx, weights, w1.to(dtype), w2.to(dtype)))
-
-
-def raise_out_of_memory(*_, **__):
-    raise torch.cuda.OutOfMemoryError("made up")
-
-
-def run_layer(buffer: ep.Buffer, given: tuple[torch.Tensor, ...], **options) -> list[torch.Tensor]:
-    """Return y, and the gradients of x, topk_weights, w1 and w2."""
-    x, idx, *others = given
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *others)]
-    y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], **options)
-    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
 @contextlib.contextmanager
@@ -88,7 +51,7 @@ def both_ways(rank: int, kinds: list[str], sms: waves.Sms = waves.SMS, **changes
             given = layer_inputs(rank, kind, num_tokens, step, buffer._config.dtype)
             assert waves.can_overlap(buffer, wants_gradients=True, **one_part)
             plain = run_layer(buffer, given, overlap=False, **one_part)
-            enough = TOPK * MAX_TOKENS * dist.get_world_size()
+            enough = ENOUGH * dist.get_world_size()
             for options in (one_part, dict(max_recv_rows=enough, **one_part)):
                 found = run_layer(buffer, given, **options)
                 for name, a, b in zip(("y", "x", "topk_weights", "w1", "w2"), plain, found):
@@ -172,7 +135,7 @@ def each_its_own_way(rank: int, **changes) -> None:
                 leaves = [t.clone().requires_grad_(i in wanted) for i, t in enumerate((x, *others))]
                 y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], overlap=overlap, num_parts=1)
                 if wanted:
-                    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
+                    go_back(y)
                 results.append([y.detach(), *(t.grad for t in leaves if t.grad is not None)])
                 assert len(results[-1]) == 1 + len(wanted)
             assert all(torch.equal(a, b) for a, b in zip(*results)), wanted
@@ -241,7 +204,7 @@ def without_a_wait(rank: int) -> None:
     device_of("cuda", rank)
     with make_buffer() as buffer:
         given = layer_inputs(rank, "uniform", 2500, seed=0)
-        enough = TOPK * MAX_TOKENS * dist.get_world_size()
+        enough = ENOUGH * dist.get_world_size()
         plain = run_layer(buffer, given, max_recv_rows=enough)
         torch.cuda.set_sync_debug_mode("error")  # raises where the host waits
         try:
@@ -283,32 +246,7 @@ def test_between_nodes(pools, engine, num_ranks, ranks_per_node):
 def in_a_graph(rank: int, sms: waves.Sms) -> None:
     device_of("cuda", rank)
     with buffer_with(sms) as buffer:
-        enough = TOPK * MAX_TOKENS * dist.get_world_size()
-        given = layer_inputs(rank, "uniform", 2048, seed=0)
-        leaves = [t.detach().clone().requires_grad_() for t in (given[0], *given[2:])]
-        idx, of_y = given[1].clone(), torch.randn_like(given[0])
-
-        def step() -> list[torch.Tensor]:
-            y = ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], max_recv_rows=enough)
-            return [y, *torch.autograd.grad(y, leaves, of_y)]
-
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            captured = step()
-        for seed in (1, 2, 3):
-            again = layer_inputs(rank, "hot" if seed == 2 else "uniform", 2048, seed)
-            with torch.no_grad():
-                for leaf, value in zip(leaves, (again[0], *again[2:])):
-                    leaf.copy_(value)
-                idx.copy_(again[1])
-            graph.replay()
-            buffer.check()
-            replayed = [t.detach().clone() for t in captured]
-            assert all(torch.equal(a, b) for a, b in zip(replayed, step()))
+        assert_graph(rank, buffer, 2048, runs=[{}])
 
 
 @pytest.mark.parametrize("engine", [on("cuda")])
@@ -356,7 +294,7 @@ def a_late_rank(rank: int, sms: waves.Sms) -> float:
     begin = time.monotonic()
     with pytest.raises(ep.PeerTimeoutError) as error, pytest.MonkeyPatch.context() as patch:
         patch.setattr(waves, "SMS", sms)
-        run_layer(buffer, given, max_recv_rows=TOPK * MAX_TOKENS * 2)
+        run_layer(buffer, given, max_recv_rows=ENOUGH * 2)
         buffer.check()
     torch.cuda.synchronize()  # the GEMMs that wait have ended too
     assert error.value.late_ranks == (1,)
@@ -417,6 +355,14 @@ def test_few_rows_after_none_and_weights_anywhere(pools, engine):
     pools(2).run(few_after_none)
 
 
+def one_after_the_other(buffer, x, idx, weights, w1, w2, max_recv_rows, **options) -> torch.Tensor:
+    """Run the steps of waves.overlapped_mlp one after the other. The host waits for the counts."""
+    out = ep.dispatch(buffer, x, idx, weights)
+    ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+    rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
+    return ep.combine(buffer, rows, out.handle)
+
+
 def weights_of_layers(rank: int) -> None:
     """As Megatron's experts: a tensor for each expert, neighbours in memory or not, and gradients added elsewhere."""
     device_of("cuda", rank)
@@ -427,23 +373,11 @@ def weights_of_layers(rank: int) -> None:
         reverse = [list(stack.flip(0).contiguous().unbind(0))[::-1] for stack in stacks]
         for w1, w2 in (apart, reverse):
             for keep_activated in (True, False):
-                for overlaps in (False, True):
-                    sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]
-                    take: list = []
-                    options = dict(keep_activated=keep_activated, take_grads=take.append)
-                    leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-                    if overlaps:
-                        enough = TOPK * MAX_TOKENS * dist.get_world_size()
-                        y = waves.overlapped_mlp(buffer, leaves[0], idx, leaves[1], w1, w2, enough, **options)
-                    else:
-                        out = ep.dispatch(buffer, leaves[0], idx, leaves[1])
-                        ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-                        rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2, **options)
-                        y = ep.combine(buffer, rows, out.handle)
-                    y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(y.dtype))
-                    (write,) = take
-                    write(*sums, True)
-                    results.append([y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]])
+                for layer in (one_after_the_other, waves.overlapped_mlp):
+                    given = buffer, x, idx, weights, w1, w2
+                    found, write = run_with_sums(layer, *given, keep_activated=keep_activated)
+                    write()
+                    results.append(found)
         buffer.check()
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result))
@@ -663,13 +597,8 @@ def with_stand_ins(rank: int, kind: str) -> None:
                 wanted = wanted + (weights if kind == "one tensor" else [*weights[0], *weights[1]])
             for t in wanted:
                 t.requires_grad_()
-            if overlaps:
-                y = waves.overlapped_mlp(buffer, tensors[0], idx, tensors[1], *weights, 40, **options)
-            else:
-                out = ep.dispatch(buffer, tensors[0], idx, tensors[1])
-                ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-                rows = grouped_swiglu_mlp(out.x, out.topk_weights, ends, *weights, **options)
-                y = ep.combine(buffer, rows, out.handle)
+            layer = waves.overlapped_mlp if overlaps else one_after_the_other
+            y = layer(buffer, tensors[0], idx, tensors[1], *weights, 40, **options)
             forward, backward = map(lines_of, launches[has_waves])
             if overlaps:
                 assert machine.log == forward
@@ -716,11 +645,8 @@ def some_gradients(rank: int, asked: tuple[int, ...], by_grad: bool) -> None:
             if overlaps:
                 Machine(patch, buffer)
                 patch.setattr(type(buffer._engine), "has_waves", True)
-                y = waves.overlapped_mlp(buffer, x, idx, probs, w1, w2, 40)
-            else:
-                out = ep.dispatch(buffer, x, idx, probs)
-                ends = out.tokens_per_expert.cumsum(0, dtype=torch.int32)
-                y = ep.combine(buffer, grouped_swiglu_mlp(out.x, out.topk_weights, ends, w1, w2), out.handle)
+            layer = waves.overlapped_mlp if overlaps else one_after_the_other
+            y = layer(buffer, x, idx, probs, w1, w2, 40)
             wanted = [leaves[i] for i in asked]
             if by_grad:
                 found = torch.autograd.grad(y.sum(), wanted)

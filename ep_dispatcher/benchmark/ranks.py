@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from ep_dispatcher.handle import DispatchOutput
 
 
 class TorchrunRanks:
@@ -38,6 +41,12 @@ def largest_over_ranks(values: list[float]) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
+
+
+def most_rows(out: DispatchOutput) -> int:
+    """Return the most rows that a rank has received. Collective."""
+    assert isinstance(out.x, Tensor)
+    return int(largest_over_ranks([out.x.shape[0]])[0])
 
 
 def attempt(what: str, notes: list[str], call: Callable[[], Any]) -> Any:

@@ -9,16 +9,8 @@ import torch
 from ep_dispatcher.checks import DTYPES, fail, integer, one_of
 from ep_dispatcher.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.estimate.routing import Routing, Sizes
-from ep_dispatcher.estimate.traffic import (
-    FLOAT8_BLOCK,
-    Counts,
-    Row,
-    Traffic,
-    combine_traffic,
-    count,
-    dispatch_traffic,
-)
-from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
+from ep_dispatcher.estimate.traffic import Counts, Row, Traffic, combine_traffic, count, dispatch_traffic
+from ep_dispatcher.memory import SCALE_BLOCK, BufferBytes, Shape, cuda_bytes
 
 WIRE_BYTES = {
     "NIC out": "nic_out",
@@ -54,7 +46,7 @@ class Job:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % FLOAT8_BLOCK == 0
+        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % SCALE_BLOCK == 0
         return OPERATIONS if float8 else tuple(name for name in OPERATIONS if name != "dispatch FP8")
 
     @property

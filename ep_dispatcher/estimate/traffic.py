@@ -20,14 +20,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ep_dispatcher import memory
 from ep_dispatcher.estimate.routing import Sizes
-
-FLOAT8_BLOCK = 128  # elements that share a float32 scale
-VECTOR = 16  # bytes; tails are padded to multiples
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+from ep_dispatcher.memory import SCALE_BLOCK, VECTOR, round_up
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Row:
 
     @staticmethod
     def make(hidden: int, itemsize: int, num_topk: int, *, float8: bool = False, weights: bool = False) -> Row:
-        scales = hidden // FLOAT8_BLOCK * 4 if float8 else 0
+        scales = hidden // SCALE_BLOCK * 4 if float8 else 0
         return Row(hidden if float8 else hidden * itemsize, scales, num_topk * 4 if weights else 0)
 
     @property
@@ -109,14 +104,13 @@ class Row:
 
 
 def item_bytes(sizes: Sizes) -> int:
-    """Bytes of an item: token, number of copies, a value and a byte for each copy (``csrc/cuda/config.h``)."""
-    copies = min(sizes.topk, sizes.local_experts)
-    return 4 * round_up(2 + copies + -(-copies // 4), 4)
+    """Bytes of an item, as in a buffer's memory."""
+    return memory.item_bytes(sizes.topk, sizes.local_experts)
 
 
 def counts_bytes(sizes: Sizes) -> int:
-    """Bytes of the counts of one rank: int32 for every rank and every expert."""
-    return 4 * round_up(sizes.ranks + sizes.experts, 4)
+    """Bytes of the counts of one rank, likewise."""
+    return memory.counts_bytes(sizes.ranks, sizes.experts)
 
 
 @dataclass(frozen=True)
