@@ -47,6 +47,11 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def table_bytes(ranks_per_node: int) -> int:
+    """Bytes of a token's item numbers at the ranks of a node: an int32 for each (``csrc/cuda/config.h``)."""
+    return 4 * round_up(ranks_per_node, 4)
+
+
 def item_bytes(num_topk: int, num_local_experts: int) -> int:
     """Bytes of an item: token, number of copies, a value and a byte for each copy (``csrc/cuda/config.h``)."""
     copies = min(num_topk, num_local_experts)
@@ -112,7 +117,7 @@ class Shape:
 
     @property
     def table_bytes(self) -> int:
-        return 4 * round_up(self.ranks_per_node, 4)
+        return table_bytes(self.ranks_per_node)
 
     @property
     def tail_bytes(self) -> int:

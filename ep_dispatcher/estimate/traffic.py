@@ -140,7 +140,7 @@ def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) 
     hbm = 2 * staged + out + into + over_out + counts.own.double() * wire + expert_rows
     if new_plan:
         lists, others = item_bytes(sizes), sizes.nodes - 1
-        fixed = others * (counts_bytes(sizes) + sizes.tokens * 4 * sizes.gpus_per_node)  # the table of a token
+        fixed = others * (counts_bytes(sizes) + sizes.tokens * memory.table_bytes(sizes.gpus_per_node))
         out, into = out + counts.items_out * lists + fixed, into + counts.items_in * lists + fixed
         to_node = (sizes.gpus_per_node - 1) * sizes.nodes * counts_bytes(sizes)  # from source or rail peer to its node
         over_out, over_in = over_out + counts.nvlink_out * lists + to_node, over_in + counts.nvlink_in * lists + to_node
