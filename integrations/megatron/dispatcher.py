@@ -196,7 +196,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Restore the shape of the layer's input, and add the output of overlapped shared experts."""
+        """Add the output of overlapped shared experts: [num_tokens, hidden] -> the shape of the layer's input."""
         if self.shared_experts is not None:
             with margins.margin():
                 self.shared_experts.linear_fc2_forward(hidden_states)
