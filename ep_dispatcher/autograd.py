@@ -1,7 +1,7 @@
 """dispatch and combine with gradients: each is the other's backward, with the same plan.
 
-They are custom operators (torch.library), so that torch.compile keeps them whole. A plan is a tensor and travels
-through a graph as one. Where nothing looks at operators they run without torch.library: it costs the host more time
+They are custom operators (torch.library), so that torch.compile keeps each one whole. The plan is a tensor, and goes
+through a graph as one. If nothing looks at operators, they run without torch.library, which costs the host more time
 than everything else together.
 
     ep.dispatch -> Buffer._checked_dispatch -> _run_dispatch -> dispatch_op      something looks at operators
@@ -35,7 +35,7 @@ from ep_dispatcher.handle import DispatchOutput, Handle
 
 
 def _anchor(rows: Tensor, num_rows: int | SymInt) -> Tensor:
-    """Stands for the exact rows of a quantised dispatch (QuantizedRows)."""
+    """Return a stand-in for the exact rows of a quantised dispatch (QuantizedRows)."""
     return rows.new_zeros(()).expand(num_rows, rows.shape[1])
 
 
@@ -54,7 +54,7 @@ def _dispatch_flat(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run one dispatch with a flat list of arguments and results: torch.library takes no tuples, and returns no None.
 
-    What was not asked for has no elements.
+    Results that were not asked for have no elements.
     """
     request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
     received = _launch_dispatch(find_buffer(buffer_id), request)
@@ -148,7 +148,7 @@ def _(
     return y.new_empty(num_tokens, y.shape[1]), weights
 
 
-# Types of a request's fields, if none is a subclass of Tensor or a size of a traced graph.
+# The types of a request's fields, unless one is a subclass of Tensor or a size of a traced graph.
 _PLAIN_TYPES = frozenset((Tensor, Parameter, type(None), int, str, bool))
 
 
@@ -215,7 +215,7 @@ def buffer_of(ctx: Any) -> Buffer:
 
 
 def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, buffer: Buffer) -> None:
-    """Keep what the backward of a dispatch needs."""
+    """Save for the backward of a dispatch, which is a combine."""
     ctx.save_for_backward(received.plan if request.plan is None else request.plan)
     ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
     ctx.layout, ctx.quantize = request.layout, request.quantize
@@ -225,8 +225,8 @@ def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, bu
 def _dispatch_backward(
     ctx: Any, rows: Tensor | None, topk_weights: Tensor | None, anchor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of rows and topk_weights. Given are those of the dispatch's outputs; None stands for 0."""
-    # All ranks must ask for the same, so it is decided by what they gave, not by what needs a gradient here.
+    """Return the gradients of rows and topk_weights, from those of the dispatch's outputs. None stands for 0."""
+    # All ranks must ask for the same. So what they gave to the dispatch decides, not what needs a gradient here.
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config = buffer._config
     grad = anchor if ctx.quantize else rows  # the anchor stands for the exact rows
@@ -249,7 +249,7 @@ def _dispatch_backward(
 
 
 def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> None:
-    """Keep what the backward of a combine needs."""
+    """Save for the backward of a combine, which is a dispatch."""
     ctx.save_for_backward(request.plan)
     ctx.num_tokens, ctx.num_rows = request.num_tokens, request.y.shape[0]
     ctx.layout, ctx.has_weights = request.layout, request.topk_weights is not None
@@ -257,7 +257,7 @@ def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> Non
 
 
 def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of y and topk_weights. Given are those of the combine's outputs; None stands for 0."""
+    """Return the gradients of y and topk_weights, from those of the combine's outputs. None stands for 0."""
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
     config = buffer._config
     if x is None:
@@ -282,9 +282,10 @@ def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -
 
 
 def will_run(node: torch.autograd.graph.Node) -> bool:
-    """Return whether the backward under way runs a node: it leaves out those behind which nothing is asked for.
+    """Return whether the backward under way runs a node.
 
-    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for some gradients. needs_input_grad does not show that.
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` ask for some gradients only, and skip nodes that lead to no
+    gradient asked for. needs_input_grad does not show that.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -295,27 +296,27 @@ def will_run(node: torch.autograd.graph.Node) -> bool:
 def dispatch_goes_back(ctx: Any) -> bool:
     """Return whether the backward of a layer runs that of its dispatch. x and topk_weights are its first inputs.
 
-    Its steps may be nodes of their own on another rank. There autograd leaves out the backward of the dispatch if
-    neither x nor topk_weights wants a gradient, or none is asked for in this pass.
+    On another rank the steps of the layer may be nodes of their own. There autograd skips the backward of the dispatch
+    if neither x nor topk_weights wants a gradient, or none is asked for in this pass. All ranks must do the same.
     """
     inputs = zip(ctx.needs_input_grad[:2], ctx.next_functions)
     return any(wanted and will_run(node) for wanted, (node, _) in inputs)
 
 
-# Autograd makes zeros of its own for every output without a gradient: for the integers among them, in each backward. So
-# it gets only the outputs that can have a gradient, and set_materialize_grads(False).
+# By default autograd makes zeros for every output without a gradient, so for all integers, in each backward. So it gets
+# only the outputs that can have a gradient, and set_materialize_grads(False).
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` for where nothing looks at operators.
+    """Return ``function.apply`` for callers that nothing observes.
 
-    Leave out what ``apply`` does for torch.func, in Python: it takes the host a third of the time.
+    It skips what ``apply`` does for torch.func, in Python: a third of the host's time.
     """
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class _EagerDispatch(torch.autograd.Function):
-    """dispatch_op with its gradient, without torch.library. ``made`` takes all outputs, also those that have none."""
+    """dispatch_op with its gradient, without torch.library. ``made`` gets all outputs, with a gradient or not."""
 
     @staticmethod
     def forward(
@@ -383,11 +384,11 @@ combine_op.register_autograd(_combine_op_backward, setup_context=_combine_op_set
 
 
 def _keep_order(operator: CustomOpDef, small_output: int) -> None:
-    """In a traced graph every operation takes, as ``after``, an output of the one before it.
+    """Keep the order of operations in a traced graph: each takes, as ``after``, an output of the one before it.
 
-    A compiler may reorder operations that do not depend on each other, and inductor does so by their sizes, which
-    differ between ranks; but all ranks must run them in one order. (The effect tokens of torch.library would say so
-    without an argument, but inductor 2.13 does not heed them.)
+    A compiler may reorder operations that do not depend on each other. Inductor does so by their sizes, which differ
+    between ranks, but all ranks must run them in one order. (The effect tokens of torch.library would express this
+    without an argument, but inductor 2.13 ignores them.)
     """
 
     def trace(
@@ -406,7 +407,7 @@ _keep_order(combine_op, Combined._fields.index("topk_weights"))
 
 
 class _Float8Rows(torch.autograd.Function):
-    """Links float8 rows to their anchor: a gradient for the rows becomes one for what they stand for."""
+    """Links float8 rows to their anchor: a gradient of the rows becomes one of the exact rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scales: Tensor, anchor: Tensor) -> Tensor:
@@ -415,7 +416,7 @@ class _Float8Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        if not torch.compiler.is_compiling():  # which traces this, whether or not it will run
+        if not torch.compiler.is_compiling():  # it traces this line even if it never runs
             warnings.warn(
                 "a gradient went through float8 rows, and PyTorch rounded it to float8; use ep.dequantize(out.x), or "
                 "out.x.anchor as an input of your own operator, to keep it exact",
@@ -430,7 +431,7 @@ _REVERSE = "reverse mode: backward() or torch.autograd.grad"
 
 
 def refuse_transforms(**arguments: object) -> None:
-    """Refuse what custom operators do not differentiate: PyTorch drops tangents, and has no torch.func.grad of them."""
+    """Refuse forward mode and torch.func. Of custom operators PyTorch drops tangents, and has no torch.func.grad."""
     transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     if forward_ad._current_level < 0 and not transformed:
         return
@@ -473,9 +474,9 @@ def dispatch(
     tokens, or whose loss does not use the layer, adds ``0 * y.sum()`` of the layer's result y to its loss. x must
     require a gradient on all ranks or on none; if on none, the same holds for topk_weights.
 
-    Arguments, results and errors are those of ``Buffer.dispatch``, but for ``async_finish``. To overlap an operation
-    with other work on a GPU, call it in a stream of your own (``torch.cuda.stream``), by PyTorch's rules for streams;
-    its backward then runs in that stream too.
+    Arguments, results and errors are those of ``Buffer.dispatch``, except ``async_finish``. To overlap an operation
+    with other work on a GPU, call it in a stream of your own (``torch.cuda.stream``), by PyTorch's rules for streams.
+    Its backward then runs in that stream too.
 
     With ``quantize`` the gradient passes through the rounding unchanged. It arrives through ``ep.dequantize(out.x)``,
     or through ``out.x.anchor`` in an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are
@@ -522,8 +523,8 @@ def combine(
 
         backward:  grad y = dispatch(grad, handle=handle)
 
-    Every rank must run this backward too, as in ``ep.dispatch``. y must require a gradient on all ranks or on none. A
-    loss that does not use the result adds ``0 * result.sum()``.
+    Every rank must run this backward too, as in ``ep.dispatch``. y must require a gradient on all ranks or on none. If
+    a loss does not use the result, add ``0 * result.sum()`` to it.
 
     With ``topk_weights`` it returns the pair (sum, topk_weights [num_tokens, num_topk]), both differentiable.
     """

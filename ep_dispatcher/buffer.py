@@ -31,9 +31,9 @@ _INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32,)
 _AT_ONCE = nullcontext()  # around an operation that is not asynchronous
 
 if not dist.is_initialized():
-    # torch._dynamo imports this module, whose default arguments hold the default group of that moment. Import it while
-    # there is none. A group that is held keeps its threads after destroy_process_group, and they can abort the process
-    # at its end.
+    # torch._dynamo imports this module, and default arguments in it hold the default group of that moment. So import it
+    # while there is none. A group that is held keeps its threads after destroy_process_group, and they can abort the
+    # process when it ends.
     import_module("torch.distributed.nn.functional")
 
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
@@ -66,23 +66,23 @@ class Buffer:
     max_tokens_per_rank  the most tokens of a rank in one dispatch
     dtype                torch.bfloat16, torch.float16 or torch.float32
     engine               "cpu", "cuda" or "auto". The default "auto" reads EP_DISPATCHER_ENGINE; if that is unset, it
-                         takes "cuda" where there is a usable GPU
+                         takes "cuda" if there is a usable GPU
     ranks_per_node       None: the ranks of one host form a node, unless EP_DISPATCHER_RANKS_PER_NODE is set. An int:
-                         so many consecutive ranks form a node, also several nodes on one host (virtual nodes)
+                         that many consecutive ranks form a node, also several nodes on one host (virtual nodes)
     timeout_s            limit in seconds of every operation (CUDA engine: of each wait in it) and of each step of
                          making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
                          limits: the shortest ends the wait of all
     num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
                          that is unset. The CPU engine ignores it
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
-                         its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory; not
-                         together with the NVSHMEM wire between hosts
+                         its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory. Not
+                         possible with the NVSHMEM wire between hosts
     mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
                          on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
 
     Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
 
-    Copying returns the same buffer: ``copy.deepcopy`` of a module shares it, and destroy() ends it for both. A buffer
+    Copying returns the same buffer: a ``copy.deepcopy`` of a module shares it, and destroy() ends it for both. A buffer
     cannot be pickled.
 
     Raises ValueError on every rank if an argument is not allowed or differs between ranks, PeerTimeoutError if a rank
@@ -90,7 +90,7 @@ class Buffer:
     """
 
     note: str = ""
-    _backward_note: str = ""  # becomes `note` in the backward of an operation that is called while it is set
+    _backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Buffer:
             checks.fail("group", "one that this process is not a member of", "a group on its members alone")
         if not isinstance(group, ProcessGroup):
             checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
-        import_module("torch._dynamo")  # takes seconds; else the first custom operator does it while its peers wait
+        import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
         def own_config() -> dict[str, Any]:
             name = engines.choose(envs.engine() if engine == "auto" else engine)
@@ -246,24 +246,25 @@ class Buffer:
                       token) inside a group. Zero rows pad every group to a multiple of expert_alignment.
                       "rank": rows are ordered by (source rank, source token). There is no padding;
                       expert_alignment only rounds rows_per_expert up.
-                      "decode": every local expert has room for all tokens of all ranks, so shapes do not depend on
-                      counts, as masked grouped GEMMs want it. Rows are ordered as in expert layout. Give no
-                      topk_weights, max_recv_rows or expert_alignment. Nothing has a gradient
+                      "decode": every local expert has room for all tokens of all ranks. So shapes do not depend on
+                      counts, as masked grouped GEMMs need it. Rows are ordered as in expert layout. Give no
+                      topk_weights, max_recv_rows or expert_alignment. There are no gradients
         quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
-        handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must be None then, and all
+        handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must then be None, and all
                       ranks must pass the handle of the same dispatch
         max_recv_rows the exact number of rows of the output; zero rows fill its end. If a rank needs more, every rank
                       raises a ValueError with the rows each rank needs. With the CUDA engine the host does not wait
-                      then, so this error and others appear later, in whichever comes first: check() or
+                      then. So this error and others come later, from the first of these: check() or
                       out.event.synchronize() (the buffer stays usable if all ranks call it there), the next operation
-                      or destroy() (the buffer is finished). Discard the outputs
+                      or destroy() (the buffer has ended). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
-                      exponents in an int32; then hidden is a multiple of 512
-        return_hook   decode layout: the call sends, and out.hook() receives, in the stream that is current then. No
-                      multiprocessor is in use in between, and the arguments may be overwritten after the call's work
-                      in its stream. Call the hook before any other operation of this buffer, and in the same CUDA
-                      graph as the call; another buffer may be used meanwhile. out.event is of the call alone until
-                      then. The CPU engine does both in the call. Not together with async_finish
+                      exponents in an int32; hidden must then be a multiple of 512
+        return_hook   decode layout: the call only sends, and out.hook() receives, in the stream that is current then.
+                      In between no multiprocessor is in use. The arguments may be overwritten once the work of the
+                      call in its stream is done. Call the hook before any other operation of this buffer, and in the
+                      same CUDA graph as the call; another buffer may be used meanwhile. Until the hook is called
+                      out.event covers the call alone. The CPU engine does both in the call. Not possible with
+                      async_finish
         async_finish  return before the operation is complete; wait with out.event. With the CUDA engine the operation
                       then runs in a stream of the buffer instead of the current stream. The CPU engine ignores it
 
@@ -309,18 +310,18 @@ class Buffer:
         max_recv_rows: int | None = None,
         async_finish: bool = False,
     ) -> Handle:
-        """Make the plan of a routing while its rows are not ready yet. Return its handle.
+        """Make the plan of a routing before its rows are ready. Return its handle.
 
             handle = buffer.plan(topk_idx)
             out = buffer.dispatch(x, topk_weights=topk_weights, handle=handle)   # as fast as with any handle
             out = ep.dispatch(buffer, x, topk_weights=topk_weights, handle=handle)  # the same, with gradients
 
-        Without max_recv_rows the host waits here for the counts, and the dispatch does not wait again.
-        ``handle.rows_on_host`` has the counts per expert then.
+        Without max_recv_rows the host waits here for the counts, and the dispatch does not wait again. Then
+        ``handle.rows_on_host`` has the counts per expert.
 
-        topk_idx int32 or int64 [num_tokens, num_topk], as in dispatch; so are all other arguments. Decode layout has no
-        plan of its own. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each
-        row, and ``counters()`` counts them.
+        topk_idx is int32 or int64 [num_tokens, num_topk]. All arguments are as in dispatch; decode layout is not
+        allowed. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each row, and
+        ``counters()`` counts them.
         """
         config = self._config
         checks.one_of("layout", layout, ("expert", "rank"))
@@ -354,17 +355,17 @@ class Buffer:
             decode layout: res.x[token] = sum of weights[token, k] * y[row of (token, k)]
 
         y             [rows, hidden] of the buffer's dtype, in the order of dispatch's rows. Padding is not read. In
-                      rank layout each row is the caller's sum over the token's local experts. In decode layout it has
-                      the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]. They are
-                      sent from where they lie: contiguous memory that begins at a multiple of 16 bytes is not copied
+                      rank layout each row is the caller's sum over the token's local experts. In decode layout y has
+                      the shape of out.x, [num_local_experts, num_ranks * max_tokens_per_rank, hidden]. Contiguous
+                      memory that begins at a multiple of 16 bytes is sent without a copy
         handle        of the dispatch, the same dispatch on all ranks. The CUDA engine reports a difference late, like
                       the errors of max_recv_rows
         topk_weights  float32, in the shape that dispatch returned, or None on every rank. They travel back to their
-                      tokens; a backward needs that. Decode layout has none
-        weights       decode layout, and needed there: float32 [num_tokens, num_topk] of this rank's tokens. It is not
+                      tokens, which a backward needs. Decode layout has none
+        weights       decode layout, required there: float32 [num_tokens, num_topk] of this rank's tokens. It is not
                       read where topk_idx is -1
-        out           decode layout: [num_tokens, hidden] of the buffer's dtype, which becomes res.x. The sums are
-                      written straight there, unless it is strided or part of y's memory: then they are copied
+        out           decode layout: [num_tokens, hidden] of the buffer's dtype; it becomes res.x. The sums are written
+                      there directly. If it is strided or part of y's memory, they are copied there
         return_hook   decode layout: as in dispatch
         async_finish  as in dispatch
 
@@ -395,15 +396,17 @@ class Buffer:
             ...                                     # from now on every operation adds to them, also in backwards
             buffer.dispatch_wait_ns.argmax()        # the rank that others wait for most
 
-        A tensor that is given stays the caller's: read it, zero it. The default None measures nothing. Keep the tensor
-        while operations that were launched with it may run; a CUDA graph adds to the tensor of its capture.
+        The tensor stays the caller's: read it, or set it to zero. The default None measures nothing. Keep the tensor
+        while operations that were launched with it may run. A CUDA graph adds to the tensor of its capture.
 
-        Entry r grows by the time from the start of a wait until rank r had done what was waited for; the own entry
-        stays. A rank that comes first sees large entries, a late one small ones. Times of one operation overlap: it
-        waits for several ranks at once. CPU engine: all waits, by CLOCK_MONOTONIC; in a combine between nodes a rank
-        waits for the sums of its rail peer, whoever that one waits for. CUDA engine: the waits of one of its
-        warps, by globaltimer, whose steps are up to 1 us: in full for ranks to begin the operation, and for rows and
-        sums as far as this warp moves them. No host waits.
+        Entry r grows by the time from the start of a wait until rank r has done what was waited for. The entry of this
+        rank does not change. A rank that comes first sees large entries, a late one small ones. Times of one operation
+        overlap, because it waits for several ranks at once.
+
+        CPU engine: all waits, by CLOCK_MONOTONIC. In a combine between nodes the wait for a rail peer's sums counts for
+        that peer, even if it waits for another rank itself. CUDA engine: the waits of one warp, by globaltimer, whose
+        steps are up to 1 us. Waits for ranks to begin the operation count in full, those for rows and sums only as far
+        as this warp moves them. The host does not wait.
 
         Setting it raises ValueError for another dtype, shape or device, and for a tensor that is not contiguous.
         """
@@ -432,7 +435,7 @@ class Buffer:
         self._wait_ns[operation] = wait_ns
 
     def check(self) -> None:
-        """Wait for the current stream, and raise the errors of this buffer's operations in it.
+        """Wait for the current stream, and raise the errors of this buffer's operations in that stream.
 
             graph.replay()
             buffer.check()    # a replay alone raises nothing
@@ -444,11 +447,11 @@ class Buffer:
         self._explaining(self._live_engine().check)
 
     def counters(self) -> dict[str, list[int]]:
-        """Return the bytes this rank has moved since the buffer was made: lists by the other rank, in group order.
+        """Return the bytes that this rank has moved since the buffer was made. Each list has an entry per rank.
 
-        inter_node_bytes_sent       rows, scales, weights and sums sent to the rank on another node
+        inter_node_bytes_sent       rows, scales, weights and sums sent to that rank, on another node
         inter_node_list_bytes_sent  counts and lists sent to it
-        intra_node_bytes_read       rows, scales and weights read from the memory of the rank on this node, or own
+        intra_node_bytes_read       rows, scales and weights read from the memory of that rank, on this node; own too
         intra_node_bytes_written    the same, written to its memory
 
         With the CUDA engine the host waits for the device.
@@ -456,23 +459,23 @@ class Buffer:
         return self._live_engine().counters()
 
     def suspend(self) -> None:
-        """Give memory back, and keep everything else: addresses, connections, handles, captured graphs.
+        """Give memory back, but keep everything else: addresses, connections, handles, captured graphs.
 
             buffer = ep.Buffer(..., suspendable=True)
             buffer.suspend()
             ...                # another phase uses the memory
             buffer.resume()
 
-        Collective: all ranks call it, with the buffer's limit. It waits for the operations under way, and raises their
-        late errors; the buffer is not suspended then. When it returns, no rank has the memory any more.
+        Collective: all ranks call it, with the buffer's limit. It waits for the operations under way. If these have
+        late errors, it raises them and does not suspend. When it returns, no rank has the memory any more.
 
-        CUDA engine: all memory of ``ep.buffer_bytes(...).region`` goes, but for its flags, which take a page of 2 MiB
+        CUDA engine: it frees all memory of ``ep.buffer_bytes(...).region`` except the flags, which take a page of 2 MiB
         (more with very many tokens). The state stays.
-        CPU engine: all shared memory but the flags goes. Memory of PyTorch's allocator (outputs, plans) is not the
-        buffer's: ``torch.cuda.empty_cache()`` gives that back.
+        CPU engine: it frees all shared memory except the flags. Memory of PyTorch's allocator (outputs, plans) is not
+        the buffer's: ``torch.cuda.empty_cache()`` gives that back.
 
-        While it is suspended, operations raise ValueError. Do not replay a graph then: its outputs are not valid.
-        ``counters()`` and ``destroy()`` work.
+        While the buffer is suspended, operations raise ValueError. Do not replay a graph then: its outputs are not
+        valid. ``counters()`` and ``destroy()`` work.
 
         Raises ValueError on every rank if the buffer was made without ``suspendable=True``, is suspended or destroyed.
         Raises PeerTimeoutError if a rank does not arrive: the buffer has ended then.
@@ -480,40 +483,41 @@ class Buffer:
         self._change("suspend")
 
     def resume(self) -> None:
-        """Map memory again, at the same addresses. Collective, as suspend().
+        """Map memory again, at the same addresses. Collective, like suspend().
 
-        Handles and captured graphs are as good as before. If a rank gets no memory, RuntimeError on every rank: the
-        buffer stays suspended, and all ranks can call resume() again. Other errors are those of suspend(), and
-        ValueError if it is not suspended.
+        Handles and captured graphs are valid again. If a rank gets no memory, every rank raises RuntimeError. Then
+        the buffer stays suspended, and all ranks can call resume() again. Other errors are those of suspend(), and
+        ValueError if the buffer is not suspended.
         """
         self._change("resume")
 
     @property
     def mask(self) -> Tensor:
-        """The masked ranks: int32 [num_ranks] on the engine's device, 1 for each. Of ``mask_late_ranks=True``.
+        """The masked ranks, with ``mask_late_ranks=True``: int32 [num_ranks] on the engine's device, 1 if masked.
 
             buffer = ep.Buffer(..., mask_late_ranks=True)
             out = buffer.dispatch(x, topk_idx, layout="decode")     # raises nothing if rank 3 does not come
             buffer.mask                                             # tensor([0, 0, 0, 1])
 
-        A copy, as earlier operations in the current stream left it; no host waits. A masked rank counts as absent:
+        It is a copy, as earlier operations in the current stream left it. The host does not wait. A masked rank counts
+        as absent:
 
         - Nobody waits for it.
         - A dispatch brings none of its tokens. If it was masked after the dispatch had begun, or after the dispatch of
           a given handle, its tokens count, and their rows are zeros (CPU engine) or undefined (CUDA engine).
-        - In a combine rows of its experts add nothing to the sums.
+        - In a combine the rows of its experts add nothing to the sums.
 
-        Each rank masks for itself, when it has waited for timeout_s. So in the operations where a rank comes late or
-        stops, some ranks may have its rows and sums and others not. They agree later: a masked rank that still runs
-        finds out that another rank has masked it, at the latest at the end of its operation, discards what it has
-        read, and raises PeerTimeoutError with ``late_ranks == (itself,)``. Then the others mask it without a wait.
+        Each rank masks for itself, once it has waited for timeout_s. So while a rank comes late or stops, some ranks
+        may have its rows and sums and others not. Later they agree. A masked rank that still runs learns of it, at the
+        latest at the end of its operation. It discards what it has read, and raises PeerTimeoutError with
+        ``late_ranks == (itself,)``. Then the others mask it without a wait.
         """
         return self._masking_engine().mask
 
     def mask_rank(self, rank: int) -> None:
-        """Mask a rank by hand, for later operations in the current stream. For all ranks but the masked one.
+        """Mask a rank by hand, for later operations in the current stream. All ranks but the masked one call it.
 
-        Raises ValueError for a rank that is not in the group, or is this rank.
+        Raises ValueError if the rank is not in the group, or is this rank.
         """
         engine, num_ranks = self._masking_engine(), self.topology.num_ranks
         rank = checks.integer("rank", rank, 0, num_ranks - 1)
@@ -524,14 +528,13 @@ class Buffer:
     def unmask(self) -> None:
         """Let all ranks in again. Collective: all ranks of the group call it, the masked ones too.
 
-        It waits for all ranks and their operations under way. One that waits for its hook is dropped. Handles and
-        captured graphs are as good as before. If a rank does not come within timeout_s, PeerTimeoutError names it; the
-        masks are then as before, and operations go on with them. A rank that is gone for good cannot be let in: make a
-        new buffer on a smaller group. A rank that fails when all have come ends the buffer on all of them, with a
-        RuntimeError.
+        It waits for all ranks and their operations under way. An operation that waits for its hook is dropped. Handles
+        and captured graphs are valid again. If a rank does not come within timeout_s, PeerTimeoutError names it, the
+        masks stay, and operations go on with them. If a rank is gone for good, no rank can be let in: make a new buffer
+        on a smaller group. If a rank fails after all have come, the buffer ends on all of them, with a RuntimeError.
         """
         engine, config = self._masking_engine(), self._config
-        self._unmask_history.attempts = 0  # a call that some ranks gave up needs no counterpart on the others
+        self._unmask_history.attempts = 0  # do not count calls that only some ranks made
         self._explaining(
             engine.unmask,
             partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history),
@@ -688,7 +691,7 @@ class Buffer:
         expert_alignment: int,
         max_recv_rows: int | None,
     ) -> tuple[int, int]:
-        """Check what a new plan is made from. Return expert_alignment, and the rows of the output or -1.
+        """Check the arguments that a new plan is made from. Return expert_alignment, and the rows of the output or -1.
 
         num_tokens: the rows of x, or a name if there is no x.
         """
@@ -770,7 +773,7 @@ class Buffer:
             checks.fail("hook", f"a {operation} before the hook of the {unreceived}", "that hook() first")
 
     def _event(self) -> Event:
-        """Return the event of the last operation. It words errors as the operation does."""
+        """Return the event of the last operation. Its errors have the same text as the operation's."""
         return self._live_engine().event(self._explaining)
 
     def _explaining(self, call: Callable[..., T], *args: Any) -> T:
@@ -789,7 +792,7 @@ class Buffer:
 
 
 def _limit_s(timeout_s: float | None) -> float:
-    """Return the limit of making a buffer: the default where the given one is wrong, so that all ranks hear of it."""
+    """Return the limit of making a buffer. If the given one is wrong: the default, so that all ranks learn of it."""
     try:
         limit_s = envs.timeout_s() if timeout_s is None else timeout_s
         checks.seconds("timeout_s", limit_s)

@@ -1,6 +1,6 @@
-"""Decode layout: a place for every row that an expert may get, so that nothing depends on counts. Without gradients.
+"""Decode layout: a place for every row that an expert may get, so that no shape depends on counts. Without gradients.
 
-``Buffer.dispatch`` and ``Buffer.combine`` come here with ``layout="decode"`` and with handles of it.
+``Buffer.dispatch`` and ``Buffer.combine`` call this module for ``layout="decode"`` and for handles of that layout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def is_decode(layout: str, handle: object) -> bool:
     return layout == "decode" or getattr(handle, "layout", None) == "decode"
 
 
-# Of the arguments that only decode layout has; of the others it is None.
+# The defaults of arguments that only decode layout has. Those not listed default to None.
 _DEFAULTS = {"scale_format": "float32", "return_hook": False}
 
 
 def refuse_elsewhere(**arguments: object) -> None:
-    """Refuse what only decode layout has, in the other layouts, unless it has its default."""
+    """Refuse arguments that only decode layout has in the other layouts, unless they have their defaults."""
     for argument, value in arguments.items():
         default = _DEFAULTS.get(argument)
         if value is not default and value != default:
@@ -57,7 +57,7 @@ def dispatch(
     return_hook: bool,
     async_finish: bool,
 ) -> DispatchOutput:
-    """Check what decode layout alone refuses, run the dispatch, and give its rows their shape."""
+    """Check what only decode layout refuses, run the dispatch, and give its rows their shape."""
     config, engine = buffer._config, buffer._live_engine()
     _check_hook(return_hook, async_finish)
     if handle is None:
@@ -133,7 +133,7 @@ def combine(
             return
         if sums is None:
             out.detach().copy_(combined.x)
-        elif not out.is_inference():  # which count no changes
+        elif not out.is_inference():  # inference tensors count no changes
             torch.autograd.graph.increment_version(out)
 
     hook = _complete(buffer, complete, return_hook)
@@ -141,10 +141,10 @@ def combine(
 
 
 def _takes_sums(out: Tensor, y: Tensor) -> bool:
-    """Return whether an engine may write its sums there while y is read: a tensor in one piece, none of y's memory."""
+    """Return whether an engine may write its sums to `out` while y is read: contiguous, and not y's memory."""
     if out.device != y.device:  # kernels may not reach it
         return False
-    # By address: two storages may be the same memory, as DLPack makes them. What is strided in y is copied before.
+    # Compare addresses: two storages may be the same memory, through DLPack. A strided y has been copied before.
     begin, begin_of_y = out.data_ptr(), y.data_ptr()
     is_apart = begin + out.numel() * out.itemsize <= begin_of_y or begin_of_y + y.numel() * y.itemsize <= begin
     return is_apart and out.is_contiguous() and not out.is_neg() and out.data_ptr() % checks.ROW_GRANULARITY == 0
@@ -173,7 +173,7 @@ def _with_powers_of_two(
 
 
 def _by_column(by_row: Tensor, packs: bool) -> tuple[Tensor, Callable[[], None]]:
-    """Return memory for scales by column, [experts, rows, columns], and the function that copies them there."""
+    """Return memory for scales by column, [experts, rows, columns], and a function that copies the scales there."""
     experts, rows, columns = by_row.shape
     columns, dtype = (columns // float8.SCALES_OF_INT, torch.int32) if packs else (columns, torch.float32)
     by_column = by_row.new_empty(experts, columns, rows, dtype=dtype).transpose(1, 2)
@@ -190,7 +190,7 @@ def _check_hook(wanted: bool, async_finish: bool) -> None:
 
 
 def _complete(buffer: Buffer, complete: Callable[[], None], with_hook: bool) -> Callable[[], None] | None:
-    """Complete an operation that has been launched: now, or in the hook that is returned."""
+    """Complete an operation that has been launched: now, or in the hook that this returns."""
     if not with_hook:
         complete()
         return None

@@ -39,7 +39,7 @@ def moe_mlp(
 ) -> Tensor:
     """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
 
-        gate, up = w1[e] @ x[t]                                   the first half of the entries, and the second
+        gate, up = w1[e] @ x[t]                                   the first half of the entries, and the second half
         y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(gate) * up),  e = topk_idx[t, k]
 
     x              [num_tokens, hidden] of the buffer's dtype
@@ -49,32 +49,31 @@ def moe_mlp(
                    weight of a linear layer, as torch.nn.Linear has it
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
-    max_recv_rows  as in ep.dispatch, of each part. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs, bit by bit the same. It needs a GPU and bfloat16 or float16.
+    max_recv_rows  as in ep.dispatch, for each part. With it the host never waits on a GPU with bfloat16 or float16
+    overlap        let communication run under the GEMMs; every bit is the same. It needs a GPU and bfloat16 or float16.
                    Two parts need no more (ep_dispatcher/parts.py). One part on one node (ep_dispatcher/waves.py)
                    needs 2048 tokens or more on this rank, and at most half of the GPU's multiprocessors in the
                    buffer's num_sms; without gradients also rows of more than 8192 bytes, because shorter ones gain
-                   nothing. The last sums take all multiprocessors then, as the GEMMs do. One part with several nodes
-                   runs only the combine of a backward under GEMMs. Else overlap changes nothing, and
-                   ep.why_no_overlap(buffer) says why. Ranks may choose differently. docs/limits.md says where to set
-                   it to False
+                   nothing. The last sums then take all multiprocessors, as the GEMMs do. One part with several nodes
+                   runs only the combine of a backward under GEMMs. Elsewhere overlap changes nothing, and
+                   ep.why_no_overlap(buffer) says why. Ranks may choose differently. docs/limits.md says when to pass
+                   False
     num_parts      1 or 2, the same on all ranks. 2: the first half of this rank's tokens, and the rest. Each part has a
-                   dispatch and a combine of its own, also without overlap, and these run under the GEMMs of the
-                   other part. None: 2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of
-                   2048 or more; else 1
-    keep_activated False: the backward computes the activation again, bit by bit the same, and intermediate values less
-                   are kept of each received row
+                   dispatch and a combine of its own. With overlap these run under the GEMMs of the other part. None:
+                   2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more; else 1
+    keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
+                   ``intermediate`` values per received row
 
-    GEMMs accumulate in float32 and round once. The activation is computed in float32 and multiplied by topk_weights,
-    then rounded. The second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. Those of
-    w1 and w2 are sums over the rows of the first part, then over those of the second, rounded once. In torch.compile
-    each part's sum is rounded.
+    GEMMs accumulate in float32 and round once. The activation is computed in float32, multiplied by topk_weights, then
+    rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. The gradients
+    of w1 and w2 sum over the rows of the first part, then over those of the second, and are rounded once. In
+    torch.compile the sum of each part is rounded.
 
-    Gradients reach x, topk_weights, w1 and w2. For the backward the received rows, the results of the first GEMM and
-    those of the activation are kept, all in the buffer's dtype. With max_recv_rows two parts keep twice as many rows.
-    There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x, topk_weights and
-    the pair (w1, w2) must require a gradient on all ranks or on none. What torch.autograd.grad or backward(inputs=...)
-    asks for must be the same on all ranks too.
+    Gradients reach x, topk_weights, w1 and w2. For the backward the layer keeps the received rows, the results of the
+    first GEMM and those of the activation, all in the buffer's dtype. With max_recv_rows two parts keep twice as many
+    rows. There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x, topk_weights
+    and the pair (w1, w2) must require a gradient on all ranks or on none. torch.autograd.grad or backward(inputs=...)
+    must ask for the same gradients on all ranks too.
 
     Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
     """
@@ -111,15 +110,15 @@ def why_no_overlap(
 
         reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
 
-    gradients   whether the layer has a backward: PyTorch's gradients are on, and an argument of it requires one
+    gradients   whether the layer has a backward: PyTorch's gradients are on, and one of its arguments requires one
     num_tokens  of this rank in the call; None: the buffer's max_tokens_per_rank
     num_parts   as in ep.moe_mlp
 
     It moves nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
-    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 ask while the graph is captured: one part
-    does not overlap there.
+    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 one part does not overlap in a CUDA graph:
+    ask while the graph is captured.
 
-    Raises ValueError when `buffer` is no ep_dispatcher.Buffer, or was destroyed, and for another num_parts.
+    Raises ValueError if `buffer` is no ep_dispatcher.Buffer or was destroyed, and for any other num_parts.
     """
     check_buffer(buffer)
     return waves.why_not(buffer, gradients, num_tokens, num_parts)
@@ -139,9 +138,9 @@ def run_layer(
     num_parts: int,
     **options: Any,
 ) -> Tensor:
-    """``moe_mlp`` in grouped GEMMs, with overlap where ``waves.why_not`` has nothing against it. The rest is checked.
+    """``moe_mlp`` in grouped GEMMs, with overlap unless ``waves.why_not`` has a reason. The rest was checked.
 
-    send: dispatches x and topk_weights, where one part runs its steps one after the other
+    send: dispatches x and topk_weights; called if one part runs one step after the other
     w1, w2, options: as grouped_swiglu_mlp takes them; all matrices of a layer require gradients, or none
     """
     one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
@@ -166,7 +165,7 @@ def run_nodes(
     num_parts: int,
     run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
 ) -> Tensor:
-    """``moe_mlp`` whose operations are nodes of autograd, for what looks at operators. The order is that of parts.py.
+    """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: parts.py.
 
     run_experts: takes the dispatch of each part, and returns the results of its rows
     """
@@ -194,7 +193,7 @@ def run_grouped_nodes(
     num_parts: int,
     **options: Any,
 ) -> Tensor:
-    """``run_layer`` whose operations are nodes of autograd. Gradients of weights are written once all the same."""
+    """``run_layer`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
 
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
         return grouped_swiglu_mlp_of_sets([_rows_of(out) for out in sent], w1, w2, **options)
@@ -203,7 +202,7 @@ def run_grouped_nodes(
 
 
 def _has_values(t: Tensor) -> bool:
-    """Return whether the host may look at a tensor: no compiler traces it, and it is no stand-in."""
+    """Return whether the host may read a tensor's values: no compiler traces it, and it is not fake."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(t) is Tensor and detect_fake_mode((t,)) is None
@@ -216,13 +215,13 @@ def _rows_of(out: DispatchOutput) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _aligned(weight: Tensor) -> Tensor:
-    """Return the weight in one piece, at an address that kernels of grouped GEMMs take."""
+    """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
     weight = weight.contiguous()
     return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
 
 
 def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return rows [rows, k] times weight[e].T of each row's expert, [rows, n]. Rows of no expert are not computed.
+    """Return rows [rows, k] times weight[e].T of each row's expert e, [rows, n]. Rows of no expert are not computed.
 
     weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
     """
@@ -234,7 +233,7 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _rows_of_experts(out: DispatchOutput, w1: Tensor, w2: Tensor, keep_activated: bool) -> Tensor:
-    """Return the results of the experts by row, in PyTorch's grouped GEMMs."""
+    """Return the results of the experts by row, by PyTorch's grouped GEMMs."""
     rows, row_weights, ends = _rows_of(out)
     second = _activated_linear
     if not keep_activated:
@@ -248,7 +247,7 @@ def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """silu(gate) * up * weight for rows (gate, up), in float32. It keeps its arguments, and nothing in float32."""
+    """silu(gate) * up * weight for rows (gate, up), in float32. It saves its arguments only, and nothing in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:

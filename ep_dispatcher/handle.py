@@ -13,7 +13,7 @@ R = TypeVar("R", bound="_Result")
 
 
 def _short(value: Any) -> str:
-    """Describe a tensor by dtype and shape. Its contents are long, and parts of a plan are never written."""
+    """Describe a tensor by dtype and shape: its contents are long, and parts of a plan are uninitialised."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple):
@@ -22,12 +22,12 @@ def _short(value: Any) -> str:
 
 
 class _Result:
-    """A frozen dataclass that every operation makes."""
+    """The base of the frozen dataclasses that operations return."""
 
     @classmethod
     def of(cls: type[R], **given: Any) -> R:
-        """Return ``cls(**given)``, with every field that has no default, in a third of the time."""
-        if torch.compiler.is_compiling():  # Dynamo traces the constructor alone
+        """Return ``cls(**given)`` in a third of the time. Give every field that has no default."""
+        if torch.compiler.is_compiling():  # Dynamo can trace only the constructor
             return cls(**given)
         made = object.__new__(cls)
         vars(made).update(given)
@@ -52,8 +52,8 @@ class Handle(_Result):
     num_tokens: int  # of this rank, as a source
     num_rows: int  # rows of the dispatched output, zero rows included
     plan: Tensor  # int32 [plan size] on the engine's device; only the engine reads it
-    # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there: reading it waits for nothing.
-    # None if the host does not know the counts: a dispatch with max_recv_rows on a GPU, or one that is being traced.
+    # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
+    # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
 
 
@@ -64,7 +64,7 @@ class Event(Protocol):
         """Let the current stream wait for the operation."""
 
     def synchronize(self) -> None:
-        """Let the host wait for the operation; raise what it found late."""
+        """Let the host wait for the operation. Raise the errors that it found late."""
 
     def query(self) -> bool:
         """Return whether the operation is complete."""
@@ -89,27 +89,27 @@ class CompletedEvent:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DispatchOutput(_Result):
-    """The rows received by this rank; ``rows`` is their number, padding included.
+    """The rows that this rank received. ``rows`` is their number, padding included.
 
     x                 [rows, hidden] of the buffer's dtype, or QuantizedRows (float8 rows, float32 scales)
-    topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where not local;
-                      None if dispatch got none
+    topk_weights      float32: expert layout [rows], 0 on padding; rank layout [rows, num_topk], 0 where the expert is
+                      not local; None if dispatch got none
     topk_idx          rank layout: int64 [rows, num_topk], number of the local expert or -1; expert layout: None
-    tokens_per_expert int64 [num_local_experts], tokens of each expert, without padding. To add up those of many
-                      operations, also in a CUDA graph: ``total += out.tokens_per_expert``
+    tokens_per_expert int64 [num_local_experts], tokens of each expert, without padding. Add up those of many
+                      operations, also in a CUDA graph, with ``total += out.tokens_per_expert``
     rows_per_expert   int64 [num_local_experts], the same rounded up to expert_alignment
     handle            for combine, and for another dispatch with the same routing
     event             completion of this dispatch
-    hook              None, or with ``return_hook`` the function to call before anything here is read
+    hook              None; with ``return_hook`` the function to call before anything here is read
 
     In decode layout, with S = num_ranks * max_tokens_per_rank:
 
     x                 [num_local_experts, S, hidden], or QuantizedRows of it and float32 scales [num_local_experts, S,
                       hidden / 128]. With scale_format="ue8m0" a plain pair with int32 scales [num_local_experts, S,
-                      hidden / 512], four exponents in each. Scales of one column are beside each other in memory. Rows
-                      behind an expert's count are not written
+                      hidden / 512], four exponents in each. Scales of one column are contiguous in memory. Rows
+                      after an expert's count are not written
     tokens_per_expert int32 [num_local_experts]; rows_per_expert is the same
-    topk_weights      None, as topk_idx is
+    topk_weights      None, and so is topk_idx
     """
 
     x: Tensor | tuple[Tensor, Tensor]
@@ -135,7 +135,7 @@ class CombineOutput(_Result):
     x             [num_tokens, hidden] of the buffer's dtype
     topk_weights  float32 [num_tokens, num_topk]; None if combine got none
     event         completion of this combine
-    hook          None, or with ``return_hook`` the function to call before x is read
+    hook          None; with ``return_hook`` the function to call before x is read
     """
 
     x: Tensor

@@ -1,7 +1,7 @@
-"""How many bytes one rank of a Buffer takes, before anything is allocated: no GPU and no compiled module is needed.
+"""Computes the bytes that one rank of a Buffer takes, before anything is allocated. Needs no GPU or compiled module.
 
 The layout is that of the engines. Every function here names the C++ that it follows, array by array and in the same
-order. `tests/test_memory.py` compares the sums with what the engines say, byte by byte.
+order. `tests/test_memory.py` compares the sums with those of the engines, byte by byte.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from ep_dispatcher import checks, envs
 from ep_dispatcher.topology import Topology
 
-# Limits of the CUDA engine, and its multiprocessors where nobody says how many.
+# Limits of the CUDA engine, and its default number of multiprocessors.
 MAX_NODES, MAX_LOCAL = 8, 8  # as compiled (csrc/cuda/config.h)
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
-MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to
-# On 4 H200: enough for NVLink; more make a combine faster, and take as many from the kernels beside it.
+MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to fit too
+# Enough for NVLink on 4 H200. More make a combine faster, but take as many from the kernels beside it.
 DEFAULT_SMS = 24
 
 ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/cursor.h)
@@ -27,11 +27,11 @@ VECTOR = 16  # bytes; kVector
 ITEM_CHUNK = 512  # kItemChunk
 SCALE_BLOCK = 128  # kScaleBlock
 
-# Between nodes: tokens of all rail peers together whose partial sums have slots at a time, of each rank of the node. So
-# slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is reduced, pushes
-# fill the others.
+# Between nodes each rank of the node has slots for the partial sums of so many tokens at a time, of all rail peers
+# together. So slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is
+# reduced, pushes fill the others.
 WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
-MAX_WINDOW_CHUNKS = 1024  # of max_tokens: each has counters in a block's shared memory
+MAX_WINDOW_CHUNKS = 1024  # the most window chunks in max_tokens: each has counters in a block's shared memory
 
 STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
 CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
@@ -65,9 +65,9 @@ def counts_bytes(num_ranks: int, num_experts: int) -> int:
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank, by kind of array; an array has the padding after it, and ``"padding"`` the rest.
+    """Bytes of one rank, by kind of array. An array includes the padding after it; ``"padding"`` has the rest.
 
-    ``region``: memory that the node's ranks share; ``state``: what the rank keeps for itself (CUDA engine).
+    ``region``: memory that the node's ranks share; ``state``: memory that only this rank uses (CUDA engine).
     """
 
     region: dict[str, int]
@@ -143,17 +143,17 @@ class Shape:
 
     @property
     def token_chunk(self) -> int:
-        """Tokens with a common flag once their rows are staged, or have crossed to another node; a power of two.
+        """Tokens that share a flag, raised once their rows are staged or have crossed to another node. A power of two.
 
-        On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk is pulled
-        when all has crossed: at 50 GB/s chunks of 256 took 0.95 of the time of chunks of 1024, those of 128 more
-        (benchmarks/paced_wire.py --chunks).
+        On 2 H200, one node, smaller chunks cost more in flags than they save. Between nodes the last chunk can be
+        pulled only when all has crossed: at 50 GB/s chunks of 256 took 0.95 of the time of chunks of 1024, those of 128
+        took more (benchmarks/paced_wire.py --chunks).
         """
         return 1024 if self.num_nodes == 1 else 256
 
     @property
     def sum_chunk(self) -> int:
-        """Tokens with a common flag once their sums have crossed to another node; a power of two.
+        """Tokens that share a flag, raised once their sums have crossed to another node. A power of two.
 
         At 50 GB/s, one H200, 2 nodes (benchmarks/paced_wire.py --chunks), with window chunks of this size too: chunks
         of 128 took 0.97 to 0.99 of the time of 256 with one rank per node, and 1.02 to 1.03 with two.
@@ -162,7 +162,7 @@ class Shape:
 
     @property
     def window_chunk(self) -> int:
-        """Tokens of a chunk of a source on another node; a multiple of 16, which a warp takes at once."""
+        """Tokens in a chunk of the window of a source on another node. A multiple of 16: a warp takes 16 at once."""
         share = WINDOW_TOKENS // (WINDOW_CHUNKS * max(1, self.num_nodes - 1)) // 16 * 16
         return max(min(share, self.sum_chunk), round_up(self.chunks(MAX_WINDOW_CHUNKS), 16))
 
@@ -181,7 +181,7 @@ class Shape:
 
 
 class Cursor:
-    """Measures arrays one after the other, as csrc/common/cursor.h does, and sums them up by name."""
+    """Measures arrays one after the other, as csrc/common/cursor.h does, and adds up the bytes of each name."""
 
     def __init__(self):
         self.size = 0
@@ -193,7 +193,7 @@ class Cursor:
         self._add(name, round_up(num_bytes, ALIGNMENT))
 
     def repeat(self, times: int, carve: Callable[[Cursor, Shape], None], shape: Shape) -> None:
-        """Take as often what ``carve`` takes; each begins and ends at a multiple of a line."""
+        """Take what ``carve`` takes, ``times`` times. Each begins and ends at a multiple of a line."""
         self.take(PADDING, 0, LINE)
         once = Cursor()  # measured from a multiple of a line, like each of them
         carve(once, shape)
@@ -227,9 +227,9 @@ def buffer_bytes(
         one.region["slots"]           # bytes by kind of array
 
     num_ranks       ranks of the group
-    ranks_per_node  ranks of a node; None: EP_DISPATCHER_RANKS_PER_NODE, or all ranks where that is unset
-    num_sms         as Buffer takes it; a GPU with fewer multiprocessors makes the state a little smaller
-    engine          "cuda": memory of the GPU; "cpu": shared memory of the host, in pages that count once they are used
+    ranks_per_node  ranks of a node; None: EP_DISPATCHER_RANKS_PER_NODE, or all ranks if that is unset
+    num_sms         as Buffer takes it; on a GPU with fewer multiprocessors the state is a little smaller
+    engine          "cuda": memory of the GPU; "cpu": shared memory of the host, whose pages count once they are used
 
     All other arguments are those of Buffer. Raises the ValueErrors that Buffer raises for these sizes. Formulas and
     examples: docs/memory.md. Left out: about a kilobyte of pinned host memory, what an allocator adds by rounding up,
@@ -276,7 +276,7 @@ def buffer_bytes(
 
 
 def check_cuda_sizes(topology: Topology, num_experts: int, max_tokens_per_rank: int) -> None:
-    """Raise ValueError where the kernels of the CUDA engine cannot serve a buffer."""
+    """Raise ValueError if the kernels of the CUDA engine cannot serve a buffer of these sizes."""
     given = "with engine='cuda'"
     if topology.num_nodes > MAX_NODES or topology.ranks_per_node > MAX_LOCAL:
         text = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
@@ -292,7 +292,7 @@ def check_cuda_sizes(topology: Topology, num_experts: int, max_tokens_per_rank: 
 
 
 def check_cuda_masks(shape: Shape) -> None:
-    """Raise ValueError where the kernels of the CUDA engine cannot mask ranks."""
+    """Raise ValueError if the kernels of the CUDA engine cannot mask ranks at this shape."""
     if shape.masks and not shape.plans_directly:
         given = f"True with max_tokens_per_rank={shape.max_tokens}, num_topk={shape.num_topk}"
         allowed = "it with direct plans: fewer tokens, choices and experts (docs/memory.md) with engine='cuda'"
@@ -300,7 +300,7 @@ def check_cuda_masks(shape: Shape) -> None:
 
 
 def check_cuda_sms(topology: Topology, num_sms: int) -> None:
-    """Raise ValueError where too few multiprocessors are left for the kernels of the CUDA engine."""
+    """Raise ValueError if the kernels of the CUDA engine would have too few multiprocessors."""
     if topology.num_nodes > 1 and num_sms < 2:
         checks.fail("num_sms", num_sms, "at least 2 with several nodes: one serves the wire between them")
 
@@ -309,7 +309,7 @@ def check_cuda_sms(topology: Topology, num_sms: int) -> None:
 
 
 def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:
-    """Return the bytes of one rank, for any number of nodes: also for more than the engine serves."""
+    """Return the bytes of one rank, for any number of nodes, even for more than the engine serves."""
     region, state = Cursor(), Cursor()
     _carve_cuda_region(region, shape)
     _carve_state(state, shape, num_sms)
@@ -381,7 +381,7 @@ def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
 def cpu_bytes(shape: Shape) -> BufferBytes:
     """Return the bytes of one rank's shared memory: ``carve_region`` of csrc/cpu/region.h."""
     c, s = Cursor(), shape
-    # Of one token on one rank of a node; with masks each rank has its own slots.
+    # Partial sums of one token from the ranks of a node. With masks each rank has its own slot.
     partials = s.ranks_per_node if s.masks else min(s.ranks_per_node, s.num_topk)
     c.take(FLAGS, CPU_FLAG_BYTES)  # aborted
     c.take(FLAGS, s.ranks_per_node * CPU_FLAG_BYTES if s.masks else 0)  # masked

@@ -10,14 +10,14 @@
                    gradients of A's rows                       combine B: gradients of x and topk_weights
                    gradients of w1 and w2, both parts          combine A
 
-A is the first half of a rank's tokens, B the rest: one token is all in A. Between nodes rows and sums cross in the
+A is the first half of a rank's tokens, B the rest; a single token is in A. Between nodes rows and sums cross in the
 order of tokens, not of experts. So GEMMs cannot wait for the rows of a tile, as they do on one node (waves.py). Here
-each waits for a whole operation before it, by an event. No kernel waits for one of its own GPU, so none needs
-multiprocessors set aside. The side stream has a higher priority: its blocks get multiprocessors as tiles end.
+each waits for a whole operation before it, by an event. No kernel waits for another one of its GPU, so no
+multiprocessors are set aside. The side stream has a higher priority: its blocks get multiprocessors as tiles end.
 
 Operations are collective, so all ranks run the same parts, whatever their tokens. A rank without overlap runs the same
-operations in the same order, all in its current stream; so does the CPU engine. The backward begins with B, as autograd
-does where each step is a node of its own: in torch.compile.
+operations in the same order, all in its current stream. So does the CPU engine. The backward begins with B, as autograd
+does in torch.compile, where each step is a node of its own.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from ep_dispatcher.grouped_mlp import (
 if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda import CudaEngine
 
-# Of a buffer's max_tokens_per_rank, for two parts without being asked. Measured with 4096 alone (docs/nodes.md).
+# The smallest max_tokens_per_rank of a buffer for two parts by default. Measured in docs/nodes.md.
 MIN_TOKENS = 2048
-_PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps: these, and the plan
+_PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: these, and the plan
 
 
 def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
-    """Return in how many parts a layer runs: so many as asked for, else as `why_one` says."""
+    """Return the number of parts of a layer: the number asked for, else as `why_one` decides."""
     checks.one_of("num_parts", asked, (1, 2, None))
     if asked is not None:
         return asked
@@ -63,9 +63,9 @@ def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
 
 
 def why_one(buffer: Buffer) -> str | None:
-    """Say why a layer with this buffer runs in one part where nobody asks for two. None: it runs in two.
+    """Say why a layer with this buffer runs in one part by default. None: it runs in two.
 
-    Only what all ranks have alike decides.
+    Only settings that are the same on all ranks decide.
     """
     reason = why_no_kernels(buffer)
     if reason is None and buffer._config.topology.num_nodes == 1:
@@ -109,7 +109,7 @@ def mlp_in_parts(
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
 ) -> Tensor:
-    """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights are checked.
+    """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights were checked.
 
     max_recv_rows: of each part
     overlap: whether its operations run in a stream of their own, on a GPU
@@ -142,11 +142,11 @@ class _Mlp(torch.autograd.Function):
         ]
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
-        results: list[Tensor] = []  # combines read them until the end
+        results: list[Tensor] = []  # keeps them alive: combines read them until the end
         with _Lane(buffer, x, overlap, num_operations=4) as lane:
-            # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches: first the dispatch of B,
-            # then the experts of A. Where the host waits for the counts of B, the experts of A have to be launched
-            # before. In any case combine A is launched before the experts of B.
+            # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
+            # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
+            # both cases launch combine A before the experts of B.
             waits = request.counts
             sent = [lane.dispatch(one) for one in requests[: 1 if waits else 2]]
             for i, out in enumerate(cut(y)):
@@ -192,7 +192,7 @@ class _Mlp(torch.autograd.Function):
                     y = CombineRequest(grads[i].of_rows, plans[i], grads[i].of_row_weights, len(out), "expert")
                     of_topk_weights[i] = lane.combine(y, out, lane.record()).topk_weights
             sets = [(of_part, of_rows._replace(of_rows=None)) for of_part, of_rows in zip(kept, grads)]
-            side = lane.side  # no more of it: a write may come later
+            side = lane.side  # `write` keeps this alone, not the lane: it may be called later
 
             def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
                 write_grads(sets, of_w1, of_w2, accumulate)
@@ -200,18 +200,18 @@ class _Mlp(torch.autograd.Function):
 
             of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
             lane.join()
-            of_probs = torch.cat(of_topk_weights) if goes_back else None  # it reads memory of the side stream
+            of_probs = torch.cat(of_topk_weights) if goes_back else None  # reads memory of the side stream
         return of_x, of_probs, None, None, None, None, *of_inputs
 
 
 class _Lane:
     """The operations of a layer, beside its GEMMs, or between them in the current stream.
 
-    All that a caller gives an operation, or gets from it, has to live until the end. There each stream waits for the
-    other: so memory of both is used in order, whichever main stream uses the side stream next.
+    Arguments and results of an operation have to live until the end of `with`. There each stream waits for the other.
+    So memory of both is reused in order, whichever main stream uses the side stream next.
 
-    An error while operations are left ends a buffer on a GPU: its peers learn of it at once. A ValueError does not: it
-    is about counts, and all ranks have it.
+    An error between the first operation and the last ends a buffer on a GPU: its peers learn of it at once. A
+    ValueError does not: it is about counts, and all ranks raise it.
     """
 
     def __init__(self, buffer: Buffer, x: Tensor, overlap: bool, num_operations: int):
@@ -242,7 +242,7 @@ class _Lane:
             self.main.wait_stream(self.side)
 
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
-        """Launch it behind the operations before it. Return its outputs, and an event that `take` waits for."""
+        """Launch a dispatch after the earlier operations. Return its outputs, and the event that `take` waits for."""
         with self._beside():
             received = self.buffer._launch_dispatch(request)
         self.num_launched += 1
@@ -255,11 +255,11 @@ class _Lane:
         return received
 
     def record(self) -> torch.cuda.Event | None:
-        """Return an event behind what the main stream has been given."""
+        """Return an event after all that the main stream has been given so far."""
         return None if self.main is None else self.main.record_event()
 
     def combine(self, request: CombineRequest, out: Tensor, after: torch.cuda.Event | None) -> Combined:
-        """Launch it behind the operations before it, and behind an event. The sums are written to `out`."""
+        """Launch a combine after the earlier operations and after an event. The sums are written to `out`."""
         if self.side is not None and after is not None:
             self.side.wait_event(after)
         with self._beside():
@@ -272,11 +272,11 @@ class _Lane:
 
 
 def _order_memory(side: torch.cuda.Stream | None) -> None:
-    """Let a side stream wait for the current one. What is freed from here on is used again behind its kernels.
+    """Let a side stream wait for the current one, so that memory freed from here on is reused after its kernels.
 
-    Two main streams may have one side stream (side_streams.py), and a write of gradients may come behind the layer.
-    While a graph is captured it does not wait: no join would follow. There the next layer of the same main stream
-    waits, and nobody else gets that memory: it is the graph's.
+    Two main streams may share a side stream (side_streams.py), and gradients may be written after the layer. While a
+    graph is captured the side stream does not wait, because no join would follow. There the next layer of the same main
+    stream waits, and nobody else gets that memory: it is the graph's.
     """
     if side is not None and not torch.cuda.is_current_stream_capturing():
         side.wait_stream(torch.cuda.current_stream(side.device))

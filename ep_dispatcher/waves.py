@@ -14,18 +14,18 @@
                      GEMM: gradients of rows
                    GEMMs: gradients of w2 and w1           ──▶ combine: gradients of x and topk_weights
 
-Pull, pushes and combine hold few multiprocessors; the GEMMs' programs take all others, one tile at a time, and all of
-them once the communication is over. Before a GEMM that waits, the main stream makes sure that all blocks of the pull
-have begun: the GEMM may not take their multiprocessors.
+Pull, pushes and combine hold few multiprocessors. The GEMMs' programs take all others, one tile at a time, and all of
+them once the communication is over. Before a GEMM that waits, the main stream waits until all blocks of the pull have
+begun, so that the GEMM cannot take their multiprocessors.
 
-Few tokens are complete before GEMM 2 is nearly done: their experts are scattered. So the pushes begin late, by
+A token's experts are scattered, so few tokens are complete before GEMM 2 is nearly done. So the pushes begin late, by
 push_after, and hold no multiprocessor before. They run in a stream of higher priority: their blocks take the next
-multiprocessors that become free. The sums behind them have all.
+multiprocessors that become free. The sums come last, and take all multiprocessors.
 
-With several nodes only the combine of the backward runs beside GEMMs: rows and sums cross in the order of tokens, not
-of experts. There two parts of the tokens overlap (parts.py).
+With several nodes only the combine of the backward runs beside GEMMs, because rows and sums cross in the order of
+tokens, not of experts. There two parts of the tokens overlap (parts.py).
 
-Tiles and sums are those of the steps one after the other, so every bit is the same.
+Tiles and sums are the same as without overlap, so every bit is the same.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ if TYPE_CHECKING:
     from ep_dispatcher.engines.cuda import CudaEngine
 
 
-# Of a buffer's max_tokens_per_rank, and of a call. With 128 and 512 tokens a layer takes 2 to 5 % longer: one H200,
-# hidden 7168, 32 experts, forward 786 -> 807 and 1188 -> 1248 us.
+# The fewest tokens that overlap: of a buffer's max_tokens_per_rank, and of a call. With 128 and 512 a layer takes 2 to
+# 5 % longer with overlap: one H200, hidden 7168, 32 experts, forward 786 -> 807 and 1188 -> 1248 us.
 MIN_TOKENS = 2048
-# [bytes] Without gradients shorter rows gain nothing. 2 H200, 4096 tokens, us: hidden 2048 1048 -> 1045, with gradients
-# 2759 -> 2644. Hidden 7168 7780 -> 7424, with gradients 26436 -> 25822.
+# [bytes] Without gradients rows up to this length gain nothing. 2 H200, 4096 tokens, us, without -> with overlap:
+# hidden 2048 1048 -> 1045, with gradients 2759 -> 2644; hidden 7168 7780 -> 7424, with gradients 26436 -> 25822.
 LONG_ROW = 8192
 
 
 class Sms(NamedTuple):
-    """The most multiprocessors of each launch. One beside a GEMM has at most the buffer's num_sms.
+    """The most multiprocessors of each launch. A launch beside a GEMM has at most the buffer's num_sms.
 
     benchmarks/moe_mlp.py compares several in one run.
     """
 
     pull: int = 24  # forward
     push: int = 24
-    sum: int = 1 << 16  # behind all GEMMs, so all that the GPU has
+    sum: int = 1 << 16  # after all GEMMs, so all that the GPU has
     grad_pull: int = 24  # backward
     grad_combine: int = 24  # with several nodes always num_sms: some serve the wire
 
 
 SMS = Sms()
-# [per second] On 2 H200: operations of GEMMs; bytes of rows that pushes load; bytes over NVLink.
+# [per second] Measured on 2 H200: operations of GEMMs; bytes of rows that pushes load; bytes over NVLink.
 GEMM_FLOPS, LOADED_BYTES, NVLINK_BYTES = 500e12, 2.4e12, 350e9
 PUSH_AFTER: float | None = None  # instead of push_after(), for comparisons
 
@@ -81,7 +81,7 @@ PUSH_AFTER: float | None = None  # instead of push_after(), for comparisons
 def can_overlap(
     buffer: Buffer, wants_gradients: bool, num_tokens: int | None = None, num_parts: int | None = None
 ) -> bool:
-    """Whether it pays and this buffer can."""
+    """Return whether a layer with this buffer overlaps: it can, and it pays."""
     return why_not(buffer, wants_gradients, num_tokens, num_parts) is None
 
 
@@ -90,7 +90,7 @@ def why_not(
 ) -> str | None:
     """Say why a layer with this buffer runs its steps one after the other. None: it overlaps them.
 
-    num_tokens: of this rank in the call; None: as many as the buffer holds. Other ranks may decide otherwise
+    num_tokens: of this rank in the call; None: as many as the buffer holds. Other ranks may decide differently
     num_parts: as in ep.moe_mlp. Two parts overlap with any number of tokens
     """
     reason = parts.why_no_kernels(buffer)
@@ -101,7 +101,7 @@ def why_not(
         return reason
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
         return "CUDA_LAUNCH_BLOCKING is set"
-    # A graph orders its branches by itself. With one queue a GEMM may then stand before the pull that it waits for.
+    # A graph orders its branches by itself. With one queue a GEMM may come before the pull that it waits for.
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if not in_parts and connections == "1" and torch.cuda.is_current_stream_capturing():
         return "it is captured in a CUDA graph with CUDA_DEVICE_MAX_CONNECTIONS=1"
@@ -109,7 +109,7 @@ def why_not(
 
 
 def _why_no_waves(buffer: Buffer, wants_gradients: bool, num_tokens: int | None) -> str | None:
-    """Say why one part on a GPU does not overlap, by its sizes."""
+    """Say why one part on a GPU does not overlap, judging by its sizes. None: it does."""
     config, engine = buffer._config, buffer._live_engine()
     has_nodes = config.topology.num_nodes > 1
     reason = parts.why_few_tokens(buffer, MIN_TOKENS)
@@ -131,8 +131,9 @@ def push_after(num_ranks: int, num_topk: int, intermediate: int, itemsize: int) 
 
         share = 1 - 2 * seconds of pushes / seconds of the GEMM,  at least 0
 
-    The seconds are those of a row, each alone on the GPU, with even routing. Pushes load all rows and send a sum for
-    each (token, rank). Twice their time is left, because most tokens are complete late. itemsize: bytes of an element
+    The seconds are those of a row, for each step alone on the GPU, with even routing. Pushes load all rows and send a
+    sum for each (token, rank). They get twice their time, because most tokens are complete late. itemsize: bytes of an
+    element
 
     On 2 H200 it gives 0.80 for hidden 7168, intermediate 2048. There 0.75 and 0.85 were equally fast, 0.5 and 0.92 took
     1 % longer (benchmarks/moe_mlp.py, docs/performance.md). With more ranks it has not been measured.
@@ -157,7 +158,7 @@ def overlapped_mlp(
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
 ) -> Tensor:
-    """``ep.moe_mlp`` with overlap; weights and keywords are those of grouped_swiglu_mlp. The rest is checked."""
+    """``ep.moe_mlp`` with overlap; weights and keywords are those of grouped_swiglu_mlp. The rest was checked."""
     grouped_gemm.kernels()  # an error here comes before anything is sent
     call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
     return _Mlp.apply(x, topk_weights, buffer, topk_idx, max_recv_rows, call, *call.inputs(x, topk_weights))
@@ -246,9 +247,9 @@ class _Mlp(torch.autograd.Function):
 
 
 class _Layer:
-    """What forward and backward share: operations in the side stream, and their counters.
+    """Operations of a forward or backward in the side stream, and their counters.
 
-    At the end the main stream waits for the side stream, so memory of either may be used again. An error that leaves an
+    At the end the main stream waits for the side stream, so that memory of both can be reused. An error that leaves an
     operation half done, such as one of memory, ends the buffer: its peers learn of it at once.
     """
 
@@ -269,7 +270,7 @@ class _Layer:
         self.join()
 
     def counters(self) -> tuple[Tensor, Tensor]:
-        """Counters of an operation that delivers or takes these rows: Waves.begun, Waves.done."""
+        """Return zeroed counters for an operation that delivers or takes these rows: Waves.begun, Waves.done."""
         groups = -(-self.rows.shape[0] // grouped_gemm.WAVE_ROWS)
         zeros = torch.zeros(1 + groups, dtype=torch.int32, device=self.rows.device)
         return zeros[:1], zeros[1:]
@@ -277,17 +278,17 @@ class _Layer:
     def beside(
         self, most: int, begun: Tensor | None = None, done: Tensor | None = None, pieces_of_row: int = 1
     ) -> Waves:
-        """Describe a launch beside a GEMM, with at most so many blocks. No counters: neither waits for the other."""
+        """Describe a launch beside a GEMM, with at most ``most`` blocks. Without counters neither waits."""
         return Waves(min(most, self.engine.num_sms), begun, done, pieces_of_row)
 
     def receive(self, most: int) -> Tensor:
-        """Let the rows of the dispatch that was sent arrive beside what follows. Return their counters.
+        """Receive the rows of the dispatch that was sent, beside the next kernels. Return the counters of the rows.
 
         most: blocks
         """
         begun, arrived = self.counters()
         waves = self.beside(most, begun, arrived)
-        self.kept = self.engine.sent  # a copy of x too, if the pull reads one: the main stream may not use its memory
+        self.kept = self.engine.sent  # a copy of x too, if the pull reads one: the main stream may not reuse it
         self.side.wait_stream(self.main)
         self.uses_side = True
         with torch.cuda.stream(self.side):
@@ -296,7 +297,7 @@ class _Layer:
         return arrived
 
     def combine(self, request: CombineRequest, waves: Waves | None) -> Combined:
-        """Run a combine beside what follows. Without waves it has num_sms blocks."""
+        """Run a combine beside the next kernels. Without waves it has num_sms blocks."""
         self.side.wait_stream(self.main)
         self.uses_side = True
         return self._combine(request, waves, only_sends=False)
@@ -304,7 +305,7 @@ class _Layer:
     def push(
         self, request: CombineRequest, waves: Waves, ready: torch.cuda.Event, ends: Tensor, activated: Tensor
     ) -> Combined:
-        """Run the pushes of a combine beside the last GEMM: they take rows of y as it counts them.
+        """Run the pushes of a combine beside the last GEMM: they take rows of y as the GEMM counts them.
 
         ready: recorded before that GEMM; ends, activated: its arguments. The outputs are complete after `sum`.
         """
@@ -328,7 +329,7 @@ class _Layer:
         return combined
 
     def sum(self) -> None:
-        """Run the rest of the combine on all multiprocessors: nothing is beside it."""
+        """Run the rest of the combine on all multiprocessors: nothing runs beside it."""
         self.join()
         self.buffer._explaining(self.engine.receive, Waves(min(SMS.sum, self.engine.all_sms)))
 
@@ -338,6 +339,6 @@ class _Layer:
         self.engine.wait_until_begun(waves)
 
     def join(self) -> None:
-        """Let the main stream wait for the operation beside it. Without one, a capture may not wait for its stream."""
+        """Let the main stream wait for the side stream, if that was used: a capture may not wait for an unused one."""
         if self.uses_side:
             self.main.wait_stream(self.side)

@@ -1,7 +1,7 @@
 """A dispatch that the experts run themselves, with communication under their GEMMs: EP_DISPATCHER_EXPERT_WAVES=1.
 
-Megatron calls dispatch, experts and combine one after the other. Overlapped they are one call, so the other steps pass
-on what they get:
+Megatron calls dispatch, experts and combine one after the other. To overlap, all three have to be one call, that of the
+experts. So the other steps only pass on what they get:
 
     token_dispatch        keeps its arguments in a Deferred, sends nothing           -> tokens, probs
     dispatch_postprocess                                                             -> tokens, the Deferred, probs
@@ -29,20 +29,20 @@ from ep_dispatcher.parts import num_parts_of
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """The dispatch of one forward pass. It goes to the experts in the place of their counts."""
+    """The dispatch of one forward pass. The experts get it in place of their counts."""
 
     buffer: ep.Buffer
     topk_idx: Tensor  # int64 [num_tokens, num_topk]
     max_rows: int | None  # of this rank; None: the host waits for their number
-    has_plan: bool  # whether `send` has one of an earlier pass
+    has_plan: bool  # whether `send` has the plan of an earlier pass
     send: Callable[[Tensor, Tensor, int | None], ep.DispatchOutput]  # dispatches tokens and probs to so many rows
 
     def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
 
-        With overlap where ``waves.why_not`` has nothing against it; else one step after the other, bit by bit the same.
-        In two parts of the tokens where the buffer says so, unless there is a plan: all ranks have one then, or none.
-        What looks at operators may do so on one rank alone (a FlopCounterMode): its operations are those of the others.
+        It overlaps unless ``waves.why_not`` has a reason; else it runs one step after the other, bit by bit the same.
+        It runs in two parts of the tokens if the buffer says so, unless there is a plan (on all ranks or on none). If a
+        tool looks at operators on one rank (FlopCounterMode), that rank still runs the operations of the others.
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
         """

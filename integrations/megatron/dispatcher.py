@@ -26,13 +26,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         tokens = combine_preprocess(experts(tokens, tokens_per_expert, permuted_probs))
         hidden_states = combine_postprocess(token_combine(tokens))           # the one communication on the way back
 
-    Gradients flow through the arguments of the steps alone: a schedule may detach any of them and run a step's
-    backward whenever it likes. A plan belongs to one forward pass; its backward finds it in the graph. Experts that
-    overlap communication run it themselves: deferred.py.
+    Gradients flow only through the arguments of the steps: a schedule may detach any of them and run the backward of a
+    step at any time. A plan belongs to one forward pass; its backward finds it in the graph. Experts that overlap with
+    communication run dispatch and combine themselves: deferred.py.
 
     num_local_experts     experts of this rank
     local_expert_indices  their global numbers
-    config                TransformerConfig; a setting that cannot be supported raises ValueError with the flag's name
+    config                TransformerConfig; an unsupported setting raises ValueError with the flag's name
     pg_collection         ProcessGroupCollection with ep, expt_tp and tp_ep
     """
 
@@ -42,35 +42,35 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         graphs.note_layer(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.layer_number: int | None = None  # set when the layer gets its own
+        self.layer_number: int | None = None  # set when the layer gets its number
         self.expert_alignment = limits.expert_alignment(config)
-        # What a partial CUDA graph that ends after dispatch_preprocess has to bring out beside the step's outputs.
+        # A partial CUDA graph that ends after dispatch_preprocess has to return this beside the outputs of the step.
         self.cudagraph_attrs = ["topk_idx"]
-        # Of the forward pass under way, where Megatron calls the steps in their order.
+        # State of the current forward pass: Megatron calls the steps of one pass after the other.
         self.topk_idx: Tensor = None  # type: ignore[assignment]  # until dispatch_preprocess
         self.hidden_shape: torch.Size = None  # type: ignore[assignment]  # until dispatch_preprocess
         self.buffer: ep.Buffer = None  # type: ignore[assignment]  # until token_dispatch
-        self.handle: ep.Handle | None = None  # from the dispatch to the combine, as is the next
-        self.rows_per_expert: Tensor | None = None
-        self.deferred: Deferred | None = None  # likewise, where the experts run dispatch and combine
-        # All experts but those of the op fuser make a list of their counts first. 0.16's GroupedMLP takes counts on
-        # the host alone.
+        self.handle: ep.Handle | None = None  # from the dispatch to the combine
+        self.rows_per_expert: Tensor | None = None  # likewise
+        self.deferred: Deferred | None = None  # likewise, if the experts run dispatch and combine
+        # All experts except those of the op fuser first make a list of their counts. 0.16's GroupedMLP takes counts on
+        # the host only.
         self._takes_host_counts = not getattr(config, "use_transformer_engine_op_fuser", False)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
-        self.experts_are_grouped: Callable[[], bool] = _no  # other functions where experts.py notes the layer
+        self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these two if it notes the layer
         self.experts_communicate: Callable[[ep.Buffer], bool] = _no
         self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The routing as top-k columns.
+        """Turn the routing into top-k columns.
 
         hidden_states [..., hidden]; routing_map bool [num_tokens, num_experts]; probs float [num_tokens, num_experts]
         -> (hidden_states [num_tokens, hidden], probs float32 [num_tokens, top-k x expert tensor parallel size])
 
-        Raises ValueError when a shape or dtype is not as above, or a token has more than top-k experts. (On a GPU that
-        token's error comes from token_dispatch, or from a later call where the number of rows is given.)
+        Raises ValueError if a shape or dtype is not as above, or a token has more than top-k experts. (On a GPU the
+        error about a token comes from token_dispatch, or from a later call if the number of rows is given.)
         """
         self.hidden_shape = hidden_states.shape
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -89,11 +89,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return hidden_states, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [num_tokens, hidden] and probs, as preprocessed -> rows [rows, hidden] by expert, probs [rows]."""
+        """Dispatch tokens [num_tokens, hidden] and their probs -> rows [rows, hidden] by expert, probs [rows]."""
         layer = f"layer {self.layer_number}"
         recomputed = self._plans.take(self.topk_idx, self.tp_ep_group, layer)
         if recomputed is None:
-            again = recompute.under_way()  # of which microbatch is not known
+            again = recompute.under_way()  # its microbatch is not known
             self._num_forwards += not again
             microbatch, handle = self._num_forwards, None
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
@@ -144,7 +144,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return out
 
     def _max_rows(self, num_tokens: int) -> int | None:
-        """The rows of this rank where the user has limited them: then no host waits for their number. Else None."""
+        """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
         if limit is None and self.experts_are_grouped():
             most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
@@ -159,12 +159,12 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return limit
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
-        """Copies nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
+        """Copy nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).
 
-        tokens_per_expert counts the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
-        on the host if the host knows it: then the experts are launched while rows still move. Experts in grouped GEMMs
-        get it on the device. Those that run dispatch and combine themselves get tokens and probs as they were, and the
-        Deferred between them.
+        tokens_per_expert includes the zero rows that fill a group up to the alignment of quantised grouped GEMMs. It is
+        on the host if the host knows it, so that the experts are launched while rows still move. Experts in grouped
+        GEMMs get it on the device. Experts that run dispatch and combine themselves get tokens and probs unchanged, and
+        the Deferred in place of the counts.
         """
         if self.deferred is not None:
             return hidden_states, self.deferred, probs
@@ -179,11 +179,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return hidden_states, tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Copies nothing: rows [rows, hidden] leave from where the experts put them."""
+        """Copy nothing: the combine reads rows [rows, hidden] where the experts wrote them."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
+        """Combine rows [rows, hidden] -> the sum over each token's rows, [num_tokens, hidden]."""
         if self.shared_experts is not None:
             self._shared_experts_wait()
         if self.deferred is not None:
@@ -196,7 +196,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> the shape that came in, with the overlapped shared experts' output added."""
+        """Add the output of overlapped shared experts: [num_tokens, hidden] -> the shape of the layer's input."""
         if self.shared_experts is not None:
             with margins.margin():
                 self.shared_experts.linear_fc2_forward(hidden_states)
@@ -206,16 +206,16 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     @property
     def _shared_experts_wait_apart(self) -> bool:
-        """Whether overlapped shared experts leave it to the dispatcher when they wait: Megatron 0.18 and newer."""
+        """Whether the dispatcher decides when overlapped shared experts wait: Megatron 0.18 and newer."""
         return hasattr(self.shared_experts, "wait_current_stream")
 
     def _shared_experts_wait(self) -> None:
-        """Before a communication, so that they run beside it."""
+        """Let shared experts wait for the current stream, before a communication, so that they run beside it."""
         if self._shared_experts_wait_apart:
             self.shared_experts.wait_current_stream()
 
     def _note(self) -> None:
-        """Let the buffer's errors name this layer and microbatch, those of a backward too."""
+        """Let the buffer's errors name this layer and microbatch, in a backward too."""
         self.buffer.note, self.buffer._backward_note = self._where, f"{self._where}, backward"
 
 
@@ -224,7 +224,7 @@ def _no(*_: object) -> bool:
 
 
 def _used_here(tensor: Tensor) -> None:
-    """A schedule may run the steps of a layer in different streams; its streams know of the steps' outputs alone."""
+    """Record a tensor's use in this stream: steps may run in different streams, which know only the steps' outputs."""
     if tensor.is_cuda:
-        # torch.cuda.current_stream() makes its object in Python, and takes the host 5 us more.
+        # torch.cuda.current_stream() takes the host 5 us more, because it makes its object in Python.
         tensor.record_stream(torch.accelerator.current_stream(tensor.get_device()))

@@ -1,9 +1,9 @@
 """Runs Megatron's routed experts in a few grouped GEMMs: EP_DISPATCHER_GROUPED_EXPERTS=1.
 
-A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is another one, where
-it can be. Which layers these are is decided at the first forward pass: then they have their last shape.
+A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is replaced, if
+possible. The first forward pass decides for which layers: by then all of them have their final form.
 
-With EP_DISPATCHER_EXPERT_WAVES=1 dispatch and combine of these layers run under the GEMMs, where they can: deferred.py.
+With EP_DISPATCHER_EXPERT_WAVES=1 dispatch and combine of these layers run under the GEMMs, if possible: deferred.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ep_dispatcher.parts import num_parts_of
 TakeGrads = Callable[[WriteGrads], Tensor | None]
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
 WAVES_SWITCH = "EP_DISPATCHER_EXPERT_WAVES"
-# Fields of TransformerConfig with the value that they have to have. Not every version has all of them.
+# Fields of TransformerConfig with the values that they must have. Not every version has all of them.
 PLAIN_SETTINGS = {
     "gated_linear_unit": True,
     "add_bias_linear": False,
@@ -51,10 +51,10 @@ PLAIN_SETTINGS = {
     "moe_apply_probs_on_input": False,
     "cpu_offloading": False,
 }
-# The linear layers whose place the grouped GEMMs can take, by the names of their classes.
+# The linear layers that grouped GEMMs can replace, by the names of their classes.
 GROUPED_LINEARS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
 LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
-DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # for others the host would wait for the counts
+DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
 HOOKS = ("_forward_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
 
 _layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
@@ -66,24 +66,24 @@ class Experts:
 
     fc1: list[Module]  # the linear layers with w1
     fc2: list[Module]  # those with w2
-    bypassed: list[Module]  # every module that is not called
+    bypassed: list[Module]  # every module that grouped GEMMs leave uncalled
 
     def __init__(self, layer: Any, may_overlap: bool):
         self.layer, self.may_overlap = weakref.ref(layer), may_overlap
         self.config = layer.config
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
-        # Why Megatron's steps run one after the other, whatever the buffer can: in one part of the tokens, and in two.
+        # Why the steps cannot overlap, whatever the buffer: in one part of the tokens, and in two.
         self.why_no_waves: str | None = None
         self.why_no_parts: str | None = None
-        self.parts_agreed: bool | None = None  # what all ranks of the layer have said of two parts, once they have
+        self.parts_agreed: bool | None = None  # whether all ranks of the layer can run two parts; None: not asked yet
         self.is_decided = False
-        self.anchor: Any = None  # the one weight that autograd sees, where CUDA graphs may contain the layer
+        self.anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
 
     def weights(self) -> tuple[list[Any], list[Any]]:
-        """w1 and w2 of each expert, as the modules have them now."""
+        """Return w1 and w2 of each expert, as the modules have them now."""
         return _parameters(self.fc1), _parameters(self.fc2)
 
     def decide(self, experts: Any) -> None:
@@ -94,11 +94,11 @@ class Experts:
         self.why_no_parts = why_no_waves(experts, self, gemms_wait=False)
 
     def forward(self, rows: Tensor, counts: Tensor | Deferred, probs: Tensor) -> tuple[Tensor, None]:
-        """What TEGroupedMLP.forward does. Counts may lie on the host or on the device: the host reads none of them.
+        """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
 
-        With a Deferred in their place rows and probs are the tokens of this rank, and the result is what combine gives.
+        With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined.
         """
-        for module in self.bypassed:  # with overlap_param_gather they wait for the weights
+        for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights
             for hook in module._forward_pre_hooks.values():
                 if hook(module, (rows, counts)) is not None:
                     kind = type(module).__name__
@@ -121,9 +121,9 @@ class Experts:
         return out, None
 
     def _take_grads(self, w1: list[Any], w2: list[Any]) -> tuple[TakeGrads | None, Tensor | None]:
-        """Who writes the gradients of the weights in the backward, and what autograd sees in their place.
+        """Return who writes the gradients of the weights in the backward, and the tensor that autograd sees instead.
 
-        None: autograd, as for every other tensor.
+        None: autograd writes them, as for every other tensor.
         """
         if not all(weight.requires_grad for weight in (*w1, *w2)):
             return None, None
@@ -137,11 +137,11 @@ class Experts:
         return lambda write: self._deliver(write, w1, w2, True), None
 
     def _deliver(self, write: WriteGrads, w1: list[Any], w2: list[Any], fused: bool) -> None:
-        """Write the gradients where Megatron looks for them, and run what it runs when they are there.
+        """Write the gradients where Megatron looks for them, and call its hooks.
 
         Transformer Engine returns a dummy for each weight, so that autograd accumulates it and calls the hook of
-        Megatron's DistributedDataParallel. For the many weights of experts that is much host time: the hooks are
-        called from here.
+        Megatron's DistributedDataParallel. Experts have many weights, so that takes much host time. Calling the hooks
+        from here avoids it.
         """
         weights = [*w1, *w2]
         if fused:
@@ -157,7 +157,7 @@ class Experts:
         self._run_hooks(weights, fused)
 
     def _run_hooks(self, weights: list[Any], fused: bool) -> None:
-        """What autograd's accumulation of a gradient runs in Megatron's DistributedDataParallel."""
+        """Run the hooks of Megatron's DistributedDataParallel that autograd's accumulation would run."""
         ddp = self.ddp()
         if ddp is None:
             return
@@ -176,18 +176,17 @@ class Experts:
     def _deliver_in_graph(self, w1: list[Any], w2: list[Any], write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
 
-        A replay runs nothing but the kernels, in every microbatch the same: all add to main_grad, which Megatron fills
-        with zeros before a step. Autograd then accumulates the anchor's gradient, also after a replay, and so the rest
-        is done in ``after_backward``.
+        A replay runs kernels only, the same in every microbatch: all add to main_grad, which Megatron fills with zeros
+        before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
         write([w.main_grad for w in w1], [w.main_grad for w in w2], True)
         _say_added([*w1, *w2])
         return _dummy(w2[0].shape, w2[0].dtype, w2[0].device).detach()
 
     def after_backward(self, anchor: Any) -> None:
-        """Do for all weights what Megatron does for one whose gradient autograd has accumulated: the anchor.
+        """Run Megatron's hooks for all weights, once autograd has accumulated the gradient of the anchor.
 
-        While Megatron captures, its own hooks do nothing either.
+        Do nothing while Megatron captures, as its own hooks do.
         """
         layer = self.layer()
         if graphs.is_capturing() or layer is None or not getattr(layer.experts.forward, "in_grouped_gemms", False):
@@ -199,10 +198,10 @@ class Experts:
             anchor.grad = None  # a dummy
 
     def all_run_in_parts(self, here: bool) -> bool:
-        """Whether all ranks can run dispatch and combine in two parts of the tokens. The first question is collective.
+        """Return whether all ranks can run dispatch and combine in two parts. The first call is collective.
 
-        A hook on the experts of one rank is enough to forbid it. RuntimeError where this rank could then, and cannot
-        any more: the others would wait for its second part.
+        A hook on the experts of one rank is enough to forbid it. Raises RuntimeError if this rank could at the first
+        call, and cannot any more: the others would wait for its second part.
         """
         layer = self.layer()
         if layer is None:
@@ -227,13 +226,13 @@ class Experts:
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """With delay_wgrad_compute: the gradients of the weights, of the microbatch that has waited longest."""
+        """With delay_wgrad_compute: write the gradients of weights of the microbatch that has waited longest."""
         if self.delayed:
             self.delayed.popleft()()
 
 
 def _say_added(weights: list[Any]) -> None:
-    """Say, where Megatron asks, that the gradients are in main_grad."""
+    """Set the flag of each weight by which Megatron sees that its gradient is in main_grad."""
     if hasattr(weights[0], "grad_added_to_main_grad"):
         for weight in weights:
             weight.grad_added_to_main_grad = True
@@ -261,7 +260,7 @@ def _parts(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
 
 
 def _parameters(linears: Sequence[Module]) -> list[Any]:
-    """weight0, weight1, ... of one grouped layer, or the weights of many layers; with what Megatron puts on them."""
+    """Return weight0, weight1, ... of one grouped layer, or the weights of many layers, with Megatron's attributes."""
     return [weight for linear in linears for weight in linear._parameters.values() if weight is not None]
 
 
@@ -313,7 +312,7 @@ def _why_not_hooks(*modules: Module) -> str | None:
     for module in modules:
         for hooks in HOOKS:
             if graphs.is_capturing() and hooks == "_forward_hooks":
-                continue  # Transformer Engine's own, for as long as it warms up
+                continue  # Transformer Engine's own, while it warms up
             if getattr(module, hooks):
                 return f"{type(module).__name__} has hooks ({hooks.strip('_')})"
     return None
@@ -342,7 +341,7 @@ def _why_not_weights(parts: Experts) -> str | None:
 
 
 def why_no_waves(experts: Any, parts: Experts, *, gemms_wait: bool = True) -> str | None:
-    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, whatever its buffer can.
+    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer.
 
     gemms_wait: whether GEMMs wait for rows, as they do in one part of the tokens
     """
@@ -355,10 +354,10 @@ def why_no_waves(experts: Any, parts: Experts, *, gemms_wait: bool = True) -> st
     if getattr(parts.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
     if gemms_wait:
-        # They delay a send, and the rows may wait for what that send brings.
+        # Waiting GEMMs delay a send of the pipeline, and the rows may depend on that send.
         if parts.config.pipeline_model_parallel_size > 1 and parts.config.overlap_p2p_comm:
             return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
-        # waves.why_not says so while a graph is captured, which is after this line.
+        # waves.why_not says so only during a capture, which is later.
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(parts.config):
             return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
     if dispatcher.tp_size > 1:
@@ -369,9 +368,9 @@ def why_no_waves(experts: Any, parts: Experts, *, gemms_wait: bool = True) -> st
 
 
 def why_copied(parts: Experts) -> str | None:
-    """Say why each grouped GEMM copies the weights first, and what helps. None: it takes them where they lie.
+    """Say why each grouped GEMM copies the weights first, and what helps. None: it reads them in place.
 
-    Weights get their last place when Megatron's DistributedDataParallel is made, so ask behind that.
+    Megatron's DistributedDataParallel gives weights their final place, so ask after it is made.
     """
     weights = parts.weights()
     if not grouped_gemm.has_kernels(weights[0][0]) or all(map(grouped_gemm.stack_in_place, weights)):
@@ -383,21 +382,21 @@ def why_copied(parts: Experts) -> str | None:
 
 
 def communicates(experts: Module, buffer: Any) -> bool:
-    """Whether this experts module takes a Deferred, and runs dispatch and combine itself."""
+    """Return whether this experts module takes a Deferred, and runs dispatch and combine itself."""
     one = _layers.get(experts)
     if one is None:
         return False
-    # unregister() and those who replace a module's forward leave one that takes none.
+    # After unregister(), or if somebody has replaced the forward, it takes no Deferred.
     can = one.may_overlap and getattr(experts.forward, "in_grouped_gemms", False) and is_grouped(experts)
-    if num_parts_of(buffer) > 1:  # a rank without the switch says no: those with it ask
+    if num_parts_of(buffer) > 1:  # a rank without EP_DISPATCHER_EXPERT_WAVES takes part, and says no
         return one.all_run_in_parts(can and one.why_no_parts is None)
     if not can or one.why_no_waves is not None:
         return False
-    return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU goes the same way
+    return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU takes the same path
 
 
 def is_grouped(experts: Module) -> bool:
-    """Whether this experts module runs in grouped GEMMs. The first question decides for all layers, and says so."""
+    """Return whether this experts module runs in grouped GEMMs. The first call decides for all layers, and says so."""
     found = _layers.get(experts)
     if found is None:
         return False
@@ -421,14 +420,14 @@ def _decide_all() -> None:
 
 
 def _said(layers: Sequence[Experts]) -> str:
-    """How many layers run so, and why the others do not, in one line."""
+    """Return a line: how many layers run in grouped GEMMs, and why the others do not."""
     grouped, others = _reasons((one, one.why_not) for one in layers)
     line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs ({SWITCH}=1)"
     return f"{line}. Megatron's own way: {others}" if others else line
 
 
 def _said_of_waves(layers: Sequence[Experts]) -> str:
-    """How many layers overlap communication with their experts, and why the others do not, in one line."""
+    """Return a line: how many layers overlap communication with their experts, and why the others do not."""
     buffer = _buffer_of(layers)
     of_buffer = None if buffer is None else waves.why_not(buffer, wants_gradients=True)
     in_parts = buffer is not None and num_parts_of(buffer) > 1
@@ -454,7 +453,7 @@ def _buffer_of(layers: Sequence[Experts]) -> Any:
 
 
 def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
-    """Return how many layers have no reason against it, and the others by reason."""
+    """Return how many layers have no reason, and a text with the other layers by reason."""
     none, reasons = 0, dict[str, list[str]]()
     for one, reason in layers:
         if reason is None:
@@ -465,14 +464,14 @@ def _reasons(layers: Iterable[tuple[Experts, str | None]]) -> tuple[int, str]:
 
 
 def forget_parts() -> None:
-    """Let ranks agree on the parts of each layer anew: of register() and unregister(), which all ranks call."""
+    """Let ranks agree anew on the parts of each layer. register() and unregister() call it, on all ranks."""
     for one in _layers.values():
         one.parts_agreed = None
 
 
 @contextlib.contextmanager
 def left_alone() -> Iterator[None]:
-    """Layers that are built meanwhile run their experts Megatron's way."""
+    """Layers that are built inside this context run their experts Megatron's way."""
     global _leave_alone
     before, _leave_alone = _leave_alone, True
     try:
@@ -485,7 +484,7 @@ def left_alone() -> Iterator[None]:
 
 
 def note_layer(old: Callable[..., None], *, may_overlap: bool) -> Callable[..., None]:
-    """Of MoELayer.__init__."""
+    """Wrap MoELayer.__init__."""
 
     @functools.wraps(old)
     def init(layer, *args, **kwargs):
@@ -500,7 +499,7 @@ def note_layer(old: Callable[..., None], *, may_overlap: bool) -> Callable[..., 
 
 
 def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the forward of TEGroupedMLP and SequentialMLP."""
+    """Wrap the forward of TEGroupedMLP and SequentialMLP."""
 
     @functools.wraps(old)
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
@@ -508,12 +507,12 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(experts, rows, tokens_per_expert, permuted_probs, *rest, **options)
         return _layers[experts].forward(rows, tokens_per_expert, permuted_probs)
 
-    forward.in_grouped_gemms = True  # type: ignore[attr-defined]  # and takes a Deferred
+    forward.in_grouped_gemms = True  # type: ignore[attr-defined]  # and it takes a Deferred
     return forward
 
 
 def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
-    """Of TEGroupedMLP.backward_dw."""
+    """Wrap TEGroupedMLP.backward_dw."""
 
     @functools.wraps(old)
     def backward_dw(experts):
@@ -523,7 +522,7 @@ def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
 
 
 def note_ddp(old: Callable[..., None]) -> Callable[..., None]:
-    """Of DistributedDataParallel.__init__."""
+    """Wrap DistributedDataParallel.__init__."""
 
     @functools.wraps(old)
     def init(ddp, *args, **kwargs):

@@ -1,7 +1,7 @@
 """Makes ep_dispatcher a backend of Megatron's flex dispatcher.
 
-All patches of ``register()`` are here, and ``unregister()`` takes them back. The launcher also patches argparse
-(``__main__.py``), and ``cpu.py`` what Megatron takes from CUDA, on a machine without a GPU: both for good.
+All patches of ``register()`` are here, and ``unregister()`` takes them back. Two others stay: the launcher patches
+argparse (``__main__.py``), and on a machine without a GPU ``cpu.py`` patches what Megatron takes from CUDA.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Registration:
-    """What register() did: Megatron's version and, a line each, what it replaced; and the size that it was given."""
+    """What register() did: Megatron's version, a line for each replacement, and the size that it was given."""
 
     megatron_version: str
     replaced: tuple[str, ...]
@@ -62,7 +62,7 @@ class UnknownMegatronError(RuntimeError):
 class _Patch:
     owner: Any
     name: str
-    make: Callable[[Any], Any]  # what stood there -> what stands there now
+    make: Callable[[Any], Any]  # the old value -> the new one
     text: str
 
 
@@ -75,31 +75,32 @@ def is_ours(config) -> bool:
 
 
 def active() -> Registration | None:
-    """What register() did, until unregister()."""
+    """Return what register() did, or None before it and after unregister()."""
     return _active
 
 
 def registered_size() -> int | None:
-    """The tokens per rank that register() was given for the buffers."""
+    """Return the tokens per rank that register() was given for the buffers, or None."""
     return None if _active is None else _active.max_tokens_per_rank
 
 
 def register(*, max_tokens_per_rank: int | None = None) -> Registration:
     """Let ``moe_token_dispatcher_type="flex"`` with ``moe_flex_dispatcher_backend="ep_dispatcher"`` choose ours.
 
-    Call it on every rank before Megatron parses its arguments; a second call changes nothing but the size that it
-    gives. ``unregister()`` undoes it.
+    Call it on every rank before Megatron parses its arguments. A second call only changes the size, if it gives one.
+    ``unregister()`` undoes it.
 
-    max_tokens_per_rank  the most tokens that a rank brings to a MoE layer in one microbatch, the same on all ranks:
-                         sequence length x micro batch size / (context x, with sequence parallel, tensor parallel size).
-                         None: EP_DISPATCHER_MAX_TOKENS_PER_RANK, or Megatron's arguments, or the first forward pass
+    max_tokens_per_rank  the most tokens that a rank brings to an MoE layer in one microbatch, the same on all ranks:
+                         sequence length x micro batch size / (context parallel size, with sequence parallel x tensor
+                         parallel size). None: the first that is there of EP_DISPATCHER_MAX_TOKENS_PER_RANK,
+                         Megatron's arguments, the first forward pass
 
-    With EP_DISPATCHER_GROUPED_EXPERTS=1, read here, the experts of layers that are built later run in grouped GEMMs
-    where they can, whichever dispatcher brings their rows. With EP_DISPATCHER_EXPERT_WAVES=1 they also overlap with
-    dispatch and combine, where they can. EP_DISPATCHER_GEMM_SM_MARGIN is read here too.
+    It reads three switches. With EP_DISPATCHER_GROUPED_EXPERTS=1 the experts of layers that are built later run in
+    grouped GEMMs where they can, whichever dispatcher brings their rows. With EP_DISPATCHER_EXPERT_WAVES=1 they also
+    overlap with dispatch and combine, where they can. EP_DISPATCHER_GEMM_SM_MARGIN: margins.py.
 
-    Raises UnknownMegatronError, and changes nothing, when Megatron is older than 0.16 or not laid out as expected;
-    warns when it is newer than the newest version that the tests ran with.
+    Raises UnknownMegatronError, and changes nothing, if Megatron is older than 0.16 or not laid out as expected. Warns
+    if it is newer than the newest version that the tests ran with.
     """
     global _active
     if max_tokens_per_rank is not None:
@@ -110,7 +111,7 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
         version = megatron.core.__version__
         _check_version(version)
         patches = _patches()
-        if envs.grouped_experts():  # what ranks have agreed on is of layers as they were
+        if envs.grouped_experts():  # forget what ranks agreed on before the patches
             from ep_dispatcher.integrations.megatron.experts import forget_parts
 
             forget_parts()
@@ -148,7 +149,7 @@ def unregister() -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number; none, which is older than all, where there are none to read."""
+    """Return major and minor number. If there are none to read, return (), which is older than all."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, numbers.groups())) if numbers else ()
 
@@ -166,7 +167,7 @@ def _check_version(version: str) -> None:
 
 
 def _patches() -> list[_Patch]:
-    """What has to be replaced in this Megatron, after a look at everything that it rests on."""
+    """Return what has to be replaced in this Megatron, after checking everything that the patches rely on."""
     try:
         from megatron.core import full_cuda_graph
         from megatron.core.models.gpt import fine_grained_callables
@@ -245,7 +246,7 @@ def _patches() -> list[_Patch]:
 
 
 def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
-    """What EP_DISPATCHER_GROUPED_EXPERTS=1 and EP_DISPATCHER_EXPERT_WAVES=1 replace beside."""
+    """Return the further patches of EP_DISPATCHER_GROUPED_EXPERTS=1 and EP_DISPATCHER_EXPERT_WAVES=1."""
     from ep_dispatcher.integrations.megatron import experts as ours
 
     try:
@@ -278,7 +279,7 @@ def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str]
 
 
 def _patches_for_margins(expect: Callable[[Any, str], None]) -> list[_Patch]:
-    """What EP_DISPATCHER_GEMM_SM_MARGIN replaces beside."""
+    """Return the further patches of EP_DISPATCHER_GEMM_SM_MARGIN."""
     from ep_dispatcher.integrations.megatron import margins
 
     try:
@@ -293,13 +294,13 @@ def _patches_for_margins(expect: Callable[[Any, str], None]) -> list[_Patch]:
 
 
 def _plain_new(cls, *args, **kwargs):
-    """In the place of ``object.__new__``, which refuses arguments once a class has had a ``__new__`` of its own."""
+    """Replace ``object.__new__``, which refuses arguments once a class has had a ``__new__`` of its own."""
     return object.__new__(cls)
 
 
 def _choose_class(old):
     def make(cls, *args, **kwargs):
-        config = kwargs.get("config", args[2] if len(args) > 2 else None)  # none: a copy is made of another backend's
+        config = kwargs.get("config", args[2] if len(args) > 2 else None)  # none: another backend's is being copied
         if config is None or not is_ours(config):
             return object.__new__(cls)
         from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
@@ -328,13 +329,13 @@ def _check_config(old):
             raise ValueError(
                 f"--moe-enable-deepep: given with --moe-flex-dispatcher-backend {NAME}, allowed: one of them"
             )
-        # Megatron knows by name who can do what. During its checks ours goes by the name of one that can the same.
+        # Megatron's checks go by names. During them ours has the name of a backend with the same features.
         if config.moe_shared_expert_overlap and _before(0, 18):
             config.moe_token_dispatcher_type = "alltoall"
         if getattr(config, "moe_expert_rank_capacity_factor", None) is not None:
             config.moe_flex_dispatcher_backend = "hybridep"
         capacity = config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity
-        if "moe" in _graph_names(config):  # allowed there with rows of experts that are padded to a capacity
+        if "moe" in _graph_names(config):  # Megatron allows it only if rows are padded to a capacity
             config.moe_expert_capacity_factor = abs(capacity[0] or 1.0)
             config.moe_pad_expert_input_to_capacity = True
         try:
@@ -348,7 +349,7 @@ def _check_config(old):
 
 
 def _graph_names(config) -> list[str]:
-    """What CUDA graphs contain, before Megatron has made one form of names, lists of names and members of an enum."""
+    """Return what CUDA graphs contain. It may still be a name, a list of names or members of an enum."""
     if config.cuda_graph_impl == "none":
         return []
     given = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
