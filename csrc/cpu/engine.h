@@ -172,7 +172,7 @@ class Engine {
   // Return the counts of `source`: with masks this rank's copy, without tokens if the source is masked.
   const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_of(source).counts; }
   // Copy the counts of all sources; later their lists. A rank that has masked this one may overwrite its own at any
-  // time: then throw MaskedByPeer before the copies are used.
+  // time: then throw MaskedByPeer.
   void copy_counts();
   void copy_lists();
   // Take all tokens from the counts of a masked source.

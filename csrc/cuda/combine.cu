@@ -30,7 +30,7 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   // Few items: nobody can reduce before the last push, so all push first.
   if (op.context.config.num_nodes == 1 && end_of_pushed(op, head) == 1) return op.num_blocks;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
-  // A sum from another node is written once more, and read once more, than a sum of the own node.
+  // A sum from another node is written and read once more than one of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
   const float reduce = params.reduce_weight * (static_cast<float>(head.num_addends) + tokens);
   const float most = params.saturating * push / head.num_items;
@@ -56,7 +56,7 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 }
 
 // [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree;
-// with factors do so before the pushes. A block that also makes sums for other nodes makes the early ones between its
+// with factors before the pushes. If the block makes sums for other nodes too, it makes the early ones between its
 // pushes. The first of two launches ends with the pushes, and the second one makes the sums that are left. Called in
 // the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end. Return kAborted after an
 // abort of this rank, else the verdict of `agree`.

@@ -82,8 +82,8 @@ struct Context {
   __device__ T* rail_for(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n) * own.rail_bytes);
   }
-  // [thread] Return the rail peer's array for this rank, as the address of a put: an address in the own region names
-  // the same place in the region there.
+  // [thread] Return the rail peer's array for this rank, as the address of a put: the address of the same place in the
+  // own region.
   template <class T>
   __device__ T* rail_at_peer(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);

@@ -5,7 +5,7 @@
 namespace ep::cuda::EP_KERNELS {
 
 // [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan.
-// `weights`: of its token. They are read only if the caller wants weights, and are staged then.
+// `weights`: of its token. They are read only if the caller wants weights; then they are staged.
 __device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
                                        bool expert_layout, const float* weights) {
   const DispatchArgs& args = params.args;
@@ -193,8 +193,8 @@ __device__ __noinline__ inline void end_waves(const DispatchParams& params) {
 
 // [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
 // stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
-// may stay unwritten. A rail block has no share of its own: it clears rows of other blocks, also pulled ones. That does
-// no harm: the whole output is void.
+// may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. The output is void
+// anyway.
 __device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
   clear_from<Block>(op, params, 0);
   if (!params.args.out_topk_idx) return;

@@ -1,8 +1,7 @@
 // Direct plans, for few tokens. Every rank sends its choices of experts to all ranks of the node. From them each block
-// of a rank makes the whole plan of its rank, in its own shared memory. Choices carry their epoch, so no flag has to
-// follow them: the planners (all movers but the first warp) take them as they arrive, while the first warp waits for
-// the Calls and compares them. No list of items travels, and no block waits for another block's part: this takes about
-// half the time of make_plan.
+// makes the whole plan of its rank, in shared memory. Choices carry their epoch, so no flag has to follow them: the
+// planners (all movers but the first warp) take them as they arrive, while the first warp waits for the Calls and
+// compares them. No list travels, and no block waits for another one: this takes about half the time of make_plan.
 //
 // All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
 // the lanes of a warp share the work even where it is little, and most loops are not unrolled.
@@ -43,13 +42,11 @@ __device__ inline int lanes_for(int num_columns) {
 }
 
 // [block] Write this rank's choices to every rank of the node. Tokens behind its last one have no experts: the readers
-// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. Choices lie in
-// two places, by the parity of the epoch, so this needs no wait (`announce` says why). Called in block 0. `aborted`:
-// this rank has aborted. Then send nothing: its epoch has not advanced, and a slow peer may still read choices of the
-// same epoch.
+// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. Wait for
+// nothing: `announce` says why. Called in block 0. `aborted`: this rank has aborted. Then send nothing: its epoch has
+// not advanced, and a slow peer may still read choices of the same epoch.
 //
-// A lane takes one entry of topk_idx. Every fourth lane stores the epoch and four choices: its own, and those of the
-// next three lanes.
+// A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
   static_assert(Choices::kNum == 4);
   const Config& config = op.context.config;
@@ -88,8 +85,7 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 
 // [team] Copy the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
 // ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
-// Calls. Its verdict ends every wait here: after kAgree all choices are in memory, because `called` covers them. Ends
-// with a barrier of the planners.
+// Calls. Its verdict ends every wait here, because `called` covers the choices. Ends with a barrier of the planners.
 __device__ __noinline__ inline void take_choices(Op op, const DispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   constexpr int kTogether = 4;  // loads of a thread under way
@@ -272,7 +268,7 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
 }
 
 // [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a
-// waiting host. Called in one warp of block 0: of its helpers in a launch that pulls, because the movers are busy then.
+// waiting host. Called in one warp of block 0: a helper if the launch pulls, because movers are busy then.
 __device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
@@ -375,8 +371,8 @@ __device__ inline void find_item(const DirectPlan& plan, int index, int& source,
 }
 
 // [warp] Write up to 32 items to `data`: each lane passes one, for `token` of `source`. Lanes without an item come
-// last; they pass token -1. The plan is usable. All lanes share the work on each item: a lane takes one column of
-// topk_idx, and several items are written together if there are lanes for them. Ends with __syncwarp.
+// last; they pass token -1. The plan is usable. All lanes share the work: a lane takes one column of topk_idx, and as
+// many items are written together as there are lanes for. Ends with __syncwarp.
 __device__ inline void write_items(const Op& op, const DispatchParams& params, char* shared, int source, int token,
                                    int32_t* data) {
   const DirectPlan plan = params.direct_plan.in(shared);

@@ -18,8 +18,8 @@ using Block = Team<0, 0, kBlockThreads>;
 using Movers = Team<1, 0, kBlockThreads / 2>;
 using Helpers = Team<2, kBlockThreads / 2, kBlockThreads / 2>;
 
-// The pieces of a row, and a mover's ring for them in shared memory. Each place of the ring holds one piece. The last
-// piece of a row takes the row's scales along, if they can be copied in bulk.
+// Pieces of a row, and a mover's ring for them in shared memory. Each place of the ring holds one piece. The last piece
+// of a row takes the row's scales along, if they can be copied in bulk.
 struct Pieces {
   static constexpr uint32_t kMaxPlaces = 4;
 
@@ -70,8 +70,8 @@ struct PieceCursor {
   }
 };
 
-// [thread] Start the load of one piece, and with the last piece of a row the load of its scales. The place is free. The
-// place's mbarrier in `full` ends its round when both have landed.
+// [thread] Start the load of one piece, and with the last piece of a row the load of its scales. The place is free.
+// `full` of the place ends its round when both have landed.
 __device__ inline void load_piece(const Pieces& pieces, char* ring, uint64_t* full, const PieceCursor& at,
                                   const char* row, const char* scales) {
   const uint32_t place = at.ring.place, bytes = pieces.bytes_of(at.piece);
@@ -100,7 +100,7 @@ struct DispatchParams {
   DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
-  bool stages_rows;             // some rank or sender reads this rank's rows in its staging
+  bool stages_rows;             // there are readers of this rank's staged rows
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
   int rows_per_group;           // decode layout: rows from one expert to the next; else 0

@@ -114,9 +114,9 @@ struct Preparer {
   int next_bay = 0;
 
   // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
-  // of each addend, from `offset` on. Wait until the second last batch is issued. Then its place in `batches` is free.
-  // So are the places of the new works in the queue: works kQueue before them are done, by the limits above. In a
-  // launch with factors `complete` must follow.
+  // of each addend, from `offset` on. Wait until the second last batch is issued. Then its place is free, and so are
+  // the places of the works: by the limits above, works kQueue before them are done. In a launch with factors
+  // `complete` must follow.
   template <class Fill>
   __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
@@ -143,8 +143,8 @@ struct Preparer {
     ++num_batches;
   }
 
-  // [warp] Write the factors of the last `num` works, and release these works to the teams: `give(factors)` writes
-  // those of the lane's work. Rows load meanwhile. In a launch without factors do nothing.
+  // [warp] Release the last `num` works to the teams: `give(factors)` first writes the factors of the lane's work. Rows
+  // load meanwhile. In a launch without factors do nothing.
   template <class Give>
   __device__ void complete(int num, const Give& give) {
     const int lane = threadIdx.x % 32;
@@ -155,8 +155,8 @@ struct Preparer {
   }
 
   // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `give` as in `complete`. Only the
-  // last piece has the work's own milestone. Earlier pieces have that of the first lane: no milestone may be reached
-  // before all pieces of the works before it are summed.
+  // last piece has the work's own milestone, earlier ones have that of the first lane: a milestone is reached after all
+  // pieces of the works before it.
   template <class Fill, class Give>
   __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Give& give) {
     const int milestone = work.milestone;

@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-// Start of a plan, for all later kernels with it. Written by block 0. With lists in write_head; other blocks read it
-// after `listed` of this rank. With a direct plan in publish_plan; in this operation each block has a head of its own.
+// Start of a plan, for all later kernels with it. Written by block 0: in write_head, and other blocks read it after
+// `listed` of this rank; or in publish_plan, and each block has a head of its own in this operation.
 struct PlanHead {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output

@@ -35,8 +35,8 @@ struct alignas(16) Choices {
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
 // another node. A rail peer writes through the wire. For receivers on its own node a rank writes items, staging and
-// tails to its own inbox. For receivers on another node they go to its rail peer's inbox there. Slots belong to an
-// inbox too, but lie elsewhere, because a rail peer has fewer (Region::slots, RailArrays::slots).
+// tails to its own inbox, for those on another node to its rail peer's inbox there. Slots belong to an inbox too, but
+// lie elsewhere: a rail peer has fewer (Region::slots, RailArrays::slots).
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number

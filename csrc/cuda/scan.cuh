@@ -161,8 +161,8 @@ struct Scan {
     return first;
   }
 
-  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. For each
-  // expert the lowest lane with this expert does it, when it reaches the expert's column.
+  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
+  // lowest lane with an expert does it for this expert, at the expert's column.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;

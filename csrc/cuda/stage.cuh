@@ -21,8 +21,8 @@ struct StagedChunks {
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(op.context.config.num_token_chunks(num_tokens)) {}
 
-  // [warp] Finish all chunks before `end`: this warp has staged its parts of them. It counts itself in for every chunk,
-  // also without a part there.
+  // [warp] Finish all chunks before `end`: this warp has staged its parts of them. It counts itself in for each, also
+  // without a part.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();
@@ -35,8 +35,8 @@ struct StagedChunks {
   }
 };
 
-// The part of a row that a warp stages next. The parts of all rows are dealt out to all helper warps of the launch in
-// turn. A row staged in one go has one part.
+// The part of a row that a warp stages next. All helpers of the launch take parts in turn. A row staged in one go has
+// one part.
 struct Share {
   int token, part;
   int num_tokens, parts_of_row;
@@ -62,7 +62,7 @@ struct Share {
   }
 };
 
-// Addresses and sizes of tails, at the caller and in the inbox. Read from the parameters once.
+// Tails, at the caller and in the inbox. Read from the parameters once.
 struct Tails {
   const float *from_scales, *from_weights;
   int num_scales, num_weights, weights_at, bytes;

@@ -20,8 +20,8 @@ struct Team {
 };
 
 // [team] Call `wait()` in the first warp, and return its result to all threads. Two barriers of the team. Afterwards
-// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: each Team, and each kind
-// of wait, has a `result` of its own.
+// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: each Team and kind of
+// wait has its own `result`.
 template <class Team, class Wait>
 __device__ auto first_warp_waits(const Wait& wait) {
   __shared__ decltype(wait()) result;
@@ -67,8 +67,7 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
 }
 
 // Arrivals of warps at each chunk: in shared memory for this block, then in device memory for all blocks. A fence of
-// the GPU is slow, so only the last warp of each block runs one. Only the last warp of all blocks fences the whole
-// system.
+// the GPU is slow, so only the last warp of each block runs one; only the last of all fences the whole system.
 struct ChunkArrivals {
   uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: arrived warps of this block
   uint32_t num_warps;

@@ -102,16 +102,16 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
 }
 
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does. In a dispatch it is
-// the first mover of block 0, a planning block. In a combine it is the preparing warp of the last block, because this
-// block mostly reduces from the start; warp 0 of this block measures its wait for free slots.
+// the first mover of block 0, which plans. In a combine it is the preparing warp of the last block, which mostly
+// reduces from the start; before it, warp 0 waits for free slots.
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
 }
 
-// Some raisers have to wait themselves before they raise: those that hand memory back, send sums between nodes, or
-// relay. A wait for such a flag may begin before the raiser's wait. So its limit is longer: the raiser's wait ends
-// first, and names the late rank.
+// Raisers that hand memory back, send sums between nodes, or relay, have to wait themselves first. A wait for such a
+// flag may begin before the raiser's wait. So its limit is longer: the raiser's wait ends first, and names the late
+// rank.
 constexpr uint64_t kPatienceNs = 1'000'000'000;
 
 // [thread] Return the limit of a single wait. With masks it is the same for all waits: docs/protocol.md says why.
