@@ -7,8 +7,8 @@ namespace ep::cuda::EP_KERNELS {
 
 // [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
 // Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. Loads go to an array
-// first: the compiler cannot rule out that a store changes the next part's count, so each load would wait for the store
-// before it.
+// first: the compiler cannot rule out that a store changes the next part's count, so without the array each load would
+// wait for the store before it.
 template <class Total>
 __device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
 #pragma unroll 1
