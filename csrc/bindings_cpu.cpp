@@ -108,7 +108,7 @@ PYBIND11_MODULE(_C_cpu, m) {
     if (!bad) return py::none();
     return py::make_tuple(bad->token, bad->k, bad->expert, bad->repeated);
   });
-  // Return the int32 elements of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
+  // Return the number of int32 of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
 
   // For tests: is_gone() is true once the process has ended.

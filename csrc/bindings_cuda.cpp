@@ -148,11 +148,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);
   m.def("flag_bytes", &flag_bytes);            // at the start of a region; to be zeroed before the first kernel
-  m.def("excluded_offset", &excluded_offset);  // likewise: uint64 [num_ranks], 1: the rank has masked this one
+  m.def("excluded_offset", &excluded_offset);  // in a region: uint64 [num_ranks], 1: the rank has masked this one
   m.def("aborted_offset", &aborted_offset);    // in a region: uint64 [num_ranks], the late ranks after the rank's abort
   m.def("state_bytes", &state_bytes);
   m.def("report_bytes", &report_bytes);
-  // Return the int32 elements of the largest plan with `num_rows` received rows.
+  // Return the number of int32 of the largest plan with `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
   // In the state: uint32, 1 after this rank's abort; uint64 epoch of the last operation; counters of bytes, uint64, by
   // rank and by node.

@@ -71,7 +71,7 @@ Span Engine::reduce(int node, bool has_weights) {
   Cursor c(message_memory(payload_out_, node, max_payload_bytes(config_)));
   char* const data = payload_out_[node].get();
   Payload sums = carve_payload(c, config_, {row_bytes}, has_weights, num_rows);
-  *sums.calls = {own_call(), other_call_};  // the receiver gets no message from other ranks of this node
+  *sums.calls = {own_call(), other_call_};  // the receiver gets no Call of other ranks of this node
   if (disagrees_) return {data, sizeof(SenderCalls)};
 
   // Sum the slots of each of the rail peer's tokens.

@@ -33,7 +33,7 @@ Span Engine::pack_payload(int node, const DispatchArgs& args) {
   Cursor c(message_memory(memory, node, max_payload_bytes(config_)));
   char* const data = memory[node].get();
   const Payload payload = carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_sent_rows[node]);
-  *payload.calls = {own_call(), own_call()};  // the receivers read those of all ranks of this node
+  *payload.calls = {own_call(), own_call()};  // receivers get a payload from every rank of this node
   const int32_t* sent_row = plan_.sent_row + static_cast<size_t>(node) * args.num_tokens;
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
   for (int t = 0; t < args.num_tokens; ++t) {
@@ -64,7 +64,7 @@ void Engine::prepare_output(const PullArgs& args) {
       std::memset(args.out[i] + begin * bytes_per_row_[i], 0, (end - begin) * bytes_per_row_[i]);
     if (expert_layout && args.out_weights) std::fill(args.out_weights + begin, args.out_weights + end, 0.0f);
   };
-  // Clear the padding of each expert's rows, or all entries beside the tokens' own; then all rows behind the last.
+  // Clear the padding of each group (expert layout) or all entries (rank layout), then the rows behind the last.
   size_t row = 0;
   if (expert_layout) {
     for (int e = 0; e < num_experts_local(); ++e) {
@@ -96,7 +96,7 @@ void Engine::pull(int node, const PullArgs& args) {
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
     const Payload payload = payload_of(source);
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
-    const bool masked = is_masked(local);  // since the plan was made: its rows are zeros
+    const bool masked = is_masked(local);  // masked since the plan was made: write zeros
 #pragma omp parallel for num_threads(num_threads_) if (num_threads_ > 1)
     for (int item = begin; item < end; ++item) {
       const size_t from = plan_.payload_row[item];

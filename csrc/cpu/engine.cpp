@@ -88,7 +88,7 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
   // Data of other nodes are relayed: the peer raises these flags for its rail peer.
   const bool is_relayed = flags == &Region::counted || flags == &Region::listed || flags == &Region::staged;
   const int node_about = is_relayed ? index : node();
-  // Each late rank that is masked ends one turn.
+  // Wait; with masks wait again after each masking of late ranks.
   for (bool waits = true; waits;) {
     std::vector<Awaited> awaited;
     for (int i = 1; i < config_.ranks_per_node; ++i) {  // every rank begins with a different peer
@@ -119,9 +119,9 @@ void Engine::wait_for(Flag* Region::* flags, int index, const char* phase, uint3
   check_not_masked(phase);
 }
 
-// A masked rank may be slow, not dead. It reads memory of this rank that is overwritten from now on, without a wait. So
-// the flag comes before every later write, and that rank looks for it after its reads. It writes to memory of this rank
-// that is its own: slots. Nobody reads these while it is masked.
+// A masked rank may be slow, not dead. It may read memory that this rank overwrites from now on, without waiting for
+// it. So the flag is raised before any later write, and the masked rank reads it after its loads. In memory of this
+// rank it writes only slots of its own. Nobody reads these while it is masked.
 void Engine::mask(int rank) {
   raise_flag(own().masked[local_of_[rank]], 1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -202,7 +202,7 @@ void Engine::compare_on_node(const char* phase) {
   }
 }
 
-// Note the Call of another rank, and whether it differs from this rank's.
+// Record the Call of another rank, and whether it differs from this rank's.
 void Engine::compare(const Call& theirs) {
   calls_[theirs.rank] = theirs;
   if (theirs.differs_from(own_call()) == Call::kNumFields) return;
@@ -219,7 +219,7 @@ void Engine::compare_payloads(int node) {
   }
 }
 
-// Compare with the lowest rank, not with this one: ranks with the same Calls then throw the same.
+// Compare with the lowest rank, not with this one: so all ranks that have seen the same Calls throw the same.
 void Engine::agree() const {
   if (!disagrees_) return;
   check_not_masked("counts");  // the Calls may be later ones

@@ -89,8 +89,8 @@ class Engine {
   std::vector<int> masked() const;
   // Throw MaskedByPeer if a rank that is not masked has masked this one.
   void check_not_masked(const char* phase) const;
-  // Let all ranks in again, and count epochs on from `epoch`, no smaller than that of any rank. All ranks of the node
-  // do this between two operations, and begin none before all have.
+  // Unmask all ranks, and count epochs on from `epoch`, no smaller than that of any rank. All ranks of the node do this
+  // between two operations, and begin none before all have done it.
   void unmask(uint32_t epoch);
   // Throw std::invalid_argument when another buffer made the plan.
   void check_plan(const int32_t* plan) const;
@@ -167,16 +167,17 @@ class Engine {
   const Inbox& inbox_of(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
-  // Return the memory of a message, allocated when first used.
+  // Return whether this rank has masked local rank `local`.
   bool is_masked(int local) const { return config_.masks && own().masked[local].epoch.load() != 0; }
   // Return the counts of `source`: with masks this rank's copy, without tokens if the source is masked.
   const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_of(source).counts; }
-  // Copy the counts of all sources, or later their lists. A rank that has come too late finds out before it uses them:
-  // they may be overwritten at any time.
+  // Copy the counts of all sources; later their lists. A rank that has masked this one may overwrite its own at any
+  // time: then throw MaskedByPeer.
   void copy_counts();
   void copy_lists();
   // Take all tokens from the counts of a masked source.
   void clear_counts(int source);
+  // Return the memory of a message, allocated when first used.
   char* message_memory(std::vector<std::unique_ptr<char[]>>& of_node, int node, size_t bytes);
   // Return a view of the rows of `source` on this node.
   Payload payload_of(int source) const;

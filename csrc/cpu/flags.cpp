@@ -12,7 +12,7 @@
 namespace ep::cpu {
 namespace {
 
-// A waiting rank looks this often for aborted and dead peers, the deadline, and signals.
+// A waiting rank checks this often for aborted and dead peers, the deadline, and signals.
 constexpr int64_t kLookNs = 20'000'000;
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
@@ -20,7 +20,7 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 }
 
 // Sleep until the flag is raised or `ns` have passed. No wake-up is lost: the sleeper counts itself in before the
-// kernel reads the flag again, raise_flag reads the count after its store, and both are sequentially consistent.
+// kernel reads the flag again, and raise_flag reads the count after its store. Both are sequentially consistent.
 void sleep_on(Flag& flag, uint32_t seen, int64_t ns) {
   const timespec timeout{ns / 1'000'000'000, ns % 1'000'000'000};
   flag.num_sleepers.fetch_add(1);
@@ -50,8 +50,8 @@ PeerLate::PeerLate(const std::string& phase, std::vector<int> ranks, std::vector
 
 namespace {
 
-// Add the time of a wait that began at `begin`, without the flag, and is over. The flag says when it was raised, so the
-// order of looking at flags does not count.
+// Add the time from `begin` until the flag was raised. The flag holds this time, so it does not matter in which order
+// flags are read.
 void add_wait(const Awaited& peer, uint32_t epoch, int64_t begin) {
   const int64_t raised = peer.flag->raised_ns[epoch % 2].load(std::memory_order_relaxed);
   if (raised > begin) *peer.waited_ns += std::min(raised, now_ns()) - begin;
@@ -87,7 +87,7 @@ void wait_until(const std::vector<Awaited>& awaited, uint32_t epoch, const WaitL
       if (limits.stopped->load()) throw Interrupted();
       const int64_t now = now_ns();
       const bool over = now >= limits.deadline_ns;
-      // Look around: now and then, when the time is up, or after the peer's abort.
+      // Check the peers: every kLookNs, when the time is up, or after the peer's abort.
       if (now >= next_look) {
         next_look = now + kLookNs;
         if (limits.on_look) limits.on_look();

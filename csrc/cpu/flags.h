@@ -11,7 +11,8 @@
 
 namespace ep::cpu {
 
-// The epoch of the last raise; never reset. A flag fills a cache line: flags do not slow each other.
+// The epoch of the last raise; reset only by Engine::unmask. A flag fills a cache line, so flags do not slow each
+// other.
 struct alignas(64) Flag {
   std::atomic<uint32_t> epoch;
   std::atomic<uint32_t> num_sleepers;
@@ -24,10 +25,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 // Return true when `seen` is `expected` or later; epochs may wrap around.
 inline bool reached(uint32_t seen, uint32_t expected) { return static_cast<int32_t>(seen - expected) >= 0; }
 
-// Store the epoch after everything written before, and wake all ranks asleep on the flag.
+// Store the epoch, after all earlier writes of this thread, and wake all ranks asleep on the flag.
 void raise_flag(Flag& flag, uint32_t epoch);
 
-// Reason of an abort, the value of the flag `aborted`. The rank raises no other flag any more.
+// Reason of an abort: the value of the flag `aborted`. An aborted rank raises no other flag.
 enum AbortReason : uint32_t {
   kWaitedInVain = 1,  // it waited in vain for others, and names them
   kLeft = 2,          // it destroyed the buffer, or failed by itself
@@ -51,7 +52,7 @@ struct PeerLate : std::runtime_error {
   std::vector<int> gone;  // those of `ranks` with kLeft, or whose process has ended
 };
 
-// Thrown by a rank that another one has masked: its operation may have read what others have overwritten since.
+// Thrown by a rank that another one has masked: its operation may have read memory that others have overwritten.
 struct MaskedByPeer : std::runtime_error {
   explicit MaskedByPeer(const std::string& phase)
       : std::runtime_error("masked in phase '" + phase + "'"), phase(phase) {}

@@ -74,7 +74,7 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
       if (std::exchange(last_token_to_node[node_of_[rank]], t) != t) counts.node_tokens[node_of_[rank]]++;
     }
   }
-  counts.node_tokens[node()] = args.num_tokens;  // on its own node no row moves: all tokens count
+  counts.node_tokens[node()] = args.num_tokens;  // its payload is the staging, with all tokens
 
   // Lay out the lists of every node: the counts are their sizes.
   struct Cursors {  // where the next entries of one node's lists go
@@ -294,7 +294,7 @@ void Engine::finish_plan() {
   plan_.item_begin[num_ranks] = item;
   plan_.copy_begin[item] = copy;
 
-  // Note the slots to be reduced here by a combine: of own tokens, and of the rail peers' tokens.
+  // Copy the slots to be reduced here by a combine: of own tokens, and of the rail peers' tokens.
   int32_t reduced = 0;
   for (int m = 0; m < config_.num_nodes; ++m) {
     const Inbox& source = own().inbox[m];

@@ -23,7 +23,7 @@ struct PlanHead {
   int32_t num_reduced;  // tokens reduced here: this rank's own, and those of its rail peers
 };
 
-// Return whether a received row belongs to one local expert, not to all of a token's.
+// Return whether an output row is for one local expert, not for all local experts of a token.
 inline bool has_expert_rows(const PlanHead& head) { return head.layout != static_cast<int32_t>(Layout::kRank); }
 inline bool decodes(const PlanHead& head) { return head.layout == static_cast<int32_t>(Layout::kDecode); }
 
@@ -36,17 +36,17 @@ struct Plan {
   int32_t* num_payload_rows;   // [num_ranks] rows of each source's payload on this node
   int32_t* item_begin;         // [num_ranks + 1] items by source rank
   int32_t* payload_row;        // [num_items] row in the source's payload on this node
-  int32_t* item_slot;          // [num_items] slot of the partial sum on the rank of the source's rail
+  int32_t* item_slot;          // [num_items] slot of the partial sum, at the source or its rail peer
   int32_t* copy_begin;         // [num_items + 1]
   int32_t* output_row;         // [num_copies] row of the output
   int32_t* copy_expert;        // [num_copies] local expert
   int32_t* copy_k;             // [num_copies] column of the source's topk_idx
-  int32_t* slot_begin;         // [num_reduced + num_nodes] per node its rows + 1: slots of each row (Lists::slot_begin)
+  int32_t* slot_begin;         // [num_reduced + num_nodes] node by node: slots of its rows (Lists::slot_begin)
   int32_t* sent_row;           // [num_nodes, num_tokens] row in the payload for a node, or -1
 
   // Return the number of rows to reduce from a node.
   int32_t num_reduced_from(int node) const { return reduced_begin[node + 1] - reduced_begin[node]; }
-  // Return [num_reduced_from + 1]: first slot of each row to reduce from a node.
+  // Return [num_reduced_from + 1]: first slot of each row to reduce from a node, then the end.
   const int32_t* slot_begin_of(int node) const { return slot_begin + reduced_begin[node] + node; }
 };
 
@@ -78,7 +78,7 @@ inline Plan read_plan(const Config& config, const int32_t* block) {
   return carve_plan(c, config, nullptr);
 }
 
-// Return the int32 elements of the largest plan with `num_rows` output rows and `num_tokens` tokens of this rank.
+// Return the number of int32 of the largest plan with `num_rows` output rows and `num_tokens` tokens of this rank.
 inline size_t plan_capacity(const Config& config, int num_tokens, int64_t num_rows, Layout layout) {
   const int64_t max_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
   const int64_t copies_per_item = std::min(config.num_topk, config.num_local_experts());

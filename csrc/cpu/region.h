@@ -77,16 +77,16 @@ inline size_t max_lists_bytes(const Config& config) {
   return (tokens + 3 * items + 2 * copies + arrays) * sizeof(int32_t) + arrays * Cursor::kAlignment;
 }
 
-// Calls in front of rows and sums between nodes. Different Calls make messages of different sizes: a receiver has room
-// for the largest message, and compares these Calls before it reads on.
+// Calls at the start of a message with rows or sums between nodes. Different Calls make messages of different sizes: a
+// receiver has room for the largest message, and compares these Calls before it reads on.
 struct SenderCalls {
   Call sender;
-  Call other;  // a Call seen to differ on the sender's node, or the sender's again
+  Call other;  // the first Call seen by the sender that differs from its own, or its own again
 };
 
 inline SenderCalls* carve_calls(Cursor& c) { return c.take<SenderCalls>(1); }
 
-// The rows of one source rank for one node, as one message. Staged rows have the same form.
+// The rows of one source rank for one node, as one message. Staging has the same layout.
 struct Payload {
   SenderCalls* calls;       // written only in messages between nodes
   std::vector<char*> rows;  // each [num_rows, bytes_per_row]

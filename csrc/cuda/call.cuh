@@ -26,8 +26,8 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 
 // [team] Write this rank's Call to every rank of the node, and raise `called` there; one thread per rank does both.
 // Called in one block: by the movers of a dispatch, by warp 0 of a combine. Wait for nothing. `called` also covers
-// counts written before the last barrier of the team, and choices before the first barrier of the block. The senders
-// wait for `called` of this rank, then send Call and counts to other nodes.
+// counts written before the team's last barrier, and choices sent before the block's first one. The senders wait for
+// `called` of this rank, then send Call and counts to other nodes.
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
 // e - 1, and completed e - 2. The same holds for counts and choices.
@@ -38,8 +38,8 @@ __device__ void announce(const Op& op, const Call& call) {
   team_raises<Team>(op, context.own.called + op.rank());
 }
 
-// The result of `agree`: all Calls are equal; two differ; this rank has aborted. Steps also return kAgree where they
-// compare nothing.
+// The result of `agree`: all Calls are equal; some differ; this rank has aborted. Steps that compare nothing return
+// kAgree.
 enum class Verdict { kAgree, kDiffer, kAborted };
 
 // [thread] Return the phase of a wait for Calls.
@@ -47,9 +47,9 @@ __device__ inline Phase phase_of_calls(const Op& op) {
   return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
 }
 
-// [warp] With masks: decide once for all blocks which ranks take part in the operation. Called by every warp that
-// compares the Calls. In block 0 one warp waits for all ranks and decides; the others wait for it. Return false after
-// an abort of this rank.
+// [warp] With masks: decide once for all blocks which ranks take part in the operation. One warp of block 0 waits for
+// all ranks and decides, and all other callers wait for it. Called by every warp that compares the Calls. Return false
+// after an abort of this rank.
 __device__ inline bool decide(const Op& op) {
   const Context& context = op.context;
   const auto has_decided = [&] { return ptx::load_acquire(&context.state->decided) >= op.epoch; };
@@ -78,9 +78,9 @@ __device__ inline uint32_t absent_ranks(const Op& op) {
   return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
 }
 
-// [warp] Compare the Calls of all ranks: calls [num_ranks]. Return the first differing field, and the first rank with
-// it. `called` has arrived. Each lane compares one field of one rank at a time: this code runs once, so short code is
-// fast code.
+// [warp] Compare the Calls of all ranks: calls [num_ranks]. Return the first field that differs, and the first rank
+// that differs there. `called` of all ranks has arrived. Each lane compares one field of one rank at a time: this code
+// runs once, so short code is fast code.
 __device__ inline Difference find_difference(const Op& op, const Call* calls) {
   constexpr int kTogether = 32 / kNumFields;  // ranks
   const int lane = threadIdx.x % 32, field = lane % kNumFields;
@@ -104,12 +104,12 @@ __device__ inline Difference find_difference(const Op& op, const Call* calls) {
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
 // `keeps`, block 0 keeps a difference as the operation's mistake.
 // After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
-// After kDiffer all partial sums pushed to this rank have arrived. Early rows and tails may still arrive, and nothing
-// else. No rank reads any of it.
-// Without `drains` they may still be on their way: for a warp that has to raise flags of its own pushes first.
+// After kDiffer all partial sums pushed to this rank have arrived. Only early rows and tails may still arrive. No rank
+// reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags of
+// its own pushes first.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
-  // Wait for the Calls and compare. Read the address before the wait: the Context is not in registers here.
+  // Wait for the Calls and compare. Compute their address before the wait: it needs loads from the Context.
   const Call* const calls = call_at(op, 0);
   if (has_masks(context) ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
     return Verdict::kAborted;
@@ -133,8 +133,8 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
   return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
 }
 
-// [block] With masks: abort this rank if another one has masked it, and so may have overwritten what it has read.
-// Return whether it has. Called in the last block, before `complete`.
+// [block] With masks: abort this rank if another one has masked it, because that rank may have overwritten memory read
+// here. Return whether it has aborted. Called in the last block, before `complete`.
 template <class Block>
 __device__ bool comes_too_late(const Op& op) {
   if (!has_masks(op.context)) return false;
@@ -149,7 +149,7 @@ __device__ bool comes_too_late(const Op& op) {
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
 // may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
-// not for peers. With one node thread 0 raises them without a fence: last_block with kThenRaises has come before.
+// not for peers. With one node thread 0 raises the flags without a fence: last_block with kThenRaises has run one.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;

@@ -6,7 +6,7 @@ namespace ep::cuda {
 
 enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
 
-// Fields to be equal on all ranks, compared in this order. bindings_cuda.cpp names them for error messages.
+// Fields that must be equal on all ranks, compared in this order. bindings_cuda.cpp names them for error messages.
 enum class Field : int32_t {
   kOperation = 0,
   kPlan = 1,  // epoch of the plan's dispatch, as in PlanHead::made; 0: a new plan. Errors call it "handle"
@@ -26,8 +26,8 @@ struct alignas(16) Call {
   int32_t num_chunks;  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
 };
 
-// First field with a value other than that of the first rank that takes part, and the first rank with such a value.
-// found: 0 if all agree.
+// The first field in which some rank differs from the first rank that takes part, and the first rank that differs
+// there. found: 0 if all agree.
 struct Difference {
   int32_t found, field, rank, theirs, first_rank, first;
 };

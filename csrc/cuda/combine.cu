@@ -1,7 +1,7 @@
-// Combine. Most blocks push: they sum the rows of every item and store the sum at the token's owner, chunk by chunk.
-// The others reduce: they wait for chunks and sum the partial sums of each token. Tokens of other nodes come first, and
-// rail blocks send their sums home. A pushing block reduces too, after its last push. In decode layout the factors of
-// all tokens travel first, and the pushes multiply by them.
+// Combine. Most blocks push: they sum the rows of every item and store the sum in a slot at the token's owner, or at
+// the owner's rail peer here, chunk by chunk. The others reduce: they wait for chunks and sum the partial sums of each
+// token. Tokens of other nodes come first, and rail blocks send their sums to the owners. A pushing block reduces too,
+// after its last push. In decode layout the factors of all tokens travel first, and the pushes multiply by them.
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 #include "cuda/push.cuh"
@@ -15,14 +15,14 @@ namespace {
 
 using Block = Team<0, 0, Pipeline::kThreads>;
 
-// [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Pushing and
-// reducing are weighed by their rows to read and to write: a rank with many received items pushes with nearly all
-// blocks. Never use more blocks than saturate the links. All threads of a launch compute the same number.
+// [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Blocks are divided
+// by the rows that pushing and reducing read and write: a rank with many received items pushes with nearly all blocks.
+// Never use more blocks than saturate the links. All threads of a launch compute the same number.
 __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   if (!params.pushes) return 0;
   if (!params.reduces) return op.num_blocks;
-  // Few blocks do both. With windows of slots 7 are few: at 50 GB/s a combine in expert layout took 1708 us instead of
-  // 1850 (4096 tokens, hidden 7168, one H200). 10 are not: 1366 instead of 1273.
+  // Few blocks do both. With windows of slots 7 are few: doing both, a combine in expert layout took 1708 us instead of
+  // 1850 (4096 tokens, hidden 7168, at 50 GB/s, one H200). 10 are not: doing both took 1366 us instead of 1273.
   const Milestones milestones = milestones_of(op.context);
   if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
   const PlanHead& head = *params.plan.head;
@@ -30,7 +30,7 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params) {
   // Few items: nobody can reduce before the last push, so all push first.
   if (op.context.config.num_nodes == 1 && end_of_pushed(op, head) == 1) return op.num_blocks;
   const float push = static_cast<float>(head.num_rows) + head.num_items;
-  // A sum from another node is written and read once more than a sum of the own node.
+  // A sum from another node is written and read once more than one of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
   const float reduce = params.reduce_weight * (static_cast<float>(head.num_addends) + tokens);
   const float most = params.saturating * push / head.num_items;
@@ -55,11 +55,11 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   announce<Block>(op, call);
 }
 
-// [warp] Queue all sums of this block: of its pushes, then of its tokens. Between both, wait until all ranks agree;
-// with factors before both. A block that makes sums for other nodes too makes the early ones between its pushes. The
-// first of two launches ends with the pushes, and the second one makes the sums that are left. Called in the preparing
-// warp. The other warps of the pipeline stop afterwards, whatever the verdict. Return kAborted after an abort of this
-// rank, else the verdict of `agree`.
+// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree;
+// with factors before the pushes. If the block makes sums for other nodes too, it makes the early ones between its
+// pushes. The first of two launches ends with the pushes, and the second one makes the sums that are left. Called in
+// the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end. Return kAborted after an
+// abort of this rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   // Take the first items. This reads nothing of peers.
@@ -96,8 +96,8 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
 
 // [thread] Count this warp in for a milestone, after its last store for this chunk and __syncwarp. The last warp of all
 // blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's sums
-// of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip milestones that other blocks,
-// or another launch, count. `pushed` covers the weights of the block too: a barrier of the block has followed
+// of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip milestones counted by other
+// blocks or by another launch. `pushed` covers the weights of the block too: a barrier of the block has followed
 // push_weights.
 __device__ void finish_milestone(const Op& op, const CombineParams& params, const CombineMemory& memory,
                                  const Part& pushers, const Part& for_others, int milestone) {
@@ -123,8 +123,8 @@ __device__ void finish_milestone(const Op& op, const CombineParams& params, cons
   }
 }
 
-// [block] Add the bytes pushed by this rank, by rank of the inbox. The second warp does, because the first one raises
-// flags next. Called in the last block, once all ranks agree.
+// [block] Count the bytes pushed by this rank, by rank of the inbox. The second warp does this, because the first one
+// raises flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const CombineParams& params) {
   const int local = static_cast<int>(threadIdx.x) - 32;
   if (local < 0 || local >= op.ranks_per_node()) return;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
-  // These loads are under way together: the abort flag, the head of the plan, the flags of free slots, factors.
+  // These loads overlap: State::aborted, the head of the plan, `slots_free`, factors.
   const bool aborted = has_aborted(context);
   const Part pushers{op.block, num_push_blocks(op, params)};
   const bool sees_free =

@@ -19,9 +19,9 @@ struct CombineParams {
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;
 
-  // [thread] Return whether experts run beside this launch, and write the rows of y meanwhile.
+  // [thread] Return whether kernels of experts run beside this launch, and write the rows of y meanwhile.
   __device__ bool has_waves() const { return kExtras && args.waves.done; }
-  // [thread] Return whether this launch brings factors to the ranks of the experts, before it pushes.
+  // [thread] Return whether this launch sends factors to the ranks with the experts, before it pushes.
   __device__ bool shares_factors() const { return pushes && args.factors; }
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
   float saturating;     // pushing blocks that saturate the links if they only store
@@ -37,7 +37,7 @@ __device__ inline Milestones milestones_of(const Context& context) {
   return {far, context.max_pushed_chunks - far, min(far, context.config.window_chunks), context.config.num_others()};
 }
 
-// [thread] Return the slot of a rank's item for the tokens of a rail peer: `local` pushes it.
+// [thread] Return the index of a slot in RailArrays::slots: of a rail peer's token, pushed by local rank `local`.
 __device__ inline size_t window_slot(const Context& context, int local, int token) {
   return static_cast<size_t>(local) * context.window_slots + token % context.window_slots;
 }
@@ -46,7 +46,7 @@ struct CombineMemory {
   Pipeline pipeline;
   ItemOrder::Position* positions;  // [2, Records::kBatch] of the items in `items`
   SourceOrder sources;             // order of pushes
-  int *far_ends, *far_shifts;      // [num_ranks] of the far chunk being pushed: FarChunk
+  int *far_ends, *far_shifts;      // [num_ranks] of the far chunk being pushed: FarItems
   Records items;                   // items to push
   Records tokens;                  // rows of Plan::tables, of the tokens to reduce
   uint32_t* pushed;                // [max_pushed_chunks] ChunkArrivals::in_block of `pushed` flags
@@ -68,7 +68,7 @@ struct CombineMemory {
   }
 };
 
-// Some blocks of a launch, and this block's number among them. A number below 0, or from num_blocks on: not among them.
+// Some blocks of a launch, and this block's position among them. Below 0, or num_blocks and more: not among them.
 struct Part {
   int block, num_blocks;
 

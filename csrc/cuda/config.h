@@ -7,7 +7,7 @@
 #include "common/types.h"
 
 // The kernels are compiled twice: plain, and with extras (dispatch_extras.cu, combine_extras.cu). Extras are waves,
-// masks and the time of waits: few launches have them, and they take registers.
+// masks and the time of waits. Few launches need them, and they take registers.
 #ifdef EP_WITH_EXTRAS
 #define EP_KERNELS extras
 #else
@@ -27,8 +27,8 @@ constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has wa
 constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
 constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
-// Items with pushed partial sums per chunk flag. Tuned on 2 H200: larger chunks keep the owner waiting. To measure
-// again: python -m ep_dispatcher.bench --engine cuda
+// Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
+// ep_dispatcher.bench --engine cuda
 constexpr int kItemChunk = 512;
 constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
@@ -38,14 +38,13 @@ constexpr int kScaleBlock = 128;  // elements of a float8 row with one common sc
 // [host] [thread] Return `n`, rounded up to a multiple.
 EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// [host] [thread] Return the bytes from one row to the next in staging, or from one slot to the next. Rows from 4 KiB
-// on begin at whole lines. Pieces of rows in shared memory are cut in the same way.
+// [host] [thread] Return the bytes from one row to the next in staging, or from one slot to the next. Rows of 4 KiB and
+// more begin at whole lines. Rows are cut into pieces for shared memory in the same way.
 EP_HOST_DEVICE constexpr size_t row_stride(size_t row_bytes) {
   return round_up(row_bytes, row_bytes < 4 * kLine ? 128 : kLine);
 }
 
-// Sizes of one buffer. All ranks have the same, except `rank`. Ranks are numbered by node: ranks of a node are
-// adjacent.
+// Sizes of one buffer, the same on all ranks, except `rank`. Ranks are numbered by node: those of a node are adjacent.
 struct Config {
   int rank = 0;
   int num_nodes = 1;
@@ -57,9 +56,9 @@ struct Config {
   DType dtype = DType::kBFloat16;
   bool masks = false;           // late ranks are masked, and the others go on. Only with plans_directly
   bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
-  // Tokens per chunk flag, as powers of two (Shape of memory.py): with staged rows; of sums sent between nodes.
+  // Tokens per chunk flag, as powers of two (Shape of memory.py): for staged rows; for sums sent between nodes.
   int log_token_chunk = 10, log_sum_chunk = 9;
-  // The window of a source on another node: the tokens with slots here at a time, in chunks (Shape of memory.py).
+  // The window of a source on another node: the chunks of its tokens with slots here at a time (Shape of memory.py).
   int window_chunk = 1;   // [tokens] of a chunk
   int window_chunks = 1;  // chunks with slots
 
@@ -68,9 +67,9 @@ struct Config {
   EP_HOST_DEVICE int local_of(int r) const { return r % ranks_per_node; }
   EP_HOST_DEVICE int num_others() const { return num_nodes - 1; }  // other nodes
   EP_HOST_DEVICE int num_local_experts() const { return num_experts / num_ranks(); }
-  // Return the most local experts of one token on one rank.
+  // Return the maximum number of local experts of one token.
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
-  // Return the int16 of a token in Region::choices: num_topk, rounded up to whole vectors.
+  // Return the number of int16 per token in Region::choices: num_topk, rounded up to whole vectors.
   EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
   EP_HOST_DEVICE int token_chunk() const { return 1 << log_token_chunk; }
   EP_HOST_DEVICE int sum_chunk() const { return 1 << log_sum_chunk; }
@@ -79,20 +78,20 @@ struct Config {
   EP_HOST_DEVICE int num_token_chunks(int num_tokens) const {
     return num_tokens == 0 ? 1 : (num_tokens + token_chunk() - 1) >> log_token_chunk;
   }
-  // Return the most chunks of one rank's tokens: in staging, or of sums between nodes.
+  // Return the maximum number of chunks of a rank's tokens: in staging, or of sums between nodes.
   EP_HOST_DEVICE int max_token_chunks() const { return (max_tokens + token_chunk() - 1) >> log_token_chunk; }
   EP_HOST_DEVICE int max_sum_chunks() const { return (max_tokens + sum_chunk() - 1) >> log_sum_chunk; }
-  // Return the most chunks of a source's tokens on another node: chunks of tokens, the same for all ranks that push.
+  // Return the maximum number of far chunks: of tokens of a source on another node, the same for all ranks that push.
   EP_HOST_DEVICE int max_far_chunks() const {
     return num_nodes == 1 ? 0 : (max_tokens + window_chunk - 1) / window_chunk;
   }
-  // Return the slots of one rank for one source on another node.
+  // Return the number of slots of one rank for one source on another node.
   EP_HOST_DEVICE int window_slots() const {
     return max_tokens < window_chunk * window_chunks ? max_tokens : window_chunk * window_chunks;
   }
-  // Return the most chunks of items from the own node. A list has at most max_tokens items.
+  // Return the maximum number of own chunks: of items from the own node. A list has at most max_tokens items.
   EP_HOST_DEVICE int max_own_chunks() const { return (max_tokens + kItemChunk - 1) / kItemChunk; }
-  // Return the chunks of `pushed`. Those of tokens of other nodes come before: they are pushed first.
+  // Return the number of chunks of `pushed`. Far chunks come first: they are pushed first.
   EP_HOST_DEVICE int max_pushed_chunks() const { return max_far_chunks() + max_own_chunks(); }
 
   // Sizes for the host. Kernels find them in Context.
@@ -100,11 +99,11 @@ struct Config {
   size_t slot_stride() const { return row_stride(row_bytes()); }
   size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
-  // Return the int32 of an item (item.cuh): token, number of copies, a value per copy, a byte per copy.
+  // Return the number of int32 per item (item.cuh): token, number of copies, a value per copy, a byte per copy.
   int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
-  // Return the int32 of one token in a table (Plan::tables).
+  // Return the number of int32 per token in a table (Plan::tables).
   int table_ints() const { return static_cast<int>(round_up(ranks_per_node, 4)); }
-  // Return the most bytes of a token's tail: scales, then weights. Float8 rows are shorter than rows of `dtype`, but
+  // Return the maximum bytes of a token's tail: scales, then weights. Float8 rows are shorter than rows of `dtype`, but
   // have scales.
   size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };

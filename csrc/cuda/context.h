@@ -27,11 +27,11 @@ struct WireData {
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
   // A bit per node, also for the own one.
   uint32_t mapped;       // the rail peer's region is mapped here, and this rank's there
-  uint32_t straight;     // so are those of nodes in `mapped`, without a pace: rows and sums need no staging here
+  uint32_t straight;     // rows and sums need no staging here: as `mapped`, but with a pace only the own node
   float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
 };
 
-// Written by the host once per buffer, but for wait_ns; a parameter of each launch, read by all threads.
+// Written by the host once per buffer, except wait_ns; a parameter of each launch, read by all threads.
 struct Context {
   Config config;
   int node, local;                               // of this rank
@@ -51,7 +51,7 @@ struct Context {
   int64_t* counted_rows;  // [num_local_experts] in pinned host memory: rows per expert, valid if Report::num_rows > 0
 #ifdef EP_STAMPS
   uint64_t* stamps;    // of the launch, for `stamp` (stamps.h); or null
-  int stamped_blocks;  // there, of an operation
+  int stamped_blocks;  // blocks of an operation in `stamps`
 #endif
 
 #ifdef __CUDACC__
@@ -72,7 +72,7 @@ struct Context {
   __device__ int node_of(int rank) const { return nodes[rank]; }
   __device__ int local_of(int rank) const { return rank - node_of(rank) * config.ranks_per_node; }
 
-  // [thread] Number node `n` from 0, without counting `of_node` (or the own node). For arrays by other node.
+  // [thread] Return the index of node `n` in an array by other node: `of_node` (or the own node) has no entry there.
   __device__ int other(int of_node, int n) const { return n - (n > of_node); }
   __device__ int other(int n) const { return other(node, n); }
 
@@ -82,8 +82,8 @@ struct Context {
   __device__ T* rail_for(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n) * own.rail_bytes);
   }
-  // [thread] Return the rail peer's array for this rank, as the address of a put: the own region stands for the region
-  // there.
+  // [thread] Return the rail peer's array for this rank, as the address of a put: the address of the same place in the
+  // own region.
   template <class T>
   __device__ T* rail_at_peer(int n, T* RailArrays::* array) const {
     return reinterpret_cast<T*>(reinterpret_cast<char*>(own.rail.*array) + other(n, node) * own.rail_bytes);

@@ -1,11 +1,11 @@
-// Delivery by the helpers: weights, indices, scales not copied with the rows, and zeros in rows without a token.
+// Delivery by the helpers: weights, local experts, scales not copied with the rows, and zeros in rows without a token.
 #pragma once
 #include "cuda/direct.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
-// [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan;
-// `weights`: of its token, read only if the caller wants weights. Its tail is staged then.
+// [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan.
+// `weights`: of its token. They are read only if the caller wants weights; then they are staged.
 __device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
                                        bool expert_layout, const float* weights) {
   const DispatchArgs& args = params.args;
@@ -71,8 +71,8 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   }
 }
 
-// [thread] Write where the chunks of a source's tokens begin in its list, to a new plan (Plan::chunk_begin). Each item
-// writes the chunks that begin with it, and the last one those behind it too. `token`: of item `number`;
+// [thread] Write to a new plan where the chunks of a source's tokens begin in its list (Plan::chunk_begin). Each item
+// writes the chunks that begin with it. The last item also writes the chunks behind it. `token`: of item `number`;
 // `token_before`: of the item before it, or -1.
 __device__ inline void keep_chunks(const Context& context, const Plan& plan, int source, int number, bool is_last,
                                    int token_before, int token) {
@@ -82,10 +82,10 @@ __device__ inline void keep_chunks(const Context& context, const Plan& plan, int
     plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
 }
 
-// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time (with a direct plan fewer,
-// so that more warps share them). With a new plan, also copy the items to it. Called by the helpers of each block,
-// after `listed` of all ranks. Wait for staged tails, if there are tails. Return false after an abort of this rank: a
-// warp may then leave alone, so no barrier of the helpers may follow. `shared`: of the block.
+// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time (with a direct plan down to
+// 4, so that more warps share them). Also write the items to a new plan. Called by the helpers of each block, after
+// `listed` of all ranks. Wait for staged tails, if there are tails. Return false after an abort of this rank: a warp
+// may then leave alone, so no barrier of the helpers may follow. `shared`: of the block.
 __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
@@ -184,7 +184,8 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
     clear_row(op, params, row);
 }
 
-// [block] Where no rows come, count them all in: kernels of experts must not wait for them. Called in every block.
+// [block] With waves, count all rows in although none come: kernels of experts must not wait for them. Called in every
+// block.
 __device__ __noinline__ inline void end_waves(const DispatchParams& params) {
   const int num_groups = params.has_waves() ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
   for (int i = threadIdx.x; i < num_groups; i += Block::kThreads) atomicAdd(params.args.waves.done + i, kWaveRows);
@@ -192,8 +193,8 @@ __device__ __noinline__ inline void end_waves(const DispatchParams& params) {
 
 // [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
 // stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
-// may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. All of them are
-// void.
+// may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. The output is void
+// anyway.
 __device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
   clear_from<Block>(op, params, 0);
   if (!params.args.out_topk_idx) return;

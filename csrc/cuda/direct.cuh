@@ -1,8 +1,7 @@
-// A plan of few tokens. Every rank sends its choices of experts to all ranks of the node; then every block of every
-// rank makes the same plan from them, in its own shared memory. Choices carry their epoch, so no flag has to follow
-// them: most movers, the planners, take them as they arrive, while the first warp waits for the Calls and compares
-// them. No list of items travels, and no block waits for another block's part: this takes about half the time of
-// make_plan.
+// Direct plans, for few tokens. Every rank sends its choices of experts to all ranks of the node. From them each block
+// makes the whole plan of its rank, in shared memory. Choices carry their epoch, so no flag has to follow them: the
+// planners (all movers but the first warp) take them as they arrive, while the first warp waits for the Calls and
+// compares them. No list travels, and no block waits for another one: this takes about half the time of make_plan.
 //
 // All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
 // the lanes of a warp share the work even where it is little, and most loops are not unrolled.
@@ -35,19 +34,19 @@ __device__ inline Choices* choices_at(const Op& op, int local, int source) {
   return op.context.peers.at(op.context.own.choices, local) + index / Choices::kNum;
 }
 
-// [thread] Return the number of lanes that share the columns of a token: a power of two.
+// [thread] Return the number of lanes for the columns of one token: a power of two, up to 32.
 __device__ inline int lanes_for(int num_columns) {
   int lanes = 32;
   while (lanes / 2 >= num_columns) lanes /= 2;
   return lanes;
 }
 
-// [block] Write this rank's choices to every rank of the node: none for tokens behind its last one, since the readers
-// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. There are two of
-// each choice, by the parity of the epoch, so this needs no wait. Called in block 0. `aborted`: this rank has aborted.
-// Then it sends nothing: its epoch has not advanced, and a slow peer may still read choices of the same epoch.
+// [block] Write this rank's choices to every rank of the node. Tokens behind its last one have no experts: the readers
+// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. Wait for
+// nothing: `announce` says why. Called in block 0. `aborted`: this rank has aborted. Then send nothing: its epoch has
+// not advanced, and a slow peer may still read choices of the same epoch.
 //
-// A lane takes one entry of topk_idx. Four lanes make a pair of the epoch and their choices.
+// A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
   static_assert(Choices::kNum == 4);
   const Config& config = op.context.config;
@@ -84,15 +83,15 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
   }
 }
 
-// [team] Take the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
+// [team] Copy the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
 // ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
-// Calls: its verdict ends every wait, because `called` covers the choices. Ends with a barrier of the planners.
+// Calls. Its verdict ends every wait here, because `called` covers the choices. Ends with a barrier of the planners.
 __device__ __noinline__ inline void take_choices(Op op, const DispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   constexpr int kTogether = 4;  // loads of a thread under way
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
-  // Choices of absent ranks never come. Who is absent is known with the verdict.
+  // Choices of absent ranks may never arrive. The absent ranks are known once there is a verdict.
   uint32_t absent = 0;
   if (has_masks(op.context)) {
     while (decided() == 0) {
@@ -129,9 +128,9 @@ __device__ __noinline__ inline void take_choices(Op op, const DispatchParams& pa
   Planners::sync();
 }
 
-// [team] Count the choices: for this rank's experts, for this rank's tokens, and unless the layout is decode for all
-// experts. A warp takes a word at a time, with a token per lane. Called by the planners of a block, after take_choices;
-// the counters are 0. Ends with a barrier of the planners.
+// [team] Count the choices: for this rank's experts, for this rank's tokens, and (except in decode layout) for all
+// experts. A warp takes a word of tokens at a time, a token per lane. Called by the planners of a block, after
+// take_choices; the counters are 0. Ends with a barrier of the planners.
 __device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   static_assert(kMaxLocal <= 32, "a lane per rank, and a bit");
   const Config& config = op.context.config;
@@ -224,8 +223,8 @@ __device__ inline void lay_out(const Op& op, const DispatchParams& params, const
   if (params.args.layout != Layout::kRank) plan.head->num_rows = up_to;
 }
 
-// [warp] Write the head, but for the rows of expert groups: of a usable plan. Called in one warp of a block, while
-// another one lays out the groups.
+// [warp] Write the head of a usable plan, except num_rows in expert and decode layout. Called in one warp of a block,
+// while another one writes that in lay_out.
 __device__ inline void write_direct_head(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32;
   int addends = 0;
@@ -249,15 +248,14 @@ __device__ inline void write_direct_head(const Op& op, const DispatchParams& par
   }
 }
 
-// [warp] Take a plan that is not usable out of the head: it has no items. Called in the first warp, once the head is
-// written.
+// [warp] Make the plan unusable: without items and rows. Called in the first warp, once the head is written.
 __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
   for (int source = threadIdx.x; source <= num_ranks; source += 32) head.item_begin[source] = 0;
   if (threadIdx.x == 0) head.num_items = head.most_items = head.num_rows = head.num_addends = head.usable = 0;
 }
 
-// [warp] Wait for the Calls of all ranks and compare them, for the planners and for the whole team. Called in the first
-// warp of a block. `keeps` as in agree.
+// [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all movers and
+// helpers. Called in the first warp of a block. `keeps` as in agree.
 __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, bool keeps) {
   const Verdict verdict = agree(op, keeps);
   stamp(op, Step::kAgreed);
@@ -269,8 +267,8 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
   *static_cast<volatile int*>(plan.decided) = 1 + static_cast<int>(verdict);
 }
 
-// [warp] Write what later operations and the caller need of a finished plan, and report it to a waiting host. Called in
-// one warp of block 0: in a launch that pulls a helper, since the movers are busy then.
+// [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a
+// waiting host. Called in one warp of block 0: a helper if the launch pulls, because movers are busy then.
 __device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
@@ -292,8 +290,8 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
   report_rows(op, params, plan.head->num_rows);
 }
 
-// [team] Plan from the choices of all ranks. Called by the planners of each block. Whether the ranks agree and the rows
-// fit is not known yet.
+// [team] Plan from the choices of all ranks. Called by the planners of each block, before it is known whether the ranks
+// agree and the rows fit.
 __device__ inline void plan_choices(const Op& op, const DispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
   take_choices(op, params, shared);
@@ -315,7 +313,7 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
        word += Movers::kThreads)
     *word = 0;
   if (threadIdx.x == 0) *plan.decided = 0;
-  // Announce. After an abort of this rank the helpers wait for the movers too.
+  // Announce. After an abort go on to the barrier below: the helpers wait for the movers there.
   Verdict verdict = Verdict::kAgree;
   if (sends && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
   Movers::sync();  // the counters are clear
@@ -335,7 +333,7 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
       decide_on_calls(op, plan, keeps);
     Movers::sync();
     verdict = *plan.verdict;
-    // Find out in the first warp whether the plan is usable.
+    // Decide in the first warp whether the plan is usable.
     if (Movers::warp() == 0) {
       bool fits = verdict == Verdict::kAgree;
       if (fits && params.args.layout != Layout::kDecode) {
@@ -372,9 +370,9 @@ __device__ inline void find_item(const DirectPlan& plan, int index, int& source,
   token = plan.token_of(source, index - plan.head->item_begin[source]);
 }
 
-// [warp] Write items from their choices: each lane has one, of `token` of `source`, and its memory `data`. Lanes
-// without an item come last; they pass token -1. The plan is usable. The lanes share the work: a lane takes one column
-// of topk_idx, and as many items are written together as there are lanes for. Ends with __syncwarp.
+// [warp] Write up to 32 items to `data`: each lane passes one, for `token` of `source`. Lanes without an item come
+// last; they pass token -1. The plan is usable. All lanes share the work: a lane takes one column of topk_idx, and as
+// many items are written together as there are lanes for. Ends with __syncwarp.
 __device__ inline void write_items(const Op& op, const DispatchParams& params, char* shared, int source, int token,
                                    int32_t* data) {
   const DirectPlan plan = params.direct_plan.in(shared);

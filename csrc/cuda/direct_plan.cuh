@@ -1,5 +1,5 @@
-// The memory of a direct plan (direct.cuh). Tokens of all ranks are numbered in words of 32: a source has
-// `source_words` words, and begins with a new word.
+// The memory of a direct plan (direct.cuh). Tokens of all ranks have a bit each, in words of 32. Each source has
+// `source_words` words of its own.
 #pragma once
 #include <type_traits>
 
@@ -54,7 +54,7 @@ struct DirectPlan {
     return p;
   }
 
-  // [thread] Return the plan in the shared memory of a block; this one is laid out without a base.
+  // [thread] Return the plan in the shared memory of a block. The arrays of this one are offsets.
   __device__ DirectPlan in(char* shared) const {
     const auto move = [shared](auto*&... arrays) {
       ((arrays =
@@ -87,7 +87,7 @@ struct DirectPlan {
     int word = 0, left = number;
 #pragma unroll 1
     for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
-    // Halve the tokens of the word that come into question.
+    // Find the bit in the word by bisection.
     const uint32_t bits = words_of_source[word];
     int bit = 0;
 #pragma unroll

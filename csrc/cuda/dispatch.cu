@@ -14,7 +14,7 @@ using namespace EP_KERNELS;
 namespace {
 
 constexpr uint32_t kMaxPiece = 8192;    // [bytes] most of a row in one bulk copy
-constexpr uint32_t kMaxScales = kLine;  // [bytes] rows with more scales have them delivered by the helpers
+constexpr uint32_t kMaxScales = kLine;  // [bytes] of a row: more scales are delivered by the helpers
 // Places of a mover's ring for float8 rows that are staged as they are: more loads under way disturb the staging.
 // Measured on 2 H200 with 4096 x 7168: 3 places 266 us, 2 places 256 us; quantised rows 402 and 429 us. To measure
 // again: benchmarks/compare_builds.py --operations "dispatch FP8" "dispatch, quantize".
@@ -36,7 +36,7 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
-    // The second of two launches does not keep a difference if the first one did: it made a plan.
+    // The second of two launches keeps no difference if the first one made a plan: that one has kept it.
     const Verdict verdict = agreed ? Verdict::kAgree : agree(op, params.stages || !params.new_plan);
     if (verdict != Verdict::kAgree || !params.new_plan) return verdict;
     return wait_for_ranks(op, Phase::kLists, op.context.own.listed, op.epoch) ? verdict : Verdict::kAborted;
@@ -48,7 +48,7 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 // is unusable or another launch pulls. In all cases no load of the movers is under way. `is_free` as in
 // wait_for_free_staging.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
-  // Plan, or announce. All raise `called`, so `called` implies free staging on this rank's node.
+  // Plan, or announce. Each way raises `called` only after its wait for free staging.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
   if (params.direct) {
@@ -85,8 +85,8 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
     if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
     stamp(op, Step::kStaged);
   }
-  // Wait for the items; for a direct plan even after an abort, because the movers arrive then too. Without a usable
-  // plan, clear the output.
+  // Wait for the items; for a direct plan even after an abort, because the movers arrive at the barrier then too.
+  // Without a usable plan, clear the output.
   if (!params.pulls) return ok ? Verdict::kAgree : Verdict::kAborted;
   Verdict verdict = Verdict::kAborted;
   if (params.direct) {
@@ -116,8 +116,8 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   return verdict;
 }
 
-// [block] Add the bytes read by this rank, by rank of the inbox. The second warp does, because the first one raises
-// flags next. Called in the last block, once all ranks agree.
+// [block] Count the bytes read by this rank, by rank of the inbox. The second warp does this, because the first one
+// raises flags next. Called in the last block, once all ranks agree.
 __device__ void count_bytes(const Op& op, const DispatchParams& params) {
   const Config& config = op.context.config;
   const int local = static_cast<int>(threadIdx.x) - 32;
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
-  // Send the choices for a direct plan. Look whether staging is free: mostly it is, and nobody has to wait. Loads are
-  // under way together. Do the work of this warp. All threads begin, or none.
+  // Send the choices for a direct plan. Look whether staging is free: mostly it is, and nobody has to wait. These loads
+  // overlap. Then do the work of this warp. All threads of the block begin, or none.
   const bool aborted = has_aborted(context);
   if (params.direct && params.stages && op.block == 0) send_choices(op, params, aborted);
   const bool is_free = __syncthreads_and(!params.stages ||
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     verdict = op.block >= op.num_blocks ? run_rail(op, params, shared, is_free)
               : Movers::has_thread()    ? move(op, params, shared, is_free)
                                         : help(op, params, shared, is_free);
-  // Complete the operation in the last block. After the first of two launches the operation goes on. After an abort no
-  // block is the last one, because this block does not count itself in.
+  // Complete the operation in the last block. After the first of two launches the operation goes on. An aborted block
+  // does not count itself in: then no block is the last one.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   stamp(op, Step::kArrived);

@@ -70,8 +70,8 @@ struct PieceCursor {
   }
 };
 
-// [thread] Start the load of one piece, and with the last piece the load of the scales. The place is free. `full` of
-// the place ends its round when both have landed.
+// [thread] Start the load of one piece, and with the last piece of a row the load of its scales. The place is free.
+// `full` of the place ends its round when both have landed.
 __device__ inline void load_piece(const Pieces& pieces, char* ring, uint64_t* full, const PieceCursor& at,
                                   const char* row, const char* scales) {
   const uint32_t place = at.ring.place, bytes = pieces.bytes_of(at.piece);
@@ -97,10 +97,10 @@ struct DispatchParams {
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
   bool direct;                  // the new plan is a direct plan (direct.cuh): each launch makes it anew
-  DirectPlan direct_plan;       // laid out without a base
+  DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
-  bool stages_rows;             // somebody reads this rank's rows in its staging
+  bool stages_rows;             // there are readers of this rank's staged rows
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
   int rows_per_group;           // decode layout: rows from one expert to the next; else 0
@@ -112,7 +112,7 @@ struct DispatchParams {
 
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
   __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
-  // [thread] Return whether experts run beside this launch, and wait for their rows.
+  // [thread] Return whether kernels of experts run beside this launch, and wait for its rows.
   __device__ bool has_waves() const { return kExtras && args.waves.done; }
   // [thread] Return whether items are numbered by their experts.
   __device__ bool numbers_by_expert() const { return kExtras && args.by_expert; }

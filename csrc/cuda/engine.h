@@ -1,6 +1,7 @@
 // The CUDA engine of one rank, called by Python. `dispatch` and `combine` launch one kernel on the given stream and do
 // not wait for the device. A dispatch is one launch, or two where Python needs the counts to allocate the outputs:
-// stage, [wait_for_counts], pull. With a hook, dispatch and combine are two launches: the hook makes the second one.
+// stage, [wait_for_counts], pull. With a hook (return_hook), dispatch and combine are two launches: the hook makes the
+// second one.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -19,7 +20,7 @@ struct Waves {
   // pieces_of_row. Null: there are no waves.
   int32_t* done = nullptr;
   int32_t pieces_of_row = 1;
-  int32_t num_blocks = 0;  // of a pull, of pushes, of the rest of a combine, or of all of it on one node; 0: num_sms
+  int32_t num_blocks = 0;  // of this launch; for the gate, of the pull; 0: num_sms
 };
 
 // One dispatch. All addresses are of device memory.
@@ -66,7 +67,7 @@ inline uint32_t tail_bytes(const Config& config, const DispatchArgs& args) {
 struct CombineArgs {
   const char* y = nullptr;              // [num_rows, row_bytes]
   const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
-  const float* factors = nullptr;       // decode layout: [num_tokens, num_topk] of own tokens' rows; else null
+  const float* factors = nullptr;       // decode layout: [num_tokens, num_topk] weights of own tokens; else null
   char* out = nullptr;                  // [num_tokens, row_bytes]
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
@@ -89,8 +90,8 @@ class Engine {
          const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms);
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
-  // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, but the
-  // second one also the outputs and num_rows.
+  // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, except
+  // that only the second one has the outputs and num_rows.
   void dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   // [host] Launch a combine with the plan of a dispatch: with `pushes` its partial sums, with `reduces` the rest, with
   // both all in one launch. Two launches of one combine get the same arguments.
@@ -117,7 +118,7 @@ class Engine {
   }
 
  private:
-  // [host] The same, by a kernel with extras or without.
+  // [host] Launch a kernel with extras, or one without.
   template <bool kWithExtras>
   void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   template <bool kWithExtras>

@@ -1,4 +1,4 @@
-// Items: tokens of one rank received by another rank. Also the order of a rank's items, for movers and pushing blocks.
+// Items: tokens of a source for one receiver. Also the order of a receiver's items, for movers and pushing blocks.
 #pragma once
 #include "cuda/context.h"
 
@@ -35,8 +35,8 @@ __device__ inline int32_t* items_for(const Context& context, int receiver) {
   return items + static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens * context.item_ints;
 }
 
-// Sources of a rank's items, in shared memory. Ranks of the own node come first, then other nodes. Each rank begins
-// with itself, so different ranks read from different sources at a time: all links are busy.
+// Sources of a rank's items, in shared memory. Ranks of the own node come first, then those of other nodes. Each rank
+// begins with itself, so different ranks read from different sources at a time: all links are busy.
 struct SourceOrder {
   // An item: its source, and its number in the source's list.
   struct Position {
@@ -71,7 +71,7 @@ struct SourceOrder {
   // [thread] Return the n-th item of the sources [begin, end); there are more than n. First come the first items of all
   // these sources, then the second ones, and so on. `step`: the caller's warp takes every step-th item.
   __device__ Position at(int n, int begin, int end, int step) const {
-    // Find the item's number, and then its source.
+    // Find the item's range of numbers [low, high), then its number and source.
     int low = 0, before = 0;  // `before` items have a number below `low`
     while (true) {
       int with_more = 0, high = INT32_MAX;  // sources with more than `low` items, and the fewest items of such a source

@@ -5,7 +5,7 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Lane 0 makes the bulk copies. The block of a sender has no other use for its shared memory.
+// Lane 0 makes the bulk copies. A rail block has no other use for its shared memory.
 struct LongPuts {
   // A row of 7168 or 14336 bytes goes in 2 or 4 pieces, with 16 senders a block. Not tuned.
   static constexpr int kPlaces = 3;
@@ -46,8 +46,9 @@ struct LongPuts {
     __syncwarp();
   }
 
-  // [warp] Put an array, and a short one beside it (0 bytes: none). The sources stay as they are until `drain`. Lane 0
-  // has run fence_before_bulk since it has seen that the sources are written and the memory there is free.
+  // [warp] Put an array, and a short one beside it (0 bytes: none). The sources must not change until `drain`. Before
+  // this, lane 0 has seen that the sources are written and the memory there is free, and has then run
+  // fence_before_bulk.
   __device__ void put(int node, const Array& array, const Array& beside = {}) {
     if (wire.maps(node)) {
       if (threadIdx.x % 32 == 0) copy(node, array, beside);

@@ -5,14 +5,14 @@
 
 namespace ep::cuda {
 
-// Far chunks are those of tokens of other nodes, own chunks those of items from the own node; both are pushed. A sum
-// milestone is a far chunk for one other node. With a window of W chunks, sums of a far chunk come just before the
-// pushes that need its slots:
+// Far chunks have tokens of other nodes, own chunks have items from the own node; both are pushed. A sum milestone is a
+// far chunk for one other node. With a window of W chunks, sums of a far chunk come just before the pushes that need
+// its slots:
 //
 //   pushes 0 to W - 1, sums 0, pushes W, sums 1, pushes W + 1, ..., own pushes, sums of the last W chunks
 //
-// So a block that pushes and reduces meets its milestones in ascending order, and one that does one of both does too.
-// Sums before the own pushes are early ones, the others are late. The first of two launches ends between them.
+// So every block meets its milestones in ascending order, whether it pushes, reduces or does both. Sums before the own
+// pushes are early ones, the others are late. The first of two launches ends before the late ones.
 struct Milestones {
   int far, own;  // chunks in all
   int window;    // far chunks pushed before the first sums; at most `far`

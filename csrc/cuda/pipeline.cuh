@@ -4,7 +4,7 @@
 //   prepare --prepared--> issue --full--> sum and store --empty--> issue
 //           <--issued---
 //
-// Works stand in a queue, a ring of kQueue places; team t sums the works t, t + num_teams, ... A bay is room in
+// Works are in a queue, a ring of kQueue places; team t sums the works t, t + num_teams, ... A bay is room in
 // shared memory for one row of a work, or for one piece of a long row. The bays of a work are adjacent, in a ring of
 // num_bays.
 #pragma once
@@ -24,7 +24,7 @@ struct alignas(16) Work {
   int8_t num_rows;    // number of addends
   bool stops;         // the last work of its team
   bool has_factors;   // its addends are multiplied by Pipeline::factors
-  int32_t milestone;  // of the sum; before it the warps of the team count themselves in for all lower milestones
+  int32_t milestone;  // of the sum; before summing, the team's warps count themselves in for all lower milestones
 };
 
 struct Pipeline {
@@ -114,9 +114,9 @@ struct Preparer {
   int next_bay = 0;
 
   // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
-  // of each addend, from `offset` on. Wait until the batch before the last one is issued. Then its place is free, and
-  // so are the places of the works: those of kQueue works ago are done. In a launch with factors `complete` must
-  // follow.
+  // of each addend, from `offset` on. Wait until the second last batch is issued. Then its place is free, and so are
+  // the places of the works: by the limits above, works kQueue before them are done. In a launch with factors
+  // `complete` must follow.
   template <class Fill>
   __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
@@ -143,8 +143,8 @@ struct Preparer {
     ++num_batches;
   }
 
-  // [warp] Let the teams have the last `num` works: `give(factors)` writes those of the lane's work. Their rows load
-  // meanwhile. In a launch without factors do nothing.
+  // [warp] Release the last `num` works to the teams: `give(factors)` first writes the factors of the lane's work. Rows
+  // load meanwhile. In a launch without factors do nothing.
   template <class Give>
   __device__ void complete(int num, const Give& give) {
     const int lane = threadIdx.x % 32;
@@ -154,8 +154,8 @@ struct Preparer {
     ptx::barrier_arrive(pipeline.full + in_queue);
   }
 
-  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `give` as in `complete`. The
-  // earlier pieces carry the first lane's milestone, only the last piece its own: a milestone is reached after all
+  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `give` as in `complete`. Only the
+  // last piece has the work's own milestone, earlier ones have that of the first lane: a milestone is reached after all
   // pieces of the works before it.
   template <class Fill, class Give>
   __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Give& give) {
@@ -179,19 +179,19 @@ struct Preparer {
     complete(num_teams, [](float*) {});
   }
 
-  // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. Wait only for
-  // places in the queue, as the other functions here.
+  // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. As the other
+  // functions here, wait only for places in the queue.
   __device__ void end() {
     reach(0, true);
     prepare(Work{}, 0, 0, 0, [](const char**) {});
   }
 };
 
-// One issuing warp. It takes the works in order, as bays become free, and loads its share of each work's rows. It looks
-// at several works together, with a few lanes for each: then little is left to do once bays are free. Its loop has no
-// division, because a combine of short rows waits for the issuing warps. Tuned with hidden 2048 (combine of 4096
-// tokens, top-8): several works together 382 -> 227 to 238 us on 4 H200, two warps 201 -> 166 us on 2 H200. To measure
-// again, change kIssuingWarps and run `python -m ep_dispatcher.bench --engine cuda`.
+// One issuing warp. It takes the works in order, as bays become free, and loads its share of each work's rows. It
+// prepares the loads of several works together, with a few lanes for each: then little is left to do once bays are
+// free. Its loop has no division, because a combine of short rows waits for the issuing warps. Tuned with hidden 2048
+// (combine of 4096 tokens, top-8): several works together 382 -> 227 to 238 us on 4 H200, two warps 201 -> 166 us on 2
+// H200. To measure again, change kIssuingWarps and run `python -m ep_dispatcher.bench --engine cuda`.
 struct Issuer {
   static constexpr int kWarps = Pipeline::kIssuingWarps;
 

@@ -6,8 +6,9 @@
 namespace ep::cuda::EP_KERNELS {
 
 // [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
-// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. A part's store could be
-// to the next part's place for all that the compiler knows: without an array every load would wait for the one before.
+// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. Loads go to an array
+// first: the compiler cannot rule out that a store changes the next part's count, so without the array each load would
+// wait for the store before it.
 template <class Total>
 __device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
 #pragma unroll 1
@@ -31,9 +32,9 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
   }
 }
 
-// [team] Write the counts of this block to block_num_tokens and block_num_items, for the last block to count. Called by
-// the movers of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No
-// barrier at the end.
+// [team] Write the counts of this block to block_num_tokens and block_num_items, for send_counts. Called by the movers
+// of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No barrier at the
+// end.
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
   int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
@@ -48,9 +49,9 @@ __device__ void share_counts(const Op& op, const DispatchParams& params, const S
                [&](int expert, int sum) { num_first[expert] = sum; });
 }
 
-// [team] Number this rank's items by their first experts, at each receiver those of its highest expert first: write the
+// [team] Number this rank's items for each receiver by their first local expert, the highest expert first: write the
 // first number of each expert. Combine pushes items in this order, dispatch pulls them in the opposite one (Waves).
-// Called by the movers of the last block to count. No barrier at the end.
+// Called by the movers of the planning block that counts last. No barrier at the end.
 __device__ __noinline__ void number_by_expert(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int num_local = context.num_local_experts, warp = Movers::warp(), lane = threadIdx.x % 32;
@@ -90,8 +91,8 @@ __device__ inline Call call_of(const DispatchParams& params) {
 }
 
 // [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the movers of the
-// last block to count. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks; `called` of
-// this rank covers them for the other planning blocks.
+// planning block that counts last. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks.
+// The other planning blocks read them after `called` of this rank.
 __device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
@@ -128,14 +129,14 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   Movers::sync();
 }
 
-// [thread] Return the rows of an expert group with its padding. A large alignment makes more than 32 bits can count.
+// [thread] Return the rows of an expert group with its padding. With a large alignment they need more than 32 bits.
 __device__ inline int64_t padded_rows(uint32_t tokens, uint32_t alignment) {
   return int64_t{(tokens + alignment - 1) / alignment} * alignment;
 }
 
-// [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the rows of
-// all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a waiting
-// host. Called once for each rank in a planning block.
+// [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the number of
+// rows of all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a
+// waiting host. Called once for each rank in a planning block.
 __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
                                    bool writes) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
@@ -171,7 +172,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
-    // Start these loads before the layout, and use them after it.
+    // Start these loads before the layout; their values are used after it.
     const auto items_of = [&](int source) {
       return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
     };
@@ -227,8 +228,8 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   return false;
 }
 
-// [warp] If the host waits for the counts, publish a mistake and then the number of rows: it covers counted_rows too.
-// Called in one warp of block 0; the warp has seen the counted rows.
+// [warp] If the host waits for the counts, publish a mistake, then the number of rows, and then the ticket, which
+// covers counted_rows too. Called in one warp of block 0; the warp has seen the counted rows.
 __device__ inline void report_rows(const Op& op, const DispatchParams& params, int num_rows) {
   if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
   // The mistake first, because the host raises it with the counts.
@@ -276,8 +277,8 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 }
 
 // [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. `is_free`:
-// they had when this block began (is_free_at_first_sight); then there is no wait, and no barrier. Return false after an
-// abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
+// they had done so when this block began (is_free_at_first_sight). Then there is no wait, and no barrier. Return false
+// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op, bool is_free) {
   return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
@@ -307,7 +308,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
     if (threadIdx.x == 0) usable = fits;
   }
   Movers::sync();
-  // Let the last warp write the head: with few tokens it has none to list.
+  // Write the head in the last warp: with few tokens it has none to list.
   if (op.block == 0 && Movers::warp() == Movers::kWarps - 1) write_head(op, params, scratch, usable);
   // List the items, or clear the caller's counts.
   if (usable) {

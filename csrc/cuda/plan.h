@@ -8,7 +8,7 @@
 namespace ep::cuda {
 
 // Start of a plan, for all later kernels with it. Written by block 0: in write_head, and other blocks read it after
-// `listed` of this rank; or in publish_plan, if each block makes a direct plan of its own.
+// `listed` of this rank; or in publish_plan, and each block has a head of its own in this operation.
 struct PlanHead {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output
@@ -16,7 +16,7 @@ struct PlanHead {
   int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
   int32_t num_items;                  // received items: pairs of source rank and source token
   int32_t most_items;                 // most items of a source on this node
-  int32_t num_addends;                // partial sums for this rank's inboxes
+  int32_t num_addends;                // partial sums that a combine brings to this rank's inboxes
   int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
 
 #ifdef __CUDACC__
@@ -32,10 +32,10 @@ struct PlanHead {
 struct Plan {
   PlanHead* head;
   int32_t* expert_rows;  // [num_local_experts] received tokens, without padding
-  // [num_local_experts + 1] first row of each expert group, then the end. In decode layout without the rows between
-  // the groups.
+  // [num_local_experts + 1] first row of each expert group, then the end. In decode layout as if the groups were
+  // adjacent.
   int32_t* expert_begin;
-  // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank or of its rail peer there: number of the
+  // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank, or of its rail peer there: the number of the
   // token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;
   uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
@@ -70,7 +70,7 @@ inline Plan read_plan(const Config& config, int32_t* memory) {
   return carve_plan(c, config, 0);
 }
 
-// [host] Return the int32 of a plan with at most `num_rows` output rows (-1: any number).
+// [host] Return the number of int32 of a plan with at most `num_rows` output rows (-1: any number).
 inline size_t plan_capacity(const Config& config, int64_t num_rows) {
   int64_t num_items = static_cast<int64_t>(config.num_ranks()) * config.max_tokens;
   if (num_rows >= 0) num_items = std::min(num_items, num_rows);

@@ -113,8 +113,8 @@ struct Puller {
     return ItemOrder(memory.sources, op.context).at(params.has_waves() ? num_items - 1 - at : at, step);
   }
 
-  // [warp] Write the next batch of items of a direct plan, and their sources. Their order is that of the plan, but each
-  // rank begins with its own tokens. So different ranks read from different sources at a time.
+  // [warp] Write the next batch of items of a direct plan, and their sources. Items have the order of the plan, but
+  // each rank begins with its own tokens. So at any time different ranks read from different sources.
   __device__ void write_batch() {
     const DirectPlan plan = params.direct_plan.in(shared);
     memory.records.fill([&](int n) {
@@ -146,7 +146,7 @@ struct Puller {
     });
   }
 
-  // [warp] Find the origins of the batch of items from item n on. Its items have landed.
+  // [warp] Find the origins of a batch: of items n and following. Its items have landed.
   __device__ void find_rows(int n) {
     n += lane;
     if (lane < kBatch && n < num) {
@@ -261,7 +261,7 @@ struct Puller {
           ptx::bulk_wait_read<1>();
       }
       __syncwarp();
-      // A new item has begun, so the one before is complete. One batch of items is stored: fetch another one.
+      // Where a new item begins, the one before is complete. After each batch of items fetch another one.
       if (params.has_waves() && store.piece == 0) count_in(store.item - 1);
       if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       if (store.item > 0 || store.piece > 0) ++room;
@@ -276,8 +276,8 @@ struct Puller {
     return ok;
   }
 
-  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block. Peers
-  // do not have to do anything for that: rows with started loads were staged.
+  // [warp] Wait for all loads under way, after an abort: nothing may land in the shared memory of an ended block. This
+  // wait needs no peer: a row was staged before its loads began.
   __device__ void drain() {
     for (; store.item < load.item || store.piece < load.piece; store.advance(pieces))
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);

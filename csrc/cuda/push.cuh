@@ -1,19 +1,18 @@
-// Pushing: the partial sum of every item is stored in a slot of its source on this node. The slots of a source on
-// another node are kept here by the source's rail peer: a window of its tokens.
+// Pushing: the partial sum of every item is stored in a slot of its source. Slots of a source on another node are at
+// its rail peer on this node: they hold a window of its tokens.
 #pragma once
 #include "cuda/combine.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
-// [thread] Return the end of this rank's chunks of a combine: first those of tokens of other nodes, then those of items
-// from this node. This rank raises the flags of all chunks before the end, also of empty ones: Call::num_chunks
-// promises it.
+// [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
+// items. This rank raises the flags of all of them, also of empty ones: Call::num_chunks promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
   return op.context.max_far_chunks + num_item_chunks(head.most_items);
 }
 
-// The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them.
-// The first ones are loaded to registers while slots are awaited.
+// The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them. A
+// factor is the weight of a row in decode layout. The first ones are loaded to registers during the wait for slots.
 struct FactorCopy {
   static constexpr int kTogether = 4, kStep = kTogether * Pipeline::kThreads;  // loads of a thread under way
 
@@ -77,7 +76,7 @@ __device__ inline bool wait_for_experts(const Op& op, const CombineParams& param
     while (has_item && copy < item.num_copies() && is_written(item.value(copy))) ++copy;
     if (__all_sync(~0u, !has_item || copy == item.num_copies())) break;
     if (turn % 32 != 0) continue;
-    // The experts of this rank are late: nobody else is to blame.
+    // After the limit, abort. The experts of this rank are late, so blame this rank.
     const uint64_t waited = ptx::nanoseconds() - begin;
     if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0)
       abort_rank(op, Phase::kExperts, bit_of(op.rank()), waited);
@@ -88,8 +87,8 @@ __device__ inline bool wait_for_experts(const Op& op, const CombineParams& param
   return true;
 }
 
-// Items of a rank to be pushed for tokens of other nodes, chunk by chunk: all of a chunk come before those of the next.
-// In a chunk they are ordered by source, beginning with the own local index.
+// Items to be pushed for tokens of other nodes, chunk by chunk. Within a chunk they are ordered by source, beginning
+// with the rail peer on the next node.
 struct FarItems {
   const Context& context;
   const Plan& plan;
@@ -102,7 +101,7 @@ struct FarItems {
   int end[kRankWords], later[kRankWords];  // of source `lane` + 32 * i: the end of this chunk's items in its list, and
                                            // of the next chunk's
 
-  // [warp] Stand before the first chunk. SourceOrder::fill has been called.
+  // [warp] Begin before the first chunk. SourceOrder::fill has been called.
   __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
       : context(context),
         plan(plan),
@@ -159,8 +158,7 @@ struct FarItems {
     const int n = lane + 32 * i;
     return n < num_sources ? sources.num_items[context.config.ranks_per_node + n] : 0;
   }
-  // [thread] Return the number of the first item of a chunk behind the first one, or of a later chunk, of the lane's
-  // i-th source.
+  // [thread] Return the number of the first item of the lane's i-th source in `chunk` or a later one. `chunk` > 0.
   __device__ int first_of(int i, int chunk) const {
     const int count = items_of(i);
     if (count == 0 || chunk >= context.max_far_chunks) return count;
@@ -168,8 +166,8 @@ struct FarItems {
   }
 };
 
-// Pushes the items of one block, in the preparing warp: those for tokens of other nodes first, chunk by chunk, because
-// their sums travel on. Their slots hold a window of chunks. Own items follow; SourceOrder::at keeps all links busy.
+// Pushes the items of one block, in the preparing warp. Items of far chunks come first, because their sums travel on;
+// their slots hold a window of chunks. Items from the own node follow; SourceOrder::at keeps all links busy.
 struct Pusher {
   static constexpr int kBatch = Records::kBatch;
   static constexpr int kAllSums = INT32_MAX;
@@ -250,9 +248,9 @@ struct Pusher {
     return {num, takes_own ? milestones.far : far.chunk};
   }
 
-  // [warp] Prepare to push a chunk, or own items: wait until the ranks of the node have freed its slots. A block that
-  // reduces too makes the sums before it first: then set `until` as run() does, and wait for nothing. After a
-  // difference nobody reduces, so nobody may wait for slots: compare first. Return kAborted after an abort of this
+  // [warp] Prepare to push a far chunk, or own items: wait until the ranks of the node have freed its slots. If this
+  // block has to make sums before that, set `until` as run() does, and wait for nothing. After a difference nobody
+  // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
   // rank.
   __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
     const Milestones milestones = milestones_of(context);
@@ -264,7 +262,7 @@ struct Pusher {
       if (verdict != Verdict::kAgree) return verdict;
       agreed = true;
     }
-    // Raise the flags of earlier chunks before each wait: this block may have no items behind them.
+    // Reach the earlier chunks before each wait: this block may have no works behind them to raise their flags.
     if (reduces && summed <= min(chunk, milestones.far - 1)) {
       preparer.reach(milestones.pushed(summed - 1) + 1, false);
       until = (++summed - milestones.window) * milestones.others;
@@ -286,7 +284,7 @@ struct Pusher {
     next = batch.num > 0 ? take() : batch;
   }
 
-  // [thread] Go on without sums before those of a far chunk: this block has none.
+  // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
 
   // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
@@ -324,7 +322,7 @@ struct Pusher {
       const int source = memory.positions[(n + lane) % (2 * kBatch)].source;
       const float* const weights =
           context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * context.config.num_topk;
-      // A factor lies at the source, more than a microsecond away: all of them are under way together.
+      // A factor lies at the source, more than a microsecond away: load all of them together.
 #pragma unroll 1
       for (int j = 0; j < item.num_copies(); ++j) ptx::start_copy(factors + j, weights + item.k(j));
       ptx::wait_for_copies();
@@ -333,12 +331,12 @@ struct Pusher {
     return true;
   }
 
-  // [warp] Queue the sums of this block's items, up to those that need sums before: then set `until` to a sum
-  // milestone, and expect another call when the sums before it are queued. At the end set it to kAllSums. Called once
-  // slots are free, and with factors once these are here. Wait for own loads, for room in the queue, and for free slots
-  // of far chunks behind the window. begin() has been called. Return kDiffer at the end if the rest is not pushed
-  // because the ranks differ; all flags promised rise all the same. Return kAborted after an abort of this rank. Loads
-  // of items may be under way: at the end, call Records::drain.
+  // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
+  // and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called after
+  // begin(), once slots are free, and with factors once these are here. Wait for own loads, for room in the queue, and
+  // for free slots of far chunks behind the window. Return kDiffer if the rest is not pushed because the ranks differ;
+  // all promised flags rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way:
+  // at the end, call Records::drain.
   __device__ Verdict run(Preparer& preparer, int& until) {
     until = kAllSums;
     Verdict verdict = Verdict::kAgree;
@@ -358,7 +356,7 @@ struct Pusher {
 };
 
 // [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for
-// nothing. A barrier of the block must follow: the flags of chunks cover weights too.
+// nothing. A barrier of the block must follow, so that `pushed` covers the weights too.
 __device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
   const Context& context = op.context;
   const PlanHead& head = *params.plan.head;

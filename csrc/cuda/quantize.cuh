@@ -1,4 +1,4 @@
-// Rows in float8, bitwise equal to ep_dispatcher/float8.py. Staging quantises rows by this.
+// Quantise rows to float8, bitwise equal to ep_dispatcher/float8.py. Used by staging.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -67,7 +67,8 @@ struct RowPart {
     for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
   }
 
-  // [warp] Quantise the loaded part: store its float8 elements and its scales in those of the row.
+  // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
+  // row.
   __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;

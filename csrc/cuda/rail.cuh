@@ -16,7 +16,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// This warp, among all warps of all rail blocks. Consecutive numbers are in different blocks: relays spread over them.
+// This warp, among all warps of all rail blocks. Warps with consecutive numbers are in different blocks, so the relays
+// spread over the blocks.
 struct RailWarp {
   const Op& op;
   const Context& context;
@@ -41,7 +42,7 @@ struct RailWarp {
   __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
   __device__ Wire wire() const { return Wire{context}; }
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
-  // [num_others, max_chunks]. Its index there is this rank's node, numbered without the rail peer's own node.
+  // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
   }
@@ -57,9 +58,9 @@ struct RailWarp {
   }
 
   // [warp] Wait for a flag raised by other blocks of this rank; all lanes read it. Return false after an abort of this
-  // rank, else true: all lanes may read the memory covered by the flag, also by bulk loads. The wait has no limit of
-  // its own: those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end
-  // first, and would then report this rank as late. Called in senders, and in relays for `listed`.
+  // rank. After true, all lanes may read the memory covered by the flag, also by bulk loads. The wait has no limit:
+  // those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and
+  // would report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
     bool here;
     do here = ptx::load_acquire(flag) >= op.epoch;
@@ -97,8 +98,7 @@ struct RailWarp {
 
   // [warp] Count this sender in, after its puts, once they have crossed. The last of all senders resets the counter and
   // raises the wire flag at the rail peer: it covers the puts of all senders. `crossed`: of begin_sending, in lane 0; 0
-  // without puts. Each sender waits for its own puts, so no flag waits for puts behind those that it covers to
-  // cross.
+  // without puts. Each sender waits for its own puts only, so no flag waits for later puts to cross.
   __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there, uint32_t crossed) const {
     __syncwarp();
     if (lane == 0) {
@@ -137,7 +137,7 @@ struct RailWarp {
     before.node = -1;
   }
 
-  // [warp] The same as wait_for_self. If the flag is not there yet, finish first what was sent.
+  // [warp] Wait as wait_for_self. If the flag has not arrived yet, first finish what was sent.
   template <class Finish>
   __device__ bool finish_and_wait(Sent& before, const uint64_t* flag, const Finish& finish) const {
     if (!__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) {
@@ -148,10 +148,10 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then tell the rail
-  // peers that theirs may come; the senders take the peers in turn. A peer may be in another operation than this rank:
-  // then nobody reads its rows. `is_free` as in wait_for_free_staging. Return false after an abort of this rank. Called
-  // in senders, once per operation.
+  // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then raise
+  // `inbox_free` at the rail peers: theirs may come. The senders take the peers in turn. If a peer is in another kind
+  // of operation, it may send rows all the same, but nobody reads them. `is_free` as in wait_for_free_staging. Return
+  // false after an abort of this rank. Called in senders, once per operation.
   __device__ bool hand_over_inbox(bool is_free) const {
     if (sender() >= num_others) return true;
     if (!is_free && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
@@ -215,8 +215,8 @@ struct RailWarp {
     return relays() ? relay_call(node(warp), has_counts) : hand_over_inbox(is_free) && send_call(has_counts);
   }
 
-  // [warp] The same for a combine. Its Call does not wait for `consumed`, so it goes first: a rank that does not come
-  // keeps no other one back. Only a peer that differs, and is in a dispatch, needs the inboxes.
+  // [warp] Begin a combine with the rail peers. Only a peer that differs, and is in a dispatch, needs the inboxes. So
+  // the Call goes first: it does not wait for `consumed`, and a late rank delays no other one.
   __device__ bool begin_combine() const {
     return relays() ? relay_call(node(warp), false) : send_call(false) && hand_over_inbox(false);
   }

@@ -6,8 +6,8 @@
 namespace ep::cuda::EP_KERNELS {
 
 struct DispatchRailWarp : RailWarp {
-  // The most chunks of rows that go before the items of a new plan. A sender that does not wait for its puts to cross
-  // could post all rows first, and no rank there pulls a row before it has all items.
+  // The maximum number of chunks of rows sent before the items of a new plan. A sender that does not wait for its puts
+  // to cross could post all rows first, but no rank there pulls a row before it has all items.
   static constexpr int kChunksAhead = 4;
 
   using RailWarp::RailWarp;
@@ -50,8 +50,8 @@ struct DispatchRailWarp : RailWarp {
     }
   }
 
-  // [thread] Return whether rows go before all ranks agree. They do not in the second of two launches, when the ranks
-  // agree already. They do not with one rail block, where rows under way delay the Calls: 4096 tokens, expert layout,
+  // [thread] Return whether rows go before all ranks agree. Not in the second of two launches: there the ranks agree
+  // already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
   // 8 blocks on H200 took 1495 us instead of 1455.
   __device__ bool sends_early(const DispatchParams& params) const {
     return params.stages && params.pulls && params.rail_blocks > 1;
@@ -108,9 +108,9 @@ struct DispatchRailWarp : RailWarp {
 
   // [warp] Send this rank's items, rows and tails to all rail peers. A chunk of rows goes once this rank has staged it,
   // and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when they
-  // are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. Nobody knows yet
-  // whether the ranks agree, or whether the new plan will be usable. So all rows go, and nobody reads them if not.
-  // Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
+  // are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not known yet
+  // whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads them. Return
+  // what `agree` found, or kAborted after an abort of this rank. Called in senders.
   __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
     if (!sends_early(params) || !sends_rows(params)) {
       const Verdict verdict = agree(op, false);
@@ -164,8 +164,8 @@ struct DispatchRailWarp : RailWarp {
   // [warp] Wait for the items of the rail peer on `node`, then for each chunk of its rows. Raise `listed`, then
   // `staged`, at every rank of this node. If the new plan is unusable, raise only `listed`, but wait for the rows too:
   // once this operation is complete here, no peer may still store data here. Return what `agree` found, or kAborted
-  // after an abort of this rank. Called in a relay. After a difference wait for no rows: they are over when the next
-  // operation is agreed on.
+  // after an abort of this rank. Called in a relay. After a difference wait for no rows: they have arrived before all
+  // ranks agree on the next operation.
   __device__ Verdict relay_rows(const DispatchParams& params, int node) const {
     const Verdict verdict = agree(op, false);
     if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;

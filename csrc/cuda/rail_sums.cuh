@@ -1,5 +1,5 @@
 // The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
-// relay those sent to this rank. In decode layout factors of tokens go before.
+// relay those sent to this rank. In decode layout factors are sent and relayed first.
 #pragma once
 #include "cuda/combine.cuh"
 #include "cuda/rail.cuh"
@@ -10,7 +10,7 @@ struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
-  // experts on this node. Sums that have gone straight there are only counted. Weights go by whole tokens; the owner
+  // experts on this node. Straight sums are only counted: they are there already. Weights go by whole tokens; the owner
   // reads only the columns with experts here. Called in senders, after `summed`. Return the time at which all have
   // crossed, as begin_sending.
   __device__ uint32_t send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
@@ -43,7 +43,7 @@ struct CombineRailWarp : RailWarp {
   }
 
   // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
-  // begun this combine, so nobody there uses the memory. Called in senders, once all ranks agree.
+  // begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
   __device__ void send_factors(const CombineParams& params) const {
     float* const factors = context.inbox_for(context.node, &Inbox::weights);
     // Whole vectors: up to 12 bytes more go to the padding behind the array.

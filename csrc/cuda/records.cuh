@@ -6,8 +6,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Room for two batches: one in use, the next on its way. A `where` returns the address of the n-th record; the lane of
-// the record calls it.
+// Room for two batches: one in use, the next on its way. `where(n)` returns the address of the n-th record. It is
+// called in the lane of the record.
 struct Records {
   static constexpr int kBatch = 16;
   using Batches = Ring<2>;
@@ -43,8 +43,8 @@ struct Records {
   // [thread] Return the memory of record n. Valid after wait(n), until the second fetch after that of its batch.
   __device__ char* at(int n) const { return data + (n % (2 * kBatch)) * bytes; }
 
-  // [warp] Start to load the next batch, if any records are left. It overwrites the batch before the last fetched one:
-  // the warp no longer needs that.
+  // [warp] Start to load the next batch, if any records are left. It overwrites the second last batch fetched: the warp
+  // must not need that one any more.
   template <class Where>
   __device__ void fetch(const Where& where) {
     fetch(where, min(kBatch, num - fetched * kBatch));

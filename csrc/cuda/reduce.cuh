@@ -1,5 +1,6 @@
-// Reducing: the partial sums in the inboxes of a rank are added. For a rail peer's token the result is this node's sum:
-// rail blocks send it home. For an own token the sums of other nodes are added too, and the result is the output.
+// Reducing: the partial sums in a rank's slots are added. For a rail peer's token the result is this node's sum: rail
+// blocks send it to the rail peer. For an own token the sums of other nodes are added too, and the result is the
+// output.
 #pragma once
 #include "cuda/combine.cuh"
 
@@ -44,7 +45,7 @@ __device__ inline int node_of_sum(const Context& context, int n) {
 }
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
-// the order of Milestones. Then all blocks take batches of this rank's own tokens, each as soon as it is free.
+// the order of Milestones. Then come this rank's own tokens: each block takes the next batch as soon as it can.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
@@ -87,8 +88,8 @@ struct Reducer {
   // [thread] Return the first sum milestone left for this launch: the second of two launches makes the late sums.
   __device__ int first_sum() const { return params.pushes ? 0 : milestones().num_early_sums(); }
 
-  // [thread] Return this block's first token of a chunk, counted in the chunk. The blocks take turns to begin: a chunk
-  // may have fewer batches than there are blocks.
+  // [thread] Return the offset of this block's first token in the chunk of sum milestone `n`. The blocks take turns to
+  // begin: a chunk may have fewer batches than there are blocks.
   __device__ int begin_of(int n) const { return (for_others.block + n) % for_others.num_blocks * kBatch; }
 
   // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
@@ -129,7 +130,7 @@ struct Reducer {
 
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
   // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank. After
-  // true, bulk loads may read the addends, also those of a warp that synchronizes with this one.
+  // true, bulk loads may read the addends, also in a warp that synchronizes with this one afterwards.
   __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
@@ -153,8 +154,8 @@ struct Reducer {
     return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
 
-  // [thread] Return the memory for sums of the tokens of the rail peer on `node`: the peer's own, or staging for
-  // senders.
+  // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if straight, else staging for
+  // the senders.
   __device__ char* sums_for(int node) const {
     if (!context.is_straight(node)) return context.inbox_for(node, &Inbox::staging);
     return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
@@ -171,7 +172,7 @@ struct Reducer {
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
     if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
-    // Leave out masked ranks, the same for the whole batch: others may be masked meanwhile.
+    // Leave out masked ranks. Read the mask once for the batch: it may change meanwhile.
     const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
       return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
@@ -222,8 +223,8 @@ struct Reducer {
     return true;
   }
 
-  // [warp] Reach the sum milestones before the n-th one: this block has no tokens of them left. Every block of
-  // `for_others` counts itself in for each, also without tokens.
+  // [warp] Reach all sum milestones before the n-th: this block has no tokens left there. Every block of `for_others`
+  // counts itself in for each, also without tokens.
   __device__ void reach(Preparer& preparer, int n) {
     if (n <= reached) return;
     reached = n;

@@ -1,4 +1,4 @@
-// Symmetric memory of one rank: peers write into it and read from it. docs/protocol.md explains the order.
+// The region: memory of one rank that peers write and read. docs/protocol.md explains in which order.
 #pragma once
 #include <tuple>
 #include <utility>
@@ -12,7 +12,7 @@ namespace ep::cuda {
 struct Counts {
   int32_t* data;
 
-  // [host] Return the int32 of one rank's counts.
+  // [host] Return the number of int32 of one rank's counts.
   static int ints(const Config& config) {
     return static_cast<int>(round_up(config.num_ranks() + static_cast<size_t>(config.num_experts), 4));
   }
@@ -24,8 +24,8 @@ struct Counts {
 #endif
 };
 
-// Some choices of a token, and the epoch of their operation. Stored and loaded as one: whoever sees the epoch has the
-// choices.
+// Four choices of a token, and the epoch of their operation. Stored and loaded as one: a thread that sees the epoch has
+// the choices.
 struct alignas(16) Choices {
   static constexpr int kNum = 4;
 
@@ -34,9 +34,9 @@ struct alignas(16) Choices {
 };
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
-// another node. A rail peer writes through the wire. On its own node a rank writes items, staging and tails to its own
-// inbox, and the receivers read them there. For another node the inbox of its rail peer there takes this role. Slots
-// belong to it too, but lie elsewhere: there are fewer for a rail peer (Region::slots, RailArrays::slots).
+// another node. A rail peer writes through the wire. For receivers on its own node a rank writes items, staging and
+// tails to its own inbox, for those on another node to its rail peer's inbox there. Slots belong to an inbox too, but
+// lie elsewhere: a rail peer has fewer (Region::slots, RailArrays::slots).
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
@@ -63,10 +63,10 @@ struct RailArrays {
 };
 
 // All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
-// the last operation with this flag raised; `aborted` holds a bit for each rank. Choices carry the epoch beside their
-// data, and need no flag. A flag about a rank of this node is raised by the rank itself. About a rank of another node
-// it is raised by the rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of a rail
-// peer needs no relay: the rail peer raises it through the wire.
+// the last operation with this flag raised; only `aborted` and `excluded` hold none. Choices carry the epoch beside
+// their data, and need no flag. A flag about a rank of this node is raised by the rank itself. A flag about a rank of
+// another node is raised by the rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of
+// a rail peer needs no relay: the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
   // [num_ranks] not 0: the rank, or its host, has aborted: flags missing from this raiser may never rise. A bit for
@@ -154,7 +154,7 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.calls = c.take<Call>(2 * ranks);
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
   region.slots = c.take<char>(locals * config.max_tokens * config.slot_stride(), kLine);
-  // Parts with several copies begin and end at a line.
+  // Inboxes and rail arrays, of which there are several, begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {
     c.take<char>(0, kLine);
     const size_t begin = c.size();
@@ -169,13 +169,13 @@ inline Region carve_region(Cursor& c, const Config& config) {
   return region;
 }
 
-// [host] Return the bytes of all flags, at the start of a region. They must be 0 before its first use.
+// [host] Return the number of bytes of all flags, at the start of a region. They must be 0 before its first use.
 inline size_t flag_bytes(const Config& config) {
   Cursor c;
   return reinterpret_cast<size_t>(carve_region(c, config).calls);
 }
 
-// [host] Return the bytes of a region.
+// [host] Return the number of bytes of a region.
 inline size_t region_bytes(const Config& config) {
   Cursor c;
   carve_region(c, config);

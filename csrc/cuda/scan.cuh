@@ -97,7 +97,7 @@ struct Scan {
     inverse = 0xffffffffu / context.num_local_experts + 1;
   }
 
-  // [thread] Return expert / num_local_experts. Exact while the product of both is below 2^32.
+  // [thread] Return the rank of an expert: expert / num_local_experts. Exact while the product of both is below 2^32.
   __device__ int rank_of(int expert) const {
     return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
   }
@@ -111,8 +111,8 @@ struct Scan {
   __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
-    // Read the entries in the order of memory, each lane entries of several tokens. Several loads are under way: they
-    // take a microsecond and more while other warps stage rows.
+    // Read the entries in the order of memory, so a lane has entries of several tokens. Several loads overlap: each
+    // takes a microsecond and more while other warps stage rows.
     constexpr int kTogether = 8;
     int token = lane / num_topk, k = lane % num_topk;
     const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
@@ -162,7 +162,7 @@ struct Scan {
   }
 
   // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
-  // lowest lane with an expert does it for this expert, at its own column.
+  // lowest lane with an expert does it for this expert, at the expert's column.
   __device__ void finish(int first) const {
     const int lane = threadIdx.x % 32;
     const bool has_token = first + lane < end;
@@ -181,7 +181,7 @@ struct Scan {
   }
 };
 
-// [thread] Add to counts[which]. The array stays in registers: no index is variable.
+// [thread] Add to counts[which]. The array stays in registers, because all indices are constants.
 __device__ inline void add_to(int (&counts)[kRankWords], int which, int count) {
 #pragma unroll
   for (int word = 0; word < kRankWords; ++word) counts[word] += word == which ? count : 0;
@@ -335,7 +335,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         item_of(rank, number).begin(token, count_between(scan.lane_choices(), num_vectors, begin, begin + num_local));
       }
     }
-    // Write the copies. A copy's position in its item: experts of the token on this rank, below the copy's expert.
+    // Write the copies. A copy's position in its item is the number of the token's lower experts on the same rank.
     uint32_t used = 0;
     if (token < scan.end)
 #pragma unroll 1

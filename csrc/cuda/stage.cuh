@@ -7,8 +7,8 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Chunks staged by one warp. The last warp of all blocks to finish a chunk raises `staged` at the node. The last chunk
-// also raises the flags of all chunks without tokens: no wait for a chunk lasts for ever.
+// Chunks staged by one warp. The last warp of all blocks to finish a chunk raises `staged` at the node. With the last
+// chunk it also raises the flags of all chunks without tokens: no wait for a chunk lasts for ever.
 struct StagedChunks {
   const Op op;
   const ChunkArrivals arrivals;
@@ -21,8 +21,8 @@ struct StagedChunks {
         arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(op.context.config.num_token_chunks(num_tokens)) {}
 
-  // [warp] Finish all chunks before `end`: this warp has staged its parts of them. Chunks without a part of this warp
-  // count too.
+  // [warp] Finish all chunks before `end`: this warp has staged its parts of them. It counts itself in for each, also
+  // without a part.
   __device__ void finish_before(int end) {
     if (chunk >= end) return;
     __syncwarp();
@@ -35,8 +35,8 @@ struct StagedChunks {
   }
 };
 
-// The next part of a row that a warp stages; it stages every step-th part of the rank. A row staged in one go has one
-// part.
+// The part of a row that a warp stages next. All helpers of the launch take parts in turn. A row staged in one go has
+// one part.
 struct Share {
   int token, part;
   int num_tokens, parts_of_row;
@@ -62,7 +62,7 @@ struct Share {
   }
 };
 
-// Where tails come from and go to. Read from the parameters once.
+// Tails, at the caller and in the inbox. Read from the parameters once.
 struct Tails {
   const float *from_scales, *from_weights;
   int num_scales, num_weights, weights_at, bytes;
@@ -80,8 +80,8 @@ struct Tails {
   __device__ float* of(int token) const { return reinterpret_cast<float*>(to + static_cast<size_t>(token) * bytes); }
 };
 
-// One token's scales and weights on their way to its tail, in registers. Loaded before a part of its row and stored
-// after it, so that all loads are under way together. Scales and weights go with the first part.
+// One token's scales and weights on their way to its tail, in registers. They go with the first part of the row: loaded
+// before it and stored after it, so that all loads overlap.
 struct TailCopy {
   static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
@@ -120,7 +120,7 @@ struct TailCopy {
 static_assert(kMaxTopk <= 32, "a lane per weight");
 
 // [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, tail)` writes one of them,
-// and the scales that it computes.
+// and scales computed for it to the tail.
 template <class StagePart>
 __device__ void stage_parts(const Op& op, const DispatchParams& params, Share share, StagedChunks& chunks,
                             const StagePart& stage_part) {

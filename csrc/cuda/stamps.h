@@ -33,13 +33,13 @@ constexpr const char* kStepNames[] = {
 constexpr int kNumSteps = static_cast<int>(Step::kComplete) + 1;
 static_assert(sizeof(kStepNames) == kNumSteps * sizeof(kStepNames[0]));
 
-constexpr int kStampedLaunches = 2;    // of an operation: what the second one repeats overwrites no stamp of the first
+constexpr int kStampedLaunches = 2;    // of an operation: stamps of the second one do not overwrite those of the first
 constexpr int kStampedOperations = 8;  // the last ones; an older one is overwritten
 constexpr int kStampedWarps = 16;      // of a block
 
 #ifdef __CUDACC__
-// [thread] Keep the time as the end of this warp's step, in lane 0. A later stamp of the step overwrites it. They lie
-// in Context::stamps, there of this launch: [kStampedOperations, blocks, kStampedWarps, kNumSteps] nanoseconds; null:
+// [thread] Keep the time as the end of this warp's step, in lane 0. A later stamp of the same step overwrites it.
+// Context::stamps has those of this launch: [kStampedOperations, blocks, kStampedWarps, kNumSteps] nanoseconds; null:
 // keep none.
 template <class Op>
 __device__ __forceinline__ void stamp([[maybe_unused]] const Op& op, [[maybe_unused]] Step step) {

@@ -46,7 +46,7 @@ struct State {
   uint32_t aborted;                   // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
-  // With Config::masks, by rank; set by kernels and by the host: 1: masked. Nobody waits for the rank.
+  // With Config::masks, by rank. 1: masked, so nobody waits for the rank. Set by kernels and by the host.
   int32_t masked[kMaxRanks];
   uint64_t decided;    // last operation whose `absent` is final
   uint32_t absent;     // a bit for each rank that takes no part in the operation `decided`

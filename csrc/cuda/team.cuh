@@ -1,4 +1,4 @@
-// Teams: warps of a block with a common job. Also the hand-over from many blocks to the last one.
+// Teams: warps of a block with a common job. Also the hand-over from all blocks to the last one to arrive.
 #pragma once
 #include "cuda/wait.cuh"
 
@@ -20,8 +20,8 @@ struct Team {
 };
 
 // [team] Call `wait()` in the first warp, and return its result to all threads. Two barriers of the team. Afterwards
-// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: `result` is one per Team
-// and kind of wait.
+// all threads may read the awaited memory, also by bulk loads. Two teams may be here at once: each Team and kind of
+// wait has its own `result`.
 template <class Team, class Wait>
 __device__ auto first_warp_waits(const Wait& wait) {
   __shared__ decltype(wait()) result;
@@ -49,8 +49,8 @@ template <class Team, bool kThenRaises = false>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
   Team::sync();
-  // Release this block's stores, count it in, acquire the stores of the others. All this is on one GPU: whoever raises
-  // a flag afterwards fences the system, also for the stores of the others.
+  // Release this block's stores, count it in, acquire the stores of the others. All this is on one GPU. The fence of
+  // the system before a later flag covers the stores of the others too.
   if (Team::thread() == 0) {
     ptx::fence_gpu();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
@@ -67,7 +67,7 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
 }
 
 // Arrivals of warps at each chunk: in shared memory for this block, then in device memory for all blocks. A fence of
-// the GPU is slow, so only the last warp of each block runs it; only the last one of all fences the whole system.
+// the GPU is slow, so only the last warp of each block runs one; only the last of all fences the whole system.
 struct ChunkArrivals {
   uint32_t* in_block;  // [max_chunks] in shared memory, 0 at the start: arrived warps of this block
   uint32_t num_warps;

@@ -1,5 +1,5 @@
-// Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. Only the wait
-// for choices does not (take_choices): the wait for Calls ends it.
+// Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. The one
+// exception is the wait for choices (take_choices): the wait for Calls ends it.
 #pragma once
 #include "cuda/context.h"
 #include "cuda/ptx.cuh"
@@ -33,7 +33,7 @@ __device__ inline void raise_on_node(const Context& context, uint64_t* flag_here
     ptx::store_relaxed(context.peers.at(flag_here, local), value);
 }
 
-// [thread] Return the bit of one rank. Sets of ranks are 64 bits.
+// [thread] Return the bit of one rank. A set of ranks has 64 bits.
 __device__ inline uint64_t bit_of(int rank) { return uint64_t{1} << rank; }
 static_assert(kMaxRanks <= 64);
 
@@ -44,8 +44,8 @@ __device__ inline uint64_t bits_of_all(uint64_t bits) {
 }
 
 // [thread] Abort this rank: write the report and raise `aborted` at the node and at the rail peers. The value of this
-// flag is `late`, a bit for each late rank. Only the first call on a rank does so; after an abort by the host, none.
-// Called by wait_until. Other waits of this rank then end within 32 turns.
+// flag is `late`, a bit for each late rank. Only the first call on a rank does anything; after an abort by the host,
+// none does. Other waits of this rank then end within 32 turns.
 __device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late, uint64_t waited_ns) {
   const Context& context = op.context;
   if (atomicExch(&context.state->aborted, 1u) != 0) return;
@@ -63,7 +63,7 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late
     if (node != context.node) Wire{context}.signal(node, aborted, late);
 }
 
-// [thread] Return whether late ranks are masked, and the others go on.
+// [thread] Return whether this buffer masks late ranks instead of aborting.
 __device__ inline bool has_masks(const Context& context) { return kExtras && context.config.masks; }
 
 // [thread] Return whether this rank has masked `rank`.
@@ -77,8 +77,9 @@ __device__ inline uint32_t masked_ranks(const Op& op) {
   return __ballot_sync(~0u, lane < op.num_ranks() && is_masked(op.context, lane));
 }
 
-// [thread] Mask a rank of the node: nobody of this rank waits for it any more. Signal it first. It may be slow, not
-// dead, and may read memory of this rank that is overwritten after this call: it looks for the flag after its reads.
+// [thread] Mask a rank of the node: from now on no warp of this rank waits for it. Raise `excluded` at the masked rank
+// first. It may be slow, not dead, and may read memory that this rank overwrites after this call. So it reads the flag
+// after its last load.
 __device__ inline void mask_rank(const Context& context, int rank) {
   ptx::store_relaxed(context.peers.at(context.own.excluded + context.config.rank, context.local_of(rank)), 1);
   ptx::fence_system();
@@ -100,16 +101,17 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
   return true;
 }
 
-// [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does: in a dispatch the
-// first mover of the first block, which plans; in a combine the preparing warp of the last block, which mostly reduces
-// from the start (and before it warp 0, for free slots).
+// [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does. In a dispatch it is
+// the first mover of block 0, which plans. In a combine it is the preparing warp of the last block, which mostly
+// reduces from the start; before it, warp 0 waits for free slots.
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
 }
 
-// A raiser hands memory back, sends its node's sums, or relays, only after waits of its own. A wait for that may begin
-// before those. So its limit is longer: theirs are over first, and then name the rank that all wait for.
+// Raisers that hand memory back, send sums between nodes, or relay, have to wait themselves first. A wait for such a
+// flag may begin before the raiser's wait. So its limit is longer: the raiser's wait ends first, and names the late
+// rank.
 constexpr uint64_t kPatienceNs = 1'000'000'000;
 
 // [thread] Return the limit of a single wait. With masks it is the same for all waits: docs/protocol.md says why.
@@ -121,8 +123,8 @@ __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is
 
 // [warp] Return the ranks to blame, once some lane's limit is over or some lane's raiser has aborted. 0: no flag is
 // missing. `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame
-// nobody: their ranks may be slow, not late. If raisers name only this rank, it may wait itself: then the ranks that it
-// waits for are late.
+// nobody: their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks
+// of its waiting lanes are late.
 __device__ inline uint64_t blame(const Op& op, bool waits, bool is_over, int rank, int raiser) {
   const uint64_t others = ~bit_of(op.rank());
   const uint64_t named = waits ? ptx::load_acquire(op.context.own.aborted + raiser) : 0;  // by the raiser; 0: no abort
@@ -131,11 +133,11 @@ __device__ inline uint64_t blame(const Op& op, bool waits, bool is_over, int ran
   return (late & others) != 0 ? late & others : late;
 }
 
-// [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return true for all lanes
-// together: then all lanes may read the memory covered by any lane's flag, but by bulk loads only after
-// fence_before_bulk. Return false after an abort of this rank. Flags that have arrived count even then, so true is
-// possible too. This warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted
-// without raising the flag. `rank`: the lane's flag is about it; `raiser`: it raises the flag.
+// [warp] Wait until each lane's flag is at least `expected`. Lanes without a flag pass null. Return the same in all
+// lanes. After true, all lanes may read the memory covered by any lane's flag, by bulk loads only after
+// fence_before_bulk. Return false after an abort of this rank, but true if all flags have arrived all the same. This
+// warp aborts the rank when the wait exceeds the buffer's limit, or when a raiser has aborted without raising the flag.
+// `rank`: the lane's flag is about it; `raiser`: it raises the flag.
 __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_t* flag, uint64_t expected, int rank,
                                                int raiser) {
   if (flag != nullptr && is_masked(op.context, rank)) flag = nullptr;
@@ -208,8 +210,8 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
 }
 
 // [thread] Return whether this thread's flag about a rank of the node has arrived; true in threads without one. Once
-// all of them return true and have met at a barrier, no wait_for_node for these flags is needed. The load is under way
-// together with earlier ones at the start of a kernel. flags [ranks_per_node].
+// all of them return true and have met at a barrier, no wait_for_node for these flags is needed. The load overlaps with
+// others at the start of a kernel. flags [ranks_per_node].
 __device__ inline bool is_free_at_first_sight(const Op& op, const uint64_t* flags, uint64_t expected) {
   const int local = threadIdx.x;
   return local >= op.ranks_per_node() || ptx::load_acquire(flags + local) >= expected;
@@ -286,7 +288,7 @@ struct StagedFlags {
   static __device__ const uint64_t* flag_of(const Op& op, int rank, int chunk) {
     return op.context.own.staged + static_cast<size_t>(rank) * op.context.max_token_chunks + chunk;
   }
-  // [thread] Set `seen` to the rank's last chunk if its flag has arrived.
+  // [thread] Set `seen` to the last chunk of `rank` if its flag has arrived.
   static __device__ void look_at(const Op& op, int rank, int& seen) {
     const int last = op.context.max_token_chunks - 1;
     if (rank < op.num_ranks() && seen < last && ptx::load_acquire(flag_of(op, rank, last)) >= op.epoch) seen = last;

@@ -1,6 +1,6 @@
-// The wire between nodes: from a rank to its rail peers. An address "there" is one of this rank's own region, because
-// the regions of all ranks are laid out alike. Only rail blocks put (rail.cuh); any thread may signal an abort. Long
-// puts are those of long_puts.cuh.
+// The wire between nodes: from a rank to its rail peers. An address "there" is given as the address of the same place
+// in this rank's own region: all regions are laid out alike. Only rail blocks put (rail.cuh); any thread may signal an
+// abort. Long puts are those of long_puts.cuh.
 //
 //   maps       [thread] return whether the rail peer's region is mapped here; the peer maps this rank's too then
 //   at         [thread] return an address there as mapped here

@@ -1,8 +1,8 @@
 // The peer wire: stores through NVLink, between virtual nodes of one host. The functions are those of wire.cuh. The
 // NVSHMEM wire is this one too, for rail peers that NVLink reaches.
 //
-// It can be paced, and then stands for a network card of this rate: a put is stored at once, but its flag rises only
-// after the time that all bytes of the rank, up to those of the put, take on the wire (pace.h).
+// It can be paced, and then stands for a network card of this rate. A put is stored at once, but its flag rises later:
+// when this put and all earlier ones of the rank would have crossed (pace.h).
 #pragma once
 #include "cuda/context.h"
 #include "cuda/copy.cuh"
@@ -36,7 +36,7 @@ struct PeerWire {
     for (int i = 0; i < num; ++i) to[i] = __ldcg(here + i);
   }
 
-  // [thread] Book the time of the next puts. The booking is ordered with nothing: it counts bytes, the puts move them.
+  // [thread] Book the time of the next puts. The booking is not ordered with the puts: it only counts their bytes.
   __device__ uint32_t book(uint32_t bytes) const {
     if (context.wire.ticks_per_byte == 0) return 0;
     return short_time(cuda::book(Free{context}, ticks(), ticks_of(bytes, context.wire.ticks_per_byte)));
