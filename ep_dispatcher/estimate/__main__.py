@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
-    """Return the arguments and a job for each number of nodes; ends the process where an argument is not allowed."""
+    """Return the arguments and a job for each number of nodes. Exit the process if an argument is not allowed."""
     parser = make_parser()
     args = parser.parse_args(argv)
 
