@@ -1,12 +1,12 @@
-"""Measures what no operation can go below: a launch, a flag, a row, all rows of a decode step. Needs nvcc and a GPU.
+"""Measures lower bounds of an operation: a launch, a flag, a row, all rows of a decode step. Needs nvcc and a GPU.
 
     python benchmarks/latency_floor.py                              # GPUs 0 and 1, or one GPU in place of both
     python benchmarks/latency_floor.py --measured dispatch=40 combine=44.7       # how far above the floor these are
     python benchmarks/latency_floor.py --draw runs/latency_floor.json            # only the tables
 
-latency_floor.cu has the parts; it is compiled into a temporary folder. Each runs alone, twenty launches in a CUDA
-graph, on idle GPUs. Times are medians in microseconds. A floor is the sum of the parts on the shortest path through an
-operation of 128 tokens, hidden 7168, top-8 on 4 ranks: nothing there can overlap. Writes JSON.
+latency_floor.cu has the parts; it is compiled into a temporary folder. Each part runs alone on idle GPUs, twenty
+launches in a CUDA graph. Times are medians in microseconds. A floor is the sum of the parts on the shortest path
+through an operation of 128 tokens, hidden 7168, top-8 on 4 ranks. These parts cannot overlap. Writes JSON.
 """
 
 from __future__ import annotations
