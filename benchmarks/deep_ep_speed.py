@@ -83,7 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, default=gpus or 4)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--few-tokens", type=int, default=128, help="of low latency")
+    parser.add_argument("--few-tokens", type=int, default=128, help="tokens of the low-latency calls")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--topk", type=int, default=8)

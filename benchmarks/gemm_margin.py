@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
     parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 24], help="multiprocessors of a dispatch")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the time of the GEMMs")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the GEMMs' time")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: one per GPU")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)

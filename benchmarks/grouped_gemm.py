@@ -54,9 +54,9 @@ EVEN = [Case(e, e * each, k, n) for k, n in ((2048, 1536), (7168, 4096)) for e i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiles", nargs="+", metavar="M,N,K,WARPS,STAGES", help="instead of those that are chosen")
-    parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0")
-    parser.add_argument("--even", action="store_true", help="other cases: as many rows for each expert")
+    parser.add_argument("--tiles", nargs="+", metavar="M,N,K,WARPS,STAGES", help="time these, not the default tiles")
+    parser.add_argument("--cases", type=int, nargs="+", help="only these cases, numbered from 0")
+    parser.add_argument("--even", action="store_true", help="other cases: the same number of rows for each expert")
     parser.add_argument("--rounds", type=int, default=12, help="times of each side (default: 12)")
     args = parser.parse_args()
     tiles = [grouped_gemm_kernels.Tile(*map(int, text.split(","))) for text in args.tiles or []]

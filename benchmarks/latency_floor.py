@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--program", type=Path, help="latency_floor.cu, compiled before")
-    add("--measured", type=_time, nargs="*", default=[], metavar="OPERATION=US", help=f"of {', '.join(FLOORS)}")
+    add("--program", type=Path, help="latency_floor.cu, already compiled")
+    add("--measured", type=_time, nargs="*", default=[], metavar="OPERATION=US", help=f"times of {', '.join(FLOORS)}")
     add("--out", type=Path, default=Path("runs/latency_floor.json"))
-    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    add("--draw", type=Path, metavar="JSON", help="print the tables of this file, without a measurement")
     return parser.parse_args(argv)
 
 

@@ -105,7 +105,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
+    parser.add_argument("--max-tokens", type=int, help="tokens per rank of the buffer; default: those of the case")
     parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
     args = parser.parse_args(argv)
     if args.ranks_per_node is None:

@@ -95,7 +95,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--topk", type=_number(int, 1), default=8)
     add("--graphs", type=_number(int, 3), default=10, help="timed graphs of ten; fewer where they take long")
     add("--out", type=Path, default=Path("runs/paced_wire.json"))
-    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    add("--draw", type=Path, metavar="JSON", help="draw this file, without a measurement")
     return parser.parse_args(argv)
 
 

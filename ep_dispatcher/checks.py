@@ -132,9 +132,9 @@ def buffer_size(
 def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
     """Refuse ``mask_late_ranks`` where no engine has it."""
     if num_nodes > 1:
-        fail("mask_late_ranks", f"True with {num_nodes} nodes", "it on one node")
+        fail("mask_late_ranks", f"True with {num_nodes} nodes", "True on one node")
     if ranks_per_node > 32:
-        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "it with at most 32")
+        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "True with at most 32")
     if suspendable:
         fail("mask_late_ranks", "True with suspendable=True", "one of both")
 

@@ -68,7 +68,7 @@ class Routing:
         one_of("group_score", self.group_score, GROUP_SCORES)
         if self.topk_groups is None:
             if self.groups is not None:
-                fail("groups", self.groups, "it beside topk_groups")
+                fail("groups", self.groups, "a number of groups only together with topk_groups")
             return
         if self.kind != "uniform":
             fail("routing", repr(self.kind), "'uniform' beside topk_groups")

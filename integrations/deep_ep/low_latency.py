@@ -161,7 +161,7 @@ class LowLatency:
         route = trip.route
         if zero_copy:
             if trip.combine_buffer is None:
-                checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
+                checks.fail("zero_copy", True, "True after get_next_low_latency_combine_buffer(handle)")
             x = trip.combine_buffer
         device, num_tokens = x.device.type, route.topk_idx.shape[0]
         checks.tensor("x", x, (torch.bfloat16,), route.shape, device)
@@ -252,7 +252,7 @@ def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
     if use_ue8m0 and not (use_fp8 and round_scale):
-        checks.fail("use_ue8m0", True, "it with use_fp8 and round_scale alone")
+        checks.fail("use_ue8m0", True, "True only with use_fp8 and round_scale")
     granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
     if use_fp8 and hidden % granularity:
         checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")
