@@ -78,7 +78,7 @@ class SuspendableRegions(PeerRegions):
     """PeerRegions that can be freed and mapped again at the same addresses.
 
     In the addresses of each rank the regions of all ranks lie one after the other. A region has two parts. The first
-    has the flags, and stays. The second has all large arrays, and is free while the buffer is suspended.
+    has the flags, and stays. The second has all large arrays, and is freed while the buffer is suspended.
     """
 
     def __init__(self, config: EngineConfig):
