@@ -1,9 +1,9 @@
-"""A layer of experts as plain PyTorch has it: all-to-all, grouped_mm, all-to-all, one after the other.
+"""A layer of experts in plain PyTorch: all-to-all, grouped_mm, all-to-all, one after the other.
 
     layer = AllToAllLayer(topk_idx, num_experts, group)   # collective: plans once
     y = layer(x, topk_weights, w1, w2)                    # collective, with gradients
 
-The host knows all counts in advance, so no call waits for any: that is more than a real router gives.
+The host knows all counts in advance, so no call waits for them. A real router does not give this advantage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.nn.functional import all_to_all_single
 class AllToAllLayer:
     """The plan of one routing. Every entry of topk_idx [num_tokens, num_topk] is an expert.
 
-    A token's row goes to each of its experts, also where they are on one rank. Weights stay at home: they multiply the
-    rows that come back.
+    A token's row goes to each of its experts, even if several are on one rank. Weights do not travel: they multiply the
+    rows that return.
     """
 
     def __init__(self, topk_idx: Tensor, num_experts: int, group: dist.ProcessGroup):
@@ -43,7 +43,7 @@ class AllToAllLayer:
         self.by_source = self.by_expert.argsort()
 
     def __call__(self, x: Tensor, topk_weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        """Return y as ep.moe_mlp does, of the same arguments."""
+        """Return y of ep.moe_mlp with the same arguments."""
         rows = _Pick.apply(x, self.order, self.place, self.num_topk)
         rows = _Pick.apply(self._exchange(rows, self.sent, self.received), self.by_expert, self.by_source, 1)
         out = _Pick.apply(self.experts(rows, w1, w2), self.by_source, self.by_expert, 1)
@@ -61,7 +61,7 @@ class AllToAllLayer:
 
 
 class _Pick(torch.autograd.Function):
-    """Each row `copies` times, in this order; the gradient reads where autograd's own would add atomically."""
+    """Return each row `copies` times, in order. The gradient only reads; autograd's own would add atomically."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

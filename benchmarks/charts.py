@@ -1,5 +1,4 @@
-"""Charts: of the runs on one machine (all sides, time against multiprocessors and tokens), of a paced wire, of the
-steps of one operation, and of losses."""
+"""Charts: runs on one machine (all sides, time against multiprocessors and tokens), a paced wire, steps, losses."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def _draw_bars(axes, run: dict, colours: dict[str, str], unit: tuple[str, float]
 
 
 def _draw_growth(axes, pairs: list[tuple[int, dict]], field: str, unit: tuple[str, float]) -> None:
-    """Lines of the operations over the runs. ``pairs``: value of the field, run; in ascending order."""
+    """Draw a line for each operation over the runs. ``pairs``: (value of the field, run), in ascending order."""
     name, per_second = unit
     sides = {ENGINE: "o-"} | ({BASELINES["all_to_all"]: "x--"} if field == "tokens" else {})
     for n, operation in enumerate(FEW_OPERATIONS):
@@ -100,7 +99,7 @@ def _draw_growth(axes, pairs: list[tuple[int, dict]], field: str, unit: tuple[st
 
 
 def draw_paced(run: dict, limit: float, path: Path) -> Path:
-    """Of benchmarks/paced_wire.py: time against multiprocessors, and against the rate over the wire's own time."""
+    """Draw benchmarks/paced_wire.py: time against multiprocessors, and time over the wire's own against its rate."""
     points = run["points"]
     operations = list(dict.fromkeys(p["operation"] for p in points))
     counts = sorted({p["sms"] for p in points if p["gb_per_s"] and p["gb_per_s"] != run["at"]})
@@ -151,8 +150,8 @@ def _save(figure: Figure, path: Path) -> Path:
 
 
 def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
-    """Of benchmarks/time_line.py: a bar for each step, from its median begin to its median end; a thin line goes on to
-    the end of the last warp. Lanes from above in the order of the steps."""
+    """Draw benchmarks/time_line.py: a bar for each step, from its median begin to its median end, and a thin line to
+    the end of the last warp. Lanes are from top to bottom in the order of the steps."""
     lanes = list(dict.fromkeys(step.lane for step in steps))
     names = list(dict.fromkeys(step.name for step in sorted(steps, key=lambda step: step.end)))
     colours = {name: f"C{n}" if n < 10 else colormaps["tab20b"](n % 20) for n, name in enumerate(names)}
@@ -179,7 +178,7 @@ def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
 
 
 def draw_losses(runs: list[dict], title: str, path: Path) -> Path:
-    """Of benchmarks/loss_curves.py: a column for each seed, losses above, distances from its first run below."""
+    """Draw benchmarks/loss_curves.py: a column for each seed, losses above, distances from its first run below."""
     smooth = 10  # iterations in one point of the distances
     seeds, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("seed", "name"))
     colours = {name: f"C{n}" for n, name in enumerate(names)}

@@ -1,13 +1,13 @@
-"""Times two builds of this package in turn, in one run: is a change slower anywhere?
+"""Times two builds of this package in turn, in one run, to find operations that a change makes slower.
 
     git worktree add ../old 0.2.0 && (cd ../old && python setup.py build_ext --inplace)
     python benchmarks/compare_builds.py ../old .             # a rank per GPU, or 4 CPU ranks
     python benchmarks/compare_builds.py ../old . --ranks 4   # on one GPU too, under NVIDIA's MPS (docs/tests.md)
 
-Both builds run all the time, and take turns: machines differ by 30 %, and one machine wanders. A time is that of one
-operation among ten, one after the other, on the slowest rank; on GPUs the ten are one CUDA graph, so the host has no
-part in it. Printed are medians over all rounds, the ratio to the first build, and the least and the most. Exit code 1
-where a ratio is above 1 + tolerance.
+Both builds stay loaded and take turns, because machines differ by 30 %, and one machine varies over time. A time is
+that of one operation in a sequence of ten, on the slowest rank. On GPUs the ten are one CUDA graph, so host time does
+not count. It prints medians over all rounds, their ratio to the first build, and the least and most. The exit code is 1
+if a ratio is above 1 + tolerance.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def report(builds: list[Build], tolerance: float) -> int:
 def work(
     rank: int, folder: str, *, ranks: int, port: int, engine: str, sms: int, cases: list[str], only: list[str] | None
 ) -> None:
-    """One rank: measure each time a line comes in, and answer with a line of JSON."""
+    """Run one rank: measure for each line of input, and answer with a line of JSON."""
     if engine == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -199,9 +199,9 @@ def on_host(run: Callable[[], object]) -> Callable[[], float]:
 def on_device(
     run: Callable[[], object], times: int = IN_A_ROW, pool: tuple[int, int] | None = None
 ) -> Callable[[], float]:
-    """Return a function that replays so many runs in one CUDA graph, and returns the microseconds of one.
+    """Return a function that replays a CUDA graph of so many runs, and returns the microseconds of one run.
 
-    pool: memory of graphs that are replayed one at a time, and whose runs return nothing
+    pool: memory shared by graphs, which are replayed one at a time and whose runs return nothing
     """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -224,7 +224,7 @@ def on_device(
 
 
 def in_turn(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
-    """Return the median of what each returns, over rounds in which all take turns. Ranks begin each together."""
+    """Return each function's median result over rounds in which all take turns. Ranks begin each call together."""
     times: dict[Key, list[float]] = {key: [] for key in replays}
     for _ in range(rounds):
         for key, replay in replays.items():

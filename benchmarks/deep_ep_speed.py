@@ -1,14 +1,14 @@
-"""Times deep_ep on this engine against the engine itself: what do programs written for DeepEP pay?
+"""Times deep_ep on this engine against the engine itself: the cost of the interface for programs written for DeepEP.
 
     python benchmarks/deep_ep_speed.py                          # a rank per GPU
     python benchmarks/deep_ep_speed.py --engine cpu --ranks 4 --tokens 512 --hidden 1024 --experts 64
 
-Both sides do the same work in the same processes, and take turns. Their calls are those of the rank layout; those of
-low latency are compared with the decode layout. "host waits" are dispatches for which the host waits, as DeepEP's does
-without num_worst_tokens; the others leave the host alone. "ranks agree" is without EP_DISPATCHER_MAX_TOKENS_PER_RANK.
+Both sides do the same work in the same processes, and take turns. The engine's calls use rank layout, beside low
+latency decode layout. In "host waits" dispatches the host waits, as with DeepEP without num_worst_tokens; in the others
+it does not. "ranks agree" is without EP_DISPATCHER_MAX_TOKENS_PER_RANK.
 
-Printed are medians over all rounds, of the slowest rank of each call. Device: by events around one call, with an empty
-L2 cache and with the host ahead. Host: until the call returns. Graph: the device's time of a CUDA graph of the call.
+It prints medians over all rounds, each of the slowest rank. Device: by events around one call, with an empty L2 cache
+and with the host ahead. Host: until the call returns. Graph: the device's time of a CUDA graph of the call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same work by both; None where a side has none."""
+    """The same work by both sides; None for a side that does not have it."""
 
     deep_ep: Call
     engine: Call | None
@@ -83,7 +83,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, default=gpus or 4)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--few-tokens", type=int, default=128, help="of low latency")
+    parser.add_argument("--few-tokens", type=int, default=128, help="tokens of the low-latency calls")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--topk", type=int, default=8)

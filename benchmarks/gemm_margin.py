@@ -4,9 +4,9 @@
     python benchmarks/gemm_margin.py --sms 8 24 --shares 0.25 --gemms "TE GroupedLinear" "grouped experts"
 
 A chain of GEMMs runs in one stream, and dispatches in another. Both begin together, and the time ends when both are
-done. The number of dispatches is such that alone, with 24 multiprocessors, they take the given share of the time of the
-GEMMs. It stays the same for other numbers of multiprocessors. Times are medians, in microseconds, of CUDA graphs on the
-slowest rank, all in turn:
+done. The number of dispatches comes from --shares: alone, with 24 multiprocessors, they take this share of the time of
+the GEMMs. It stays the same for other numbers of multiprocessors. Times are medians, in microseconds, of CUDA graphs on
+the slowest rank, all in turn:
 
     GEMMs, +margin      the chain alone; the same with a margin of as many multiprocessors as a dispatch has
     serial              the chain, then the dispatches
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
     parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 24], help="multiprocessors of a dispatch")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the time of the GEMMs")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the GEMMs' time")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: one per GPU")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
@@ -127,7 +127,7 @@ def dispatching(sms: int) -> Iterator[Callable[[], object]]:
 
 
 def agreed(number: int) -> int:
-    """The largest of all ranks. Collective."""
+    """Return the largest value of all ranks. Collective."""
     return int(largest_over_ranks([number])[0])
 
 
@@ -152,7 +152,7 @@ def beside(first: Callable[[], object], second: Callable[[], object]) -> None:
 
 
 def with_margin(call: Callable[[], object], sms: int) -> Callable[[], None]:
-    """The same, with GEMMs that leave so many multiprocessors free. A graph keeps what holds while it is captured."""
+    """Return the call, with GEMMs that leave so many multiprocessors free. A graph keeps the margin of its capture."""
 
     def run() -> None:
         margins = TransformerEngineMargin(), PyTorchMargin()

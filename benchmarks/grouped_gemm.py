@@ -6,8 +6,8 @@
 
 Times are medians, in microseconds, of CUDA graphs of ten calls, all sides in turn; in brackets TFLOP/s. "dense" is
 cuBLAS with all rows and the first expert's weights, "one expert" cuBLAS with the rows of one expert. "grad of W, +="
-adds in float32, grouped_mm by add_. At the end the least throughput of each operation, as a part of grouped_mm's, and
-whether it reaches 0.85; then the time that a call takes the host.
+adds in float32; for grouped_mm add_ does. The last lines give each operation's lowest throughput relative to
+grouped_mm's, whether it reaches 0.85, and the host time of a call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BAR = 0.85  # the least part of grouped_mm's throughput
 
 
 class Case(NamedTuple):
-    """rows of all experts, their weights [n, k], and how unevenly the rows are spread: 0 for evenly."""
+    """Rows of all experts, their weights [n, k], and the unevenness of rows per expert: 0 for equal numbers."""
 
     experts: int
     rows: int
@@ -54,9 +54,9 @@ EVEN = [Case(e, e * each, k, n) for k, n in ((2048, 1536), (7168, 4096)) for e i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiles", nargs="+", metavar="M,N,K,WARPS,STAGES", help="instead of those that are chosen")
-    parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0")
-    parser.add_argument("--even", action="store_true", help="other cases: as many rows for each expert")
+    parser.add_argument("--tiles", nargs="+", metavar="M,N,K,WARPS,STAGES", help="time these, not the default tiles")
+    parser.add_argument("--cases", type=int, nargs="+", help="only these cases, numbered from 0")
+    parser.add_argument("--even", action="store_true", help="other cases: the same number of rows for each expert")
     parser.add_argument("--rounds", type=int, default=12, help="times of each side (default: 12)")
     args = parser.parse_args()
     tiles = [grouped_gemm_kernels.Tile(*map(int, text.split(","))) for text in args.tiles or []]
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def line(case: Case, times: dict[str, float]) -> str:
-    """The sides of an operation: microseconds, TFLOP/s, and the part of grouped_mm's throughput."""
+    """Return a line with the sides of an operation: microseconds, TFLOP/s, and throughput relative to grouped_mm."""
     flop = 2 * case.rows * case.k * case.n
     shown = []
     for side, us in times.items():
@@ -87,7 +87,7 @@ def line(case: Case, times: dict[str, float]) -> str:
 
 
 def part_of_grouped_mm(times: dict[str, float]) -> float | None:
-    """None where one of the two could not run: time_sides leaves it out."""
+    """Return the throughput relative to grouped_mm; None if one of the two could not run."""
     return times["grouped_mm"] / times["ours"] if times.keys() >= {"grouped_mm", "ours"} else None
 
 

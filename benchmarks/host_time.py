@@ -1,10 +1,10 @@
-"""Times the host in Megatron's six dispatcher steps: how long until all is launched, step by step?
+"""Times the host in each of Megatron's six dispatcher steps, until it has launched everything.
 
     python benchmarks/host_time.py                                     # one rank on one GPU
     torchrun --nproc-per-node 2 benchmarks/host_time.py --tokens 256   # a rank per GPU
 
-The GPU is idle before each pass, and there are no experts: what is left is the host, and its wait for the counts.
-Printed are median and fastest tenth of rank 0, in microseconds.
+The GPU is idle before each pass, and there are no experts. So the time is that of the host, with its wait for counts.
+It prints median and fastest tenth on rank 0, in microseconds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Measures what no operation can go below: a launch, a flag, a row, all rows of a decode step. Needs nvcc and a GPU.
+"""Measures lower bounds of an operation: a launch, a flag, a row, all rows of a decode step. Needs nvcc and a GPU.
 
     python benchmarks/latency_floor.py                              # GPUs 0 and 1, or one GPU in place of both
     python benchmarks/latency_floor.py --measured dispatch=40 combine=44.7       # how far above the floor these are
     python benchmarks/latency_floor.py --draw runs/latency_floor.json            # only the tables
 
-latency_floor.cu has the parts; it is compiled into a temporary folder. Each runs alone, twenty launches in a CUDA
-graph, on idle GPUs. Times are medians in microseconds. A floor is the sum of the parts on the shortest path through an
-operation of 128 tokens, hidden 7168, top-8 on 4 ranks: nothing there can overlap. Writes JSON.
+latency_floor.cu has the parts; it is compiled into a temporary folder. Each part runs alone on idle GPUs, twenty
+launches in a CUDA graph. Times are medians in microseconds. A floor is the sum of the parts on the shortest path
+through an operation of 128 tokens, hidden 7168, top-8 on 4 ranks. These parts cannot overlap. Writes JSON.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--program", type=Path, help="latency_floor.cu, compiled before")
-    add("--measured", type=_time, nargs="*", default=[], metavar="OPERATION=US", help=f"of {', '.join(FLOORS)}")
+    add("--program", type=Path, help="latency_floor.cu, already compiled")
+    add("--measured", type=_time, nargs="*", default=[], metavar="OPERATION=US", help=f"times of {', '.join(FLOORS)}")
     add("--out", type=Path, default=Path("runs/latency_floor.json"))
-    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    add("--draw", type=Path, metavar="JSON", help="print the tables of this file, without a measurement")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
-"""Loss curves of several Megatron-LM jobs in one chart, and how far each is from the first one of its seed.
+"""Draws losses of several Megatron-LM jobs in one chart, and the distance of each from the first one of its seed.
 
     python benchmarks/loss_curves.py losses.json losses.png --tail 100 \\
         'seed 1: alltoall=a.log' 'seed 1: alltoall again=b.log' 'seed 1: ep_dispatcher=c.log,resumed.log'
 
-A log is what pretrain_gpt.py prints with --log-interval 1. Logs of one run after another are joined by commas: where
-both have an iteration, the later log counts. The first run of a seed is what the others of this seed are compared with.
-Give the same dispatcher twice: the distance between two runs of it is the job's own noise.
+A log is the output of pretrain_gpt.py with --log-interval 1. A run that was resumed has several logs, joined by commas;
+if two have the same iteration, the later log counts. Other runs of a seed are compared with its first one. Give the
+same dispatcher twice: the distance between its two runs is the noise of the job.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def losses_of(logs: list[Path]) -> dict[int, float]:
 
 
 def distances(runs: list[dict], tail: int) -> None:
-    """Add to each run how far it is from the first one of its seed, over the last ``tail`` iterations of both.
+    """Add to each run its distance from the first one of its seed, over the last ``tail`` iterations of both.
 
     ``relative``: the mean of |difference| / loss. ``final``: the mean loss there.
     """

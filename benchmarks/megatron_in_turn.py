@@ -6,16 +6,17 @@
                --moe-flex-dispatcher-backend ep_dispatcher' \\
         pretrain_gpt.py --num-layers 4 --train-iters 30 --log-interval 1 ...
 
-Machines and hours differ by more than dispatchers do, so jobs that are compared take turns on one machine. The start of
-a job takes longer than its steps. So jobs of a batch start together, and each waits before its first step until all are
-ready and those before it have ended. The GPUs hold weights and optimizer states of a whole batch (--at-once).
+Machines and hours differ more than dispatchers, so compared jobs take turns on one machine. The start of a job takes
+longer than its steps. So jobs of a batch start together, and each waits before its first step until all are ready and
+those before it have ended. The GPUs hold weights and optimizer states of a whole batch (--at-once).
 
-A job has a name, variables and arguments of its own. What follows the script goes to all jobs. Jobs with a variable or
-an argument of ep_dispatcher are started through its launcher; -m MODULE before the arguments names another launcher.
-The script lies in the folder of Megatron-LM.
+A job has its own name, variables and arguments. Arguments after the script go to all jobs. Jobs with a variable or an
+argument of ep_dispatcher start through its launcher; -m MODULE before the arguments names another launcher. The script
+is in the folder of Megatron-LM.
 
-Printed are the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to the
-first job's, and losses. Logs and JSON lie in --out: benchmarks/loss_curves.py draws them. Exit code 1 if a job failed.
+It prints the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to that
+of the first job, and losses. Logs and JSON are in --out: benchmarks/loss_curves.py draws them. The exit code is 1 if a
+job failed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def run_batch(runs: list[Run], args: argparse.Namespace) -> None:
-    """Start all, and let each train when those before it have ended. Fill in the runs."""
+    """Start all jobs, let each train when those before it have ended, and fill in the runs."""
     folder = args.out / f"turns-{os.getpid()}-{time.monotonic_ns()}"
     folder.mkdir()
     started = [start(number, run, len(runs), folder, args) for number, run in enumerate(runs)]

@@ -1,4 +1,4 @@
-"""What pretrain_gpt.py of Megatron-LM prints of its iterations with --log-interval 1."""
+"""Reads iterations from the output of Megatron-LM's pretrain_gpt.py with --log-interval 1."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class Iteration(NamedTuple):
 
 
 def iterations(log: Path) -> list[Iteration]:
-    """Return those of the log, in its order."""
+    """Return the iterations of a log, in its order."""
     found = LINE.findall(log.read_text(errors="replace"))
     return [Iteration(int(number), float(ms), float(loss)) for number, ms, loss in found]

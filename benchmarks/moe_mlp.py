@@ -9,21 +9,21 @@
         --paths serial overlap overlap:24,8,132 overlap:16,12,24@50 overlap:24,16,132,16,8
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
-CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is what a path takes
-beside its own GEMMs and activation, alone on all multiprocessors and with their rows in place.
+CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is the time of a path
+less that of its GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
-serial and overlap run in one part of the tokens. parts runs in two, so that communication of one part runs under the
-GEMMs of the other; parts-serial runs the same two parts one after the other. Each part of these has as many rows as the
+serial and overlap take all tokens in one part. parts takes them in two, so that communication of one part runs under
+the GEMMs of the other; parts-serial runs these two one after the other. Each of the two parts has as many rows as the
 fullest part of a rank.
 
-overlap:PULL,PUSH,SUM overlaps with so many multiprocessors for these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE
-for those of the backward. Without these it pulls with PULL too. With @SHARE pushes begin when so many percent of the
-rows are written, instead of when waves.push_after says. NCCL's splits are fixed: its host knows all counts in advance
-(all_to_all_layer.py). It needs a GPU for each rank.
+overlap:PULL,PUSH,SUM sets the multiprocessors of these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE those of the
+backward. Without the latter the backward pulls with PULL too. With @SHARE pushes begin after this percentage of the
+rows is written, instead of after waves.push_after. NCCL needs a GPU for each rank. Its splits are fixed: its host knows
+all counts in advance (all_to_all_layer.py).
 
 --ranks-per-node makes virtual nodes. EP_DISPATCHER_WIRE_GBPS=50 gives the peer wire between them the rate of a card of
-400 Gb/s per rank (docs/nodes.md). NCCL does not know these nodes: it sends all rows through NVLink, without a pace. So
-compare with it on one node only.
+400 Gb/s per rank (docs/nodes.md). NCCL does not know of virtual nodes: it sends all rows through NVLink, without a
+pace. So compare with it on one node only.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sms", type=int, nargs="+", default=[24])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, help="that the buffer holds per rank; default: those of the case")
+    parser.add_argument("--max-tokens", type=int, help="tokens per rank of the buffer; default: those of the case")
     parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
     args = parser.parse_args(argv)
     if args.ranks_per_node is None:
@@ -126,7 +126,7 @@ def _path(text: str) -> str:
 
 
 def _kind(path: str) -> str:
-    """The path without its multiprocessors."""
+    """Return the path without its multiprocessors."""
     return path.partition(":")[0]
 
 
@@ -166,7 +166,7 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w1 and w2 of one rank."""
+    """Return x, w1 and w2 of one rank."""
     local = case.experts // dist.get_world_size()
 
     def normal(*shape: int) -> Tensor:
@@ -221,7 +221,7 @@ def sides_of(
 
 
 def parts_of(path: str) -> int:
-    """In how many parts of the tokens a path runs."""
+    """Return the number of parts in which a path takes the tokens."""
     return 2 if path.startswith("parts") else 1
 
 
@@ -261,7 +261,7 @@ def nccl_group() -> dist.ProcessGroup:
 
 
 def eagerly(run: Callable[[], None]) -> Callable[[], float]:
-    """As on_device, without a graph: the host launches as fast as it can."""
+    """Do as on_device, but without a graph: the host launches as fast as it can."""
     run()
 
     def timed() -> float:
@@ -276,7 +276,7 @@ def eagerly(run: Callable[[], None]) -> Callable[[], float]:
 
 
 def nodes(case: Case) -> str:
-    """The nodes in words, and the pace of the wire between them."""
+    """Return the nodes in words, with the pace of the wire between them."""
     if case.ranks == case.ranks_per_node:
         return f"one node of {case.ranks}"
     pace = "no pace" if case.wire_gbps is None else f"{case.wire_gbps:g} GB/s"

@@ -1,4 +1,4 @@
-"""Measures dispatch and combine between virtual nodes, where the wire has the rate of a network card.
+"""Measures dispatch and combine between virtual nodes, with a wire that has the rate of a network card.
 
     python benchmarks/paced_wire.py                                    # 2 nodes, all GPUs
     CUDA_VISIBLE_DEVICES=0 python benchmarks/paced_wire.py --ranks-per-node 2    # 4 ranks on a GPU, under NVIDIA's MPS
@@ -7,10 +7,10 @@
     python benchmarks/paced_wire.py --layout rank --sms-at 8
 
 The wire is the peer wire of the CUDA engine, paced by EP_DISPATCHER_WIRE_GBPS (docs/nodes.md): 50 GB/s per rank stand
-for a card of 400 Gb/s. All but the wire should hide behind it. So each time is compared with the wire's own time: the
-bytes that the slowest rank sends to other nodes, rows and lists, over the rate. Against multiprocessors the rate is
-that of --at; against the rate, the multiprocessors are those of --sms-at. A time is that of one operation among ten in
-a CUDA graph, on the slowest rank; the median of several graphs. Writes JSON, and beside it the chart.
+for a card of 400 Gb/s. Ideally an operation takes no longer than its wire. So each time is compared with the wire's own
+time: the bytes that the slowest rank sends to other nodes, rows and lists, over the rate. There are two series: all of
+--sms at the rate of --at, and all of --rates with the multiprocessors of --sms-at. A time is that of one operation
+among ten in a CUDA graph, on the slowest rank, the median of several graphs. Writes JSON, and beside it the chart.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.testing import RankPool, make_routing
 
-LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s
+LIMIT = 1.1  # times the wire's own time: the limit at 50 GB/s
 UNPACED = "unpaced"
 TIMEOUT_S = 20.0  # of an operation
 SIZES = ("tokens", "hidden", "experts", "topk", "layout")
 COUNTERS = ("inter_node_bytes_sent", "inter_node_list_bytes_sent")
-# What the tests of the NVSHMEM wire set too, on one host without a network card.
+# For NVSHMEM on one host without a network card, as in the tests of its wire.
 OF_NVSHMEM = dict(REMOTE_TRANSPORT="none", BOOTSTRAP_UID_SOCK_IFNAME="lo")
 OF_NVSHMEM |= dict(DISABLE_NVLS="1", DISABLE_MNNVL="1", DISABLE_NCCL="1")
 
@@ -95,7 +95,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--topk", type=_number(int, 1), default=8)
     add("--graphs", type=_number(int, 3), default=10, help="timed graphs of ten; fewer where they take long")
     add("--out", type=Path, default=Path("runs/paced_wire.json"))
-    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    add("--draw", type=Path, metavar="JSON", help="draw this file, without a measurement")
     return parser.parse_args(argv)
 
 
@@ -121,7 +121,7 @@ def _numbers(kind: Callable, lowest: float) -> Callable:
 
 
 class Point(NamedTuple):
-    """What is measured at a time."""
+    """The settings of one measurement."""
 
     sms: int
     rate: float | None  # GB/s; None: no pace
@@ -130,7 +130,7 @@ class Point(NamedTuple):
 
 
 def points_of(args: argparse.Namespace) -> list[Point]:
-    """All points, each once."""
+    """Return all points, each once."""
     pairs = [(sms, args.at if args.wire == "peer" else None) for sms in args.sms]
     if args.wire == "peer" and not args.only_at:
         pairs += [(sms, rate) for sms in args.sms_at for rate in (*args.rates, None)]
@@ -145,7 +145,7 @@ def points_of(args: argparse.Namespace) -> list[Point]:
 
 
 def measure_all(args: argparse.Namespace) -> dict:
-    """Return what stands in the JSON. It is written after each point: what ends this program takes one with it."""
+    """Return the content of the JSON. Write it after each point, so that an abort loses one point only."""
     per_node = args.ranks_per_node or max(1, torch.cuda.device_count() // args.nodes)
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU
     if args.wire != "peer":
@@ -169,7 +169,7 @@ def measure_all(args: argparse.Namespace) -> dict:
 
 
 def merge(of_ranks: list[dict], sms: int, rate: float | None, chunks: tuple[int, ...] | None = None) -> list[dict]:
-    """One point per operation, from what each rank has measured: the slowest rank, and the most bytes."""
+    """Merge the results of all ranks for one point: for each operation the slowest rank, and the most bytes."""
     points = []
     for operation in of_ranks[0]["operations"]:
         found = [rank["operations"][operation] for rank in of_ranks]
@@ -207,7 +207,7 @@ def switches(**values: object) -> Iterator[None]:
 
 @contextmanager
 def chunks_of(chunks: tuple[int, ...] | None) -> Iterator[None]:
-    """Let buffers made inside have these chunks, as --chunks says."""
+    """Give buffers that are made inside these chunks, those of --chunks."""
     names = ("token_chunk", "sum_chunk", "window_chunk")
     before = {name: getattr(memory.Shape, name) for name in names}
     for name, value in zip(names, chunks or ()):
@@ -249,7 +249,7 @@ def measure(rank: int, per_node: int, wire: str, point: Point, sizes, graphs):
 
 
 def operations_of(buffer: ep.Buffer, x, idx, weights, layout: str) -> dict[str, Callable[[], object]]:
-    """The operations by name. All make outputs of the same number of rows on all ranks, so no host waits."""
+    """Return the operations by name. All ranks give the number of output rows, so no host waits."""
     received = buffer.dispatch(x, idx, weights, layout=layout)
     rows = most_rows(received)
     given = dict(layout=layout, max_recv_rows=rows)
@@ -264,7 +264,7 @@ def operations_of(buffer: ep.Buffer, x, idx, weights, layout: str) -> dict[str, 
 
 
 def sent_by(buffer: ep.Buffer, run: Callable[[], object]) -> int:
-    """Return the bytes that this rank sends to other nodes, lists included. Also the warm-up."""
+    """Return the bytes that this rank sends to other nodes, lists included. This is the warm-up too."""
 
     def sent() -> int:
         counters = buffer.counters()

@@ -1,7 +1,7 @@
 """``python benchmarks/report.py``: writes the figures of docs/performance.md, and their charts, from the JSON files.
 
-The files are those of ``python -m ep_dispatcher.bench``, in benchmarks/results and its folders. The same files give
-the same text, to the last character.
+``python -m ep_dispatcher.bench`` makes these files. They are in benchmarks/results and its folders. The same files give
+exactly the same text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = "hot_rank: one rank receives four times the mean, or all there is if ran
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that are shown together: of one folder, one engine, and as many of the same processors."""
+    """Runs that are shown together: from one folder, with one engine, on the same number of the same processors."""
 
     folder: Path
     runs: list[dict]  # in ascending order of their cases
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def unit(self) -> tuple[str, float]:
-        """Its name, and how many of it are a second."""
+        """Return the name of the unit, and how many of it are a second."""
         return ("milliseconds", 1e3) if self.case.engine == "cpu" else ("microseconds", 1e6)
 
     @property
@@ -89,7 +89,7 @@ def processor(run: dict) -> str:
 
 
 def load(folder: Path) -> list[Group]:
-    """The groups of a folder, and of the folders in it."""
+    """Return the groups of a folder, and of the folders in it."""
     groups = []
     for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         runs = [json.loads(path.read_text()) for path in sorted(place.glob("*.json"))]
@@ -109,7 +109,7 @@ def case_key(run: dict) -> tuple:
 
 
 def write(page: Path, folder: Path) -> int:
-    """Rewrite the part between the two marks, and draw the charts that it shows; 1 when there are no marks, else 0."""
+    """Rewrite the part between the two marks, and draw its charts. Return 1 if there are no marks, else 0."""
     text = page.read_text() if page.exists() else ""
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
         print(f"{page}: given without the lines {BEGIN} and {END}, allowed with each of them once")
@@ -131,7 +131,7 @@ def write(page: Path, folder: Path) -> int:
 
 
 def part(groups: list[Group], root: Path) -> str:
-    """What stands between the marks, with them. Links are relative to ``root``."""
+    """Return the part, with its marks. Links are relative to ``root``."""
     blocks = [BEGIN]
     for group in groups:
         blocks += [f"### {group.title}", _machine(group), _sides(group)]
@@ -185,7 +185,7 @@ def _operations(run: dict, group: Group) -> str:
 
 
 def _bytes(run: dict) -> str:
-    """The table of the rows that cross between ranks."""
+    """Return the table of the bytes of rows between ranks."""
     lines = []
     for operation, moved in run.get("wire_bytes", {}).items():
         for wire in moved["least"]:
@@ -229,7 +229,7 @@ def _number(seconds: float, group: Group) -> str:
 
 
 def _time(figures: dict | None, group: Group) -> str:
-    """The time; of what is not the engine also how many times as fast the engine is."""
+    """Return the time; for sides other than the engine also how many times as fast the engine is."""
     if figures is None:
         return ""
     faster = f" ({figures['speedup']:.1f}x)" if "speedup" in figures else ""

@@ -1,4 +1,4 @@
-"""One kernel of time_line.py: it keeps the time of the GPU's clock, between the kernels of experts."""
+"""A kernel of time_line.py: it stores the time of the GPU's clock, between kernels of experts."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Draws where the time of one operation goes: when each role of its kernels ends each step, by the GPU's clock.
+"""Draws the time line of one operation: when each role of its kernels ends each step, by the GPU's clock.
 
     EP_DISPATCHER_CUDA=1 EP_DISPATCHER_STAMPS=1 python setup.py build_ext --inplace      # kernels with stamps
     python benchmarks/time_line.py dispatch "dispatch FP8" combine                       # decode layout, 128 tokens
@@ -6,12 +6,12 @@
     python benchmarks/time_line.py "dispatch FP8" --tokens 4096 --layout rank --ranks 2 --ranks-per-node 1  # 2 nodes
     python benchmarks/time_line.py --draw runs/time_line/dispatch.json                   # only the table and the chart
 
-Operations run one after the other in a CUDA graph, so ranks are in step; the first ones do not count. A lane is a role:
-warps of a block with a common job (docs/design.md), those of block 0 apart, because it announces the operation. A step
-lasts from a warp's stamp before it to its own, so a wait belongs to the step that it ends. Times are microseconds from
-the first stamp of the operation, on the slowest rank: medians over warps, then over operations. `last` is the last
-warp. An operation in two launches has lanes for each of them.
-The chart shows one operation, that of the median time. Stamps cost a little: compare `one operation` with a build
+Operations run one after the other in a CUDA graph, so ranks are in step; the first ones do not count. A stamp is the
+time at which a warp ends a step. A lane is a role: warps of a block with a common job (docs/design.md). Block 0 has its
+own lanes, because it announces the operation. A step lasts from the warp's previous stamp to its own, so a wait counts
+for the step that it delays. Times are microseconds from the first stamp of the operation, on the slowest rank: medians
+over warps, then over operations. `last` is the last warp. An operation in two launches has lanes for each of them.
+The chart shows one operation, that of the median time. Stamps cost a little time: compare `one operation` with a build
 without them. Writes JSON and SVG.
 """
 
@@ -52,7 +52,7 @@ TOPK, TIMEOUT_S = 8, 20.0
 
 
 class Step(NamedTuple):
-    """A step of one lane in one run: microseconds from its first stamp, medians over warps, and the last warp's end."""
+    """A step of one lane in one run: microseconds from the run's first stamp, medians over warps, and the last end."""
 
     lane: str
     name: str
@@ -95,14 +95,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=max(1, torch.cuda.device_count()), help="default: one per GPU")
     add("--ranks-per-node", type=int, metavar="N", help="virtual nodes of N ranks; default: one node")
     add("--sms", type=int, default=24, help="multiprocessors of a rank; default 24")
-    add("--layout", choices=("decode", "expert", "rank"), default="decode", help="not of moe_mlp; default decode")
-    add("--tokens", type=int, default=128, help="of a rank; moe_mlp overlaps from 2048 on")
+    add("--layout", choices=("decode", "expert", "rank"), default="decode", help="not for moe_mlp; default decode")
+    add("--tokens", type=int, default=128, help="tokens of a rank; moe_mlp overlaps from 2048 on")
     add("--hidden", type=int, default=7168)
     add("--experts", type=int, default=256)
-    add("--intermediate", type=int, default=2048, help="of moe_mlp")
-    add("--replays", type=int, default=20, help="of the graph")
+    add("--intermediate", type=int, default=2048, help="size inside an expert of moe_mlp")
+    add("--replays", type=int, default=20, help="replays of the graph")
     add("--out", type=Path, default=Path("runs/time_line"), metavar="FOLDER")
-    add("--draw", type=Path, metavar="JSON", help="measure nothing")
+    add("--draw", type=Path, metavar="JSON", help="draw this file, without a measurement")
     args = parser.parse_args(argv)
     args.operations = args.operations or ["combine"]
     for operation in args.operations:
@@ -136,7 +136,7 @@ def spans_of(stamps: Tensor, names: list[str]) -> Iterator[tuple[str, str, int, 
 
 
 def _spans_of_launch(stamps: Tensor, names: list[str], kind: str, mark: str) -> Iterator[tuple[str, str, int, int]]:
-    """The same for one launch, int64 [blocks, warps, steps]. A warp's steps follow each other by time."""
+    """Do the same for one launch, int64 [blocks, warps, steps]. The steps of a warp are in order of time."""
     pushes = stamps[..., names.index("pushes stored")].any(1)
     serves_wire = stamps[..., [names.index(name) for name in OF_RAIL]].any((1, 2))
     relays = stamps[..., names.index(OF_RELAY)] > 0
@@ -154,7 +154,7 @@ def _spans_of_launch(stamps: Tensor, names: list[str], kind: str, mark: str) -> 
 
 
 def steps_of(spans: list[tuple[str, str, int, int]], zero_ns: int) -> list[Step]:
-    """Return a step for all spans of a lane with a name, in the order of lanes and then of time."""
+    """Return a step for all spans of the same lane and name, in order of lanes, then of time."""
     by_step: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for lane, name, begin, end in spans:
         by_step.setdefault((lane, name), []).append((begin - zero_ns, end - zero_ns))
@@ -168,7 +168,7 @@ def steps_of(spans: list[tuple[str, str, int, int]], zero_ns: int) -> list[Step]
 
 
 def _order(lane: str) -> tuple:
-    """Block 0 before the others, and roles in the order of ROLES; the last block and the experts at the end."""
+    """Return the sort key of a lane: block 0, then the others, in the order of ROLES; last block and experts last."""
     operation, _, rest = lane.partition(": ")
     role, _, part = rest.partition(", ")
     roles = [role for kind, of_kind in ROLES.items() if kind in operation for role in of_kind]
@@ -188,7 +188,7 @@ def run_of(operations: list[Tensor], names: list[str], experts: list[tuple[str, 
 
 
 def slowest(ranks: list[dict]) -> dict:
-    """Return what stands in the JSON: of the rank with the longest median run, all steps and the median run."""
+    """Return the content of the JSON: all steps and the median run, of the rank whose median run is the longest."""
     rank, found = max(enumerate(ranks), key=lambda pair: statistics.median(run["us"] for run in pair[1]["runs"]))
     runs = sorted(found["runs"], key=lambda run: run["us"])
     times: dict[tuple[str, str], list[Step]] = {}
@@ -285,9 +285,9 @@ def layer_of(buffer: ep.Buffer, operation: str, sizes: dict, x: Tensor, idx: Ten
 
 
 class Experts:
-    """Stamps before and after each kernel of experts, in the same stream. EXPERTS are replaced meanwhile.
+    """Put stamps before and after each kernel of experts, in the same stream. Replaces EXPERTS meanwhile.
 
-    Without ``wanted`` there are none, and Triton is not needed.
+    Without ``wanted`` it does nothing, and does not need Triton.
     """
 
     def __init__(self, wanted: bool, most: int = 256):

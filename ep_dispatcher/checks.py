@@ -1,6 +1,7 @@
 """Mistakes of a caller: ValueErrors that name the argument, the given value and the allowed ones.
 
-Functions that raise run before anything is sent. Functions that return an error word a mistake found by an engine.
+Functions that raise check arguments before anything is sent. Functions that return an error put a mistake that an
+engine has found into words.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_TIMEOUT_S = 1e9
 QUANTIZE = (None, "e4m3_1x128")
 BLOCK = 128  # elements of a row that share a scale
 MAX_INT = 2**31 - 1  # the engines count in int32
-MAX_NODE_BYTES = 2**46  # of the memory of a node's ranks, which every one of them maps: half of what a process has
+MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses
 
 
 def mistake(argument: str, given: Any, allowed: str) -> str:
@@ -110,8 +111,8 @@ def buffer_size(
 ) -> None:
     """Refuse a buffer that no machine can address, or whose slots int32 cannot count.
 
-    The bytes are those of the rows and weights of all ranks of a node: per node in the group, a staged row of every
-    token, and a slot for every partial sum of it. Lists and flags are left out.
+    Counts rows and weights of all ranks of a node: for each node in the group a staged row of every token, and a slot
+    for each of its partial sums. Leaves out lists and flags.
     """
     slots = max_tokens_per_rank * min(ranks_per_node, num_topk)
     row = hidden * dtype.itemsize + 4 * num_topk
@@ -131,31 +132,31 @@ def buffer_size(
 def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
     """Refuse ``mask_late_ranks`` where no engine has it."""
     if num_nodes > 1:
-        fail("mask_late_ranks", f"True with {num_nodes} nodes", "it on one node")
+        fail("mask_late_ranks", f"True with {num_nodes} nodes", "True on one node")
     if ranks_per_node > 32:
-        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "it with at most 32")
+        fail("mask_late_ranks", f"True with {ranks_per_node} ranks", "True with at most 32")
     if suspendable:
         fail("mask_late_ranks", "True with suspendable=True", "one of both")
 
 
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
-    """``shape``: an int where it is fixed, a name where it is free."""
+    """Check a tensor. ``shape`` has an int for a fixed size, a name for a free one."""
     if not isinstance(value, Tensor):
         given = type(value).__name__
     else:
-        # Every attribute of a tensor costs the host: ask for each one once. A device's type is a new str each time, so
-        # ask for a GPU without it.
+        # Every attribute of a tensor costs host time: read each one once. `device.type` makes a new str each time, so
+        # test for a GPU without it.
         sizes, dense = value.shape, value.layout == torch.strided
         is_there = value.is_cuda if device == "cuda" else value.device.type == device
         if is_there and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
-            return  # before any text is made: torch.compile cannot put unknown sizes into a text
+            return  # before a text is formatted: torch.compile cannot format unknown sizes
         given = f"{list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
 
 
 def _fits(sizes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
-    """Return whether the sizes are those of a shape with names."""
+    """Return whether the sizes fit a shape with names."""
     if len(sizes) != len(shape):
         return False
     for size, wanted in zip(sizes, shape):  # a generator in all() takes three times as long
@@ -215,7 +216,7 @@ def reuse(
 
 
 def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError:
-    """Word an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
+    """Return the error of an invalid entry of topk_idx: (token, k, expert, whether the expert is repeated)."""
     token, k, expert, repeated = entry
     where = f"topk_idx[{token}, {k}]"
     if repeated:
@@ -232,7 +233,7 @@ def _them(given: int) -> str:
     return "them" if given else "None"
 
 
-# Fields that all ranks must give alike, in the order in which engines compare them. Each function words a value.
+# Fields that must be equal on all ranks, in the order in which engines compare them. Each function words a value.
 AGREED: dict[str, Callable[[int], str]] = {
     "operation": lambda n: ("a dispatch", "a combine", "a combine of decode layout")[n],
     "handle": _plan,
@@ -245,7 +246,7 @@ AGREED: dict[str, Callable[[int], str]] = {
 
 
 def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> ValueError:
-    """Word a difference in a field of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
+    """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
     say = AGREED[field]
     verb = "is in" if field == "operation" else "gave"
     return ValueError(

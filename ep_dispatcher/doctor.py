@@ -2,9 +2,8 @@
 
     python -m ep_dispatcher.doctor [--json] [--no-run]       exit code 0: a Buffer can be made here; 1: it cannot
 
-It also runs as a file (`python ep_dispatcher/doctor.py`, what `make doctor` does), so that it can speak where the
-package cannot be imported at all. Therefore nothing outside the standard library is imported before a probe asks for
-it, and whatever a probe raises becomes its finding.
+It also runs as a file (`python ep_dispatcher/doctor.py`, as `make doctor` does). So it works even if the package cannot
+be imported. Therefore only probes import what is outside the standard library, and their errors become findings.
 """
 
 import argparse
@@ -38,18 +37,18 @@ OK, OPTIONAL, ERROR = "ok", "optional", "error"
 @dataclass(frozen=True)
 class Finding:
     what: str
-    state: str  # ok; optional: absent or unusable, and only some uses need it; error: no Buffer can be made here
+    state: str  # ok; optional: missing, but only some uses need it; error: missing, so no Buffer can be made here
     found: str
-    matters: str = ""  # when not ok: for what
-    fix: str = ""  # when not ok: a command, or what to do
+    matters: str = ""  # if not ok: the uses that need it
+    fix: str = ""  # if not ok: a command, or advice
 
 
 class Unusable(Exception):
-    """Raised by a probe when something is there but does not work; its text becomes what was found."""
+    """Raised by a probe if something is missing or does not work. Its text becomes ``Finding.found``."""
 
 
 def _run(*command: str, timeout_s: float = 20.0) -> str:
-    """Standard output; Unusable with what the command said when it fails, is missing or hangs."""
+    """Return the standard output. Raise Unusable, with the message of the command, if it fails, is missing or hangs."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -62,7 +61,7 @@ def _run(*command: str, timeout_s: float = 20.0) -> str:
 
 
 def _version(*names: str) -> str | None:
-    """Name and version of the first of these distributions that is installed."""
+    """Return name and version of the first of these distributions that is installed."""
     for name in names:
         try:
             return f"{name} {metadata.version(name)}"
@@ -72,7 +71,7 @@ def _version(*names: str) -> str | None:
 
 
 def _load(name: str) -> ModuleType:
-    """A file of this package without the package, which imports PyTorch."""
+    """Import one file of this package, without the package itself, which imports PyTorch."""
     spec = importlib.util.spec_from_file_location(f"_doctor_{name}", PACKAGE / f"{name}.py")
     assert spec is not None and spec.loader is not None  # for a file, whether it is there or not
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -84,7 +83,7 @@ def _load(name: str) -> ModuleType:
 class Probe:
     what: str
     look: Callable[[], "str | Finding"]
-    state: str  # with matters and fix: what the finding says when `look` raises
+    state: str  # this and the next two go into the finding if `look` raises
     matters: str
     fix: str
 
@@ -93,7 +92,7 @@ class Probe:
             found = self.look()
         except Unusable as error:
             return Finding(self.what, self.state, str(error), self.matters, self.fix)
-        except Exception as error:  # the one place: a report must not die of what it reports
+        except Exception as error:  # of any kind: one broken thing must not end the report
             return Finding(self.what, self.state, f"{type(error).__name__}: {error}", self.matters, self.fix)
         return Finding(self.what, OK, found) if isinstance(found, str) else found
 
@@ -125,7 +124,7 @@ def module_file(name: str) -> Path | None:
 
 
 def load_module(name: str) -> str:
-    """In a process of its own: without the package, and at no risk for this one."""
+    """Load a module in a process of its own: without the package, and at no risk for this process."""
     path = module_file(name)
     if path is None:
         others = [other.name for other in PACKAGE.glob(f"{name}.*") if other.suffix != ".pyi"]  # a stub is no module
@@ -202,7 +201,7 @@ def look_for_gloo() -> str:
     "run all ranks of a host as one user in one container, on Linux, with /proc mounted",
 )
 def look_for_shared_memory() -> str:
-    """Does what two ranks of one node do: one makes a memfd, the other opens it under /proc and reads."""
+    """Do as two ranks of one node: one makes a memfd, the other opens it under /proc and reads."""
     fd = os.memfd_create("ep_dispatcher_doctor")
     try:
         os.write(fd, b"seen")
@@ -305,7 +304,7 @@ def look_for_cuda_bindings() -> str:
 
 
 def nvlink_pairs(topology: str) -> dict[tuple[int, int], bool]:
-    """Whether NVLink joins each pair of GPUs, from what `nvidia-smi topo -m` prints."""
+    """Return whether NVLink joins each pair of GPUs, from the output of `nvidia-smi topo -m`."""
     cells = {}
     for line in re.sub(r"\x1b\[\d*m", "", topology).splitlines():
         row = line.split()
@@ -342,7 +341,7 @@ def look_for_nvlink() -> str:
     "EP_DISPATCHER_NVSHMEM=1",
 )
 def look_for_nvshmem() -> str:
-    """What setup.py takes: NVSHMEM_HOME before the wheel."""
+    """Look where setup.py does: NVSHMEM_HOME before the wheel."""
     home = os.environ.get("NVSHMEM_HOME")
     if home:
         if not Path(home, "include", "nvshmem.h").exists():
@@ -387,7 +386,7 @@ def look_for_rdma() -> str:
     "unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these",
 )
 def look_for_transport() -> str | Finding:
-    """What NVSHMEM will take between hosts, from its own switches, and whether what that needs is here."""
+    """Find NVSHMEM's transport between hosts, from its own switches, and check that its requirements are met."""
     name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
     if name and name not in TRANSPORTS:
         said = "nothing leaves a host" if name == "none" else "no such transport"
@@ -421,7 +420,7 @@ def look_for_gpudirect() -> str:
 
 
 def gpus_share_by_dmabuf() -> bool:
-    """Ask the driver; Unusable where there is none to ask."""
+    """Ask the driver. Raise Unusable if there is none, or no GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -463,14 +462,14 @@ def look_for_apex() -> str:
 
 
 def choose_engine() -> str:
-    """As `Buffer` does with its arguments at their defaults."""
+    """Choose as `Buffer` does with default arguments."""
     from ep_dispatcher import engines, envs
 
     return engines.choose(envs.engine())
 
 
 def between_hosts(wire: str) -> str:
-    """What the CUDA engine sends through between nodes: its wires are in engines/regions.py."""
+    """Return the wire of the CUDA engine between nodes, in words. engines/regions.py chooses it."""
     if wire == "peer":
         return "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
     try:
@@ -498,7 +497,7 @@ RUN_ALONE = "see all of it: python -c 'from ep_dispatcher.doctor import self_tes
 
 
 def self_test() -> None:
-    """One rank: with an identity expert, every token comes back once per chosen expert."""
+    """Run one rank with identity experts: every token comes back once per chosen expert, summed."""
     import torch
     import torch.distributed as dist
 
@@ -529,7 +528,7 @@ def self_test() -> None:
 
 
 def run_self_test() -> Finding:
-    """In a process of its own, which may crash or hang."""
+    """Run ``self_test`` in a process of its own, which may crash or hang."""
     code = "import sys; sys.path[:0] = [sys.argv[1]]; from ep_dispatcher.doctor import self_test; self_test()"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, str(PACKAGE.parent)]
@@ -544,7 +543,7 @@ def run_self_test() -> Finding:
 
 
 def report(run: bool = True) -> dict:
-    """{"ok": bool, "findings": [Finding as a dict], "used": {what: by what}}; never raises."""
+    """Return {"ok": bool, "findings": [Finding as a dict], "used": {use: what serves it}}. Never raises."""
     findings = [probe.run() for probe in PROBES]
     used = what_is_used()
     ok = all(finding.state != ERROR for finding in findings) and not used["engine"].startswith("none")

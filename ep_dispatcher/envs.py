@@ -79,14 +79,14 @@ SWITCHES = (
         "EP_DISPATCHER_RANKS_PER_NODE",
         None,
         "an integer of at least 1",
-        "ranks of one node; forces (virtual) nodes of this size instead of the detected ones",
+        "ranks of a node, in place of the nodes that are found; smaller than a host: virtual nodes",
         _int_from(1),
     ),
     Switch(
         "EP_DISPATCHER_TIMEOUT_S",
         100.0,
         f"a number of seconds above 0, at most {MAX_TIMEOUT_S:g}",
-        "how long a rank waits for a peer; PeerTimeoutError comes up to 3 s later, when it is known who is late",
+        "how long a rank waits for a peer; it takes up to 3 s more to find out who is late, before PeerTimeoutError",
         _seconds,
     ),
     Switch(
@@ -100,30 +100,30 @@ SWITCHES = (
         "EP_DISPATCHER_NUM_SMS",
         None,
         "an integer of at least 1",
-        "the most multiprocessors that the cuda engine uses at a time; unset: 24",
+        "multiprocessors that the cuda engine uses at a time, at most; unset: 24",
         _int_from(1),
     ),
     Switch(
         "EP_DISPATCHER_RAIL_SMS",
         None,
         "an integer of at least 1",
-        "multiprocessors among these that serve the wire between nodes; unset: a sixth, in rank layout a quarter",
+        "how many of these serve the wire between nodes; unset: a sixth, in rank layout a quarter",
         _int_from(1),
     ),
     Switch(
         "EP_DISPATCHER_WIRE",
         "auto",
         "auto, peer, nvshmem, nvshmem-puts",
-        "what the cuda engine sends through between nodes: nvshmem, or peer, which is stores through NVLink between "
-        "virtual nodes of one host; auto takes peer on one host and nvshmem on several. nvshmem also stores, where "
-        "NVLink reaches the other node; nvshmem-puts never does, for tests",
+        "how the cuda engine sends between nodes. peer: stores through NVLink, between virtual nodes of one host. "
+        "nvshmem: puts of NVSHMEM, and stores where NVLink reaches the other node. nvshmem-puts: puts alone, for "
+        "tests. auto: peer on one host, nvshmem on several",
         _one_of("auto", "peer", "nvshmem", "nvshmem-puts"),
     ),
     Switch(
         "EP_DISPATCHER_WIRE_GBPS",
         None,
         "a number above 0, in GB/s",
-        "how much the peer wire brings at most, per rank and direction: for measurements, in place of a network card",
+        "the highest rate of the peer wire, per rank and direction: to measure with the rate of a network card",
         _positive_float,
     ),
     Switch(
@@ -137,49 +137,49 @@ SWITCHES = (
         "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
         None,
         "an integer of at least 1",
-        "size of the integrations' buffers; unset: Megatron's arguments and first forward pass say it, or what the "
-        "ranks of a deep_ep program agree on before every dispatch",
+        "size of the integrations' buffers. unset: Megatron's arguments and first forward pass give it; the ranks of a "
+        "deep_ep program agree on it before every dispatch",
         _int_from(1),
     ),
     Switch(
         "EP_DISPATCHER_DEEP_EP_EXACT",
         "0",
         "0, 1",
-        "with 1 deep_ep programs also get what DeepEP's own tests look at: rank_prefix_matrix and recv_src_idx in "
-        "handles, and sums of weights of experts on other ranks, for a small operation more in every such call; and "
-        "all of a low-latency handle, with DeepEP's float8 scales and sums, for many operations more",
+        "1: deep_ep programs also get what DeepEP's own tests look at. Handles have rank_prefix_matrix and "
+        "recv_src_idx, and weights of experts on other ranks are summed, for one more small operation in each such "
+        "call. Low-latency handles are complete, with DeepEP's float8 scales and sums, for many more operations",
         _one_of("0", "1"),
     ),
     Switch(
         "EP_DISPATCHER_GROUPED_EXPERTS",
         "0",
         "0, 1",
-        "with 1 the routed experts of Megatron's MoE layers run in a few grouped GEMMs, where they can; one line says "
-        "how many do, and why the others do not",
+        "1: the routed experts of Megatron's MoE layers run in a few grouped GEMMs, where they can; a line says how "
+        "many do, and why the others do not",
         _one_of("0", "1"),
     ),
     Switch(
         "EP_DISPATCHER_EXPERT_WAVES",
         "0",
         "0, 1",
-        "the same on all ranks. With 1 these experts run in grouped GEMMs as above, and dispatch and combine run under "
-        "the GEMMs, where they can; one line more says how many do, and why the others do not",
+        "1: as EP_DISPATCHER_GROUPED_EXPERTS=1, and dispatch and combine run under the GEMMs, where they can; a second "
+        "line says how many do, and why the others do not. Set it alike on all ranks",
         _one_of("0", "1"),
     ),
     Switch(
         "EP_DISPATCHER_RANK_CAPACITY_FACTOR",
         None,
         "a number above 0",
-        "with experts in grouped GEMMs: the rows of a rank in a MoE layer, over tokens per rank x top-k; then no host "
-        "waits for counts, and more rows are an error; unset: rows are counted",
+        "with experts in grouped GEMMs: the most rows of a rank in an MoE layer, divided by tokens per rank x top-k. "
+        "Then no host waits for counts, and more rows are an error. unset: rows are counted",
         _positive_float,
     ),
     Switch(
         "EP_DISPATCHER_GEMM_SM_MARGIN",
         0,
         "auto, an integer of at least 0",
-        "multiprocessors that GEMMs of Transformer Engine leave free beside a dispatch or combine, in Megatron's "
-        "overlap of microbatches and of shared experts; auto: as many as the operation uses",
+        "multiprocessors that Transformer Engine's GEMMs leave to a dispatch or combine, where Megatron overlaps "
+        "microbatches or shared experts; auto: as many as the operation uses",
         _auto_or_int,
     ),
 )
@@ -188,12 +188,12 @@ _OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_S
 
 
 def read(name: str) -> Any:
-    """The value of the switch `name`; KeyError when there is no such switch."""
+    """Return the value of the switch `name`; KeyError when there is no such switch."""
     return _BY_NAME[name].read()
 
 
 def default(name: str) -> Any:
-    """The value of the switch `name` where it is unset."""
+    """Return the value of the switch `name` where it is unset."""
     return _BY_NAME[name].default
 
 
@@ -242,7 +242,7 @@ def deep_ep_exact() -> bool:
 
 
 def grouped_experts() -> bool:
-    """Whether either switch asks for it."""
+    """Return whether either switch asks for them."""
     return read("EP_DISPATCHER_GROUPED_EXPERTS") == "1" or expert_waves()
 
 
@@ -259,21 +259,21 @@ def gemm_sm_margin() -> int | Literal["auto"]:
 
 
 def unknown() -> list[str]:
-    """Variables that are set and look like switches but are none, most likely misspelt."""
+    """Return set variables that look like switches but are none, most likely misspelt."""
     return sorted(
         name for name in os.environ if name.startswith("EP_DISPATCHER_") and name not in (*_BY_NAME, *_OF_THE_BUILD)
     )
 
 
 def nearest(name: str) -> list[str]:
-    """The switch that a misspelt name most likely means, also the build's; empty when none is near."""
+    """Return the switch, also of the build, that a misspelt name most likely means; none if none is near."""
     prefix = "EP_DISPATCHER_"  # all have it, so it says nothing
     known = [known.removeprefix(prefix) for known in (*_BY_NAME, *_OF_THE_BUILD)]
     return [prefix + match for match in get_close_matches(name.removeprefix(prefix), known, 1)]
 
 
 def table() -> str:
-    """The switches as a Markdown table, as docs/environment.md has it; `python -m ep_dispatcher.envs` prints it."""
+    """Return the Markdown table of docs/environment.md; `python -m ep_dispatcher.envs` prints it."""
     rows = [("switch", "default", "allowed", "meaning"), ("---",) * 4]
     for switch in SWITCHES:
         default = "unset" if switch.default is None else str(switch.default)

@@ -10,14 +10,14 @@ class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
 
     operation   "dispatch", "combine", "suspend", "resume" or "unmask"; "buffer" while a buffer is made
-    epoch       number of the dispatch or combine on the buffer; 0 for all else
-    phase       what this rank waited for
+    epoch       number of the dispatch or combine on the buffer; 0 for other operations
+    phase       purpose of the wait
     rank        the rank that waited, in the buffer's group
-    late_ranks  ranks that neither arrived nor reported waiting for someone else; ``rank`` alone if it was itself too
-                late for the others
+    late_ranks  ranks that neither arrived nor reported waiting for someone else; ``rank`` alone if the others timed out
+                waiting for it
     waited_s    seconds
-    reason      what else is known, in words
-    note        what the caller was doing (``Buffer.note``); the text begins with it
+    reason      further facts, in words
+    note        the caller's own note (``Buffer.note``); the text begins with it
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class PeerTimeoutError(RuntimeError):
 
 
 class _FoundError(ValueError):
-    """A text and a fact, which is an attribute of its own in each class."""
+    """A text and a fact. Each class gives the fact as an attribute."""
 
     def __str__(self) -> str:
         return self.args[0]
 
 
 class TooFewRowsError(_FoundError):
-    """More rows arrive than max_recv_rows. ``needed_rows``: the most that a rank needs."""
+    """More rows arrive than max_recv_rows. ``needed_rows``: the most that any rank needs."""
 
     @property
     def needed_rows(self) -> int:
@@ -80,7 +80,7 @@ class TooFewRowsError(_FoundError):
 
 
 class UnknownExpertError(_FoundError):
-    """topk_idx has an expert above the last one. ``token``: whose."""
+    """topk_idx has an expert above the last one, for ``token``."""
 
     @property
     def token(self) -> int:
@@ -90,6 +90,6 @@ class UnknownExpertError(_FoundError):
 def again(error: ValueError, more: str = "") -> ValueError:
     """Return a new error with the same facts, and more text.
 
-    Raise it where the first one is kept: an error that is raised holds the frames that it passed, and their tensors.
+    Raise the new one where the first one is kept: a raised error holds the frames that it passed, and their tensors.
     """
     return type(error)(f"{error}{more}", *error.args[1:])

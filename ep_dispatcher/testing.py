@@ -27,7 +27,7 @@ from torch import Tensor
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
 ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
-# Imported once, by the server that the ranks are forked from. A first custom operator imports torch._dynamo.
+# The server from which the ranks are forked imports these once. The first custom operator imports torch._dynamo.
 _PRELOAD = [
     "__main__",
     "torch",
@@ -42,8 +42,8 @@ _PRELOAD = [
 class RankError(RuntimeError):
     """One or more ranks failed. ``failures[rank]`` is ``(type_name, message, traceback_text)``.
 
-    ``type_name`` is that of the rank's exception, or ``"Died"`` (the process is gone), ``"Timeout"`` (killed when the
-    time was up) or ``"Stopped"`` (killed because it still ran ``GRACE_S`` after another rank had failed).
+    ``type_name`` is the type of the rank's exception, or ``"Died"`` (the process has ended), ``"Timeout"`` (killed at
+    the limit) or ``"Stopped"`` (killed because it still ran ``GRACE_S`` after another rank had failed).
     """
 
     def __init__(self, failures: dict[int, tuple[str, str, str]]):
@@ -60,7 +60,7 @@ def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size, requires_g
 
 
 class _Pickler(pickle.Pickler):
-    """Plain pickle, but a tensor is only its own elements: no shared memory, no rest of its storage, no device."""
+    """Pickle tensors by their elements alone: without shared memory, the rest of their storage, or a device."""
 
     def reducer_override(self, obj):
         if type(obj) is not Tensor:
@@ -80,7 +80,7 @@ def _failure(error: BaseException) -> tuple[bool, tuple[str, str, str]]:
 
 
 def _loads(message: bytes) -> tuple[bool, Any]:
-    """What ``_dumps`` made of a pair (ok, value), or (False, failure) when it cannot be restored here."""
+    """Restore a pair (ok, value) of ``_dumps``. Return (False, failure) if that fails here."""
     try:
         return pickle.loads(message)
     except Exception as error:
@@ -113,7 +113,7 @@ def _rank_main(
     def answer(fn: Callable, args: tuple) -> None:
         try:
             reply = _dumps((True, fn(rank, *args)))
-        except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides what they mean
+        except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides about them
             reply = _dumps(_failure(error))
         connection.send_bytes(reply)
 
@@ -140,14 +140,14 @@ class RankPool:
 
     Every rank uses ``threads_per_rank`` threads in PyTorch. ``timeout_s`` (seconds) limits a run, the start and every
     collective of the group. With NCCL in the ``backend`` each rank's GPU is its current device. The ranks live until
-    ``close()`` and die with this process, however that ends.
+    ``close()``, or until this process ends in any way.
     """
 
     def __init__(self, num_ranks: int, *, threads_per_rank: int = 1, timeout_s: float = 120.0, backend: str = "gloo"):
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
-        # The store is hosted here so that a rank that is killed does not take it away from the others.
+        # This process hosts the store, so that it survives ranks that are killed.
         self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._connections, self._lifelines, self._stacks = [], [], [], [None] * num_ranks
         self.closed, self.pids = False, []  # process ids in rank order
@@ -174,10 +174,10 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, *args)`` on every rank and return the results in rank order.
 
-        ``fn`` is pickled by reference (a function at the top level of a module); arguments and results go by value,
-        and tensors arrive as copies on the CPU. Raises ``RankError`` when a rank raises, dies or takes longer than
-        ``timeout_s``. The ranks in ``allow_dead`` may die: their result is None. After a death, a timeout or a rank
-        that had to be stopped the pool is closed; after exceptions alone it can be used again.
+        ``fn`` is pickled by reference, so it must be a function at the top level of a module. Arguments and results are
+        pickled by value, and tensors arrive as copies on the CPU. Raises ``RankError`` if a rank raises, dies or takes
+        longer than ``timeout_s``. The ranks in ``allow_dead`` may die: their result is None. If a rank has died or was
+        killed, the pool is closed; after exceptions alone it can be used again.
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
@@ -235,7 +235,7 @@ class RankPool:
         return f"died with signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
 
     def _stack_of(self, rank: int) -> str:
-        """Return the Python stacks of a rank that does not answer; wait until the rank has written them."""
+        """Return the Python stacks of a rank that does not answer. Wait until it has written them."""
         if self._stacks[rank] is None or not self._processes[rank].is_alive():
             return ""
         pid, text, before = self.pids[rank], "", None
@@ -258,7 +258,7 @@ class RankPool:
         self.close()
 
     def close(self) -> None:
-        """Stop all ranks; those that do not stop within five seconds are killed. May be called more than once."""
+        """Stop all ranks, and kill those that do not stop within five seconds. May be called more than once."""
         if self.closed:
             return
         self.closed = True
@@ -285,14 +285,14 @@ class RankPool:
 
 
 def run_ranks(num_ranks: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
-    """``RankPool(num_ranks).run(fn, *args)`` and close; ``options`` are those of both."""
+    """Make a RankPool, run ``fn`` in it and close it. ``options`` are those of RankPool and of ``run``."""
     run_options = {key: options.pop(key) for key in ("allow_dead",) if key in options}
     with RankPool(num_ranks, **options) as pool:
         return pool.run(fn, *args, **run_options)
 
 
 def device_of(engine: str, rank: int) -> str:
-    """The device whose tensors ``engine`` takes on this rank; made the current one."""
+    """Return the device of ``engine`` on this rank, and make it the current one."""
     if engine == "cpu":
         return "cpu"
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -302,7 +302,7 @@ def device_of(engine: str, rank: int) -> str:
 def different_bits(a: Tensor, b: Tensor) -> Tensor:
     """Return where two tensors of the same dtype and shape differ in a bit: bool, of their shape.
 
-    The sign of zero counts, which ``torch.equal`` does not see. Every NaN is like every other NaN.
+    Unlike in ``torch.equal`` the sign of zero counts, and all NaNs are equal.
     """
     bits = _BITS[a.itemsize]
     different = a.view(bits) != b.view(bits)
@@ -310,7 +310,7 @@ def different_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether dtype, shape and, in the sense of ``different_bits``, all elements are the same."""
+    """Return whether dtype, shape and all elements (by ``different_bits``) are the same."""
     return a.dtype == b.dtype and a.shape == b.shape and not different_bits(a, b).any()
 
 
@@ -323,16 +323,16 @@ def with_negative_zeros(t: Tensor, *, seed: int) -> Tensor:
 def make_routing(
     kind: str, num_tokens: int, num_experts: int, num_topk: int, *, seed: int, weights: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Random experts for every token: ``(topk_idx, topk_weights)``, the same for the same arguments.
+    """Choose random experts for every token. Return ``(topk_idx, topk_weights)``, the same for the same arguments.
 
         uniform     num_topk different experts, all equally likely
         skewed      num_topk different experts, expert e chosen in proportion to 1 / (e + 1)
         one_expert  every token goes to expert 0 alone, the other entries are -1
-        masked      as uniform, but a third of the entries is -1, and a ninth of the rows entirely
+        masked      as uniform, but a third of the entries are -1; a ninth of the rows have no other entry
         empty       every entry is -1
 
-    ``topk_idx`` is int64 [num_tokens, num_topk], no expert twice in a row; ``topk_weights`` is float32 of the same
-    shape, in (0, 1] everywhere (also where the entry is -1), or None without ``weights``.
+    ``topk_idx`` is int64 [num_tokens, num_topk], without an expert twice in a row. ``topk_weights`` is float32 of the
+    same shape, in (0, 1] (also beside -1), or None without ``weights``.
     """
     if kind not in ROUTINGS:
         raise ValueError(f"kind: given {kind!r}, allowed {ROUTINGS}")
@@ -358,10 +358,10 @@ def make_routing(
 def make_hot_routing(
     num_tokens: int, num_experts: int, num_topk: int, num_ranks: int, *, seed: int, times: int = 4
 ) -> tuple[Tensor, Tensor]:
-    """As ``make_routing`` "uniform", but rank 0 gets ``times`` times the mean, or all there is with fewer ranks.
+    """As ``make_routing`` "uniform", but rank 0 gets ``times`` times the mean, or everything if ranks are too few.
 
-    The tokens take turns, so that its share is exact to one row; its experts are equally likely, and so are the others.
-    Raises ValueError where its experts are too few for that.
+    Its share is exact to one row. Its experts are equally likely, and so are the others. Raises ValueError if it has
+    too few experts.
     """
     num_local = num_experts // num_ranks
     share = min(1.0, times / num_ranks)

@@ -1,11 +1,11 @@
-"""Train a small GPT of Megatron-core itself with ep_dispatcher and with Megatron's own dispatcher, side by side.
+"""Train a small GPT of Megatron-core with ep_dispatcher, and the same model with Megatron's own dispatcher.
 
     torchrun --nproc-per-node 4 examples/megatron_gpt.py
 
-Both models begin with the same weights and see the same text; they differ in two values of their TransformerConfig.
+Both models begin with the same weights and see the same text. They differ in two values of their TransformerConfig.
 The first takes the dispatcher of Megatron's flags (--moe-token-dispatcher-type, --moe-flex-dispatcher-backend; ours by
 default), the second ``allgather`` (on CPUs) or ``alltoall`` (on GPUs). The dense part is data parallel, the experts are
-spread over all ranks. Layers are Megatron's local ones: no Transformer Engine needed.
+spread over all ranks. Layers are Megatron's local ones, without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ import ep_dispatcher
 import ep_dispatcher.integrations.megatron as ep_megatron
 
 REPORT_EVERY_S = 5.0
-WARM_UP = 5  # steps, or half of them, that the times leave out
-FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # before training has had time to make rounding grow
-LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # of the steps; the means of the last ones may differ by so much
+WARM_UP = 5  # steps that the times leave out, at most half of all
+FIRST_STEPS, FIRST_LIMIT = 5, 1e-5  # relative limit for each of the first losses, before rounding errors grow
+LAST_SHARE, LAST_LIMIT = 0.2, 0.01  # relative limit for the means of the losses of the last 20 % of the steps
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -101,12 +101,12 @@ def make_model(args, dispatcher: dict[str, str]) -> nn.Module:
     for parameter in expert_parameters(model):
         config.init_method(parameter.data)
     if args.bf16:
-        model.bfloat16()  # as Megatron's Float16Module does: its norms are made in float32
+        model.bfloat16()  # as in Megatron's Float16Module, because Megatron makes norms in float32
     return model.to(device())
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that Megatron does not share between data-parallel ranks."""
+    """Return the parameters that Megatron does not share between data-parallel ranks."""
     return [p for p in model.parameters() if not getattr(p, "allreduce", True)]
 
 
@@ -119,7 +119,7 @@ def device_name() -> str:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats per byte; inputs and targets int64 [batch, sequence]."""
+    """Return the mean loss in nats per byte; inputs and targets int64 [batch, sequence]."""
     batch, length = inputs.shape
     positions = torch.arange(length, device=inputs.device).expand(batch, length)
     later = torch.ones(1, 1, length, length, dtype=torch.bool, device=inputs.device).triu(1)  # True: not to be seen
@@ -127,9 +127,9 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def reduce_gradients(model: nn.Module, loss: Tensor) -> tuple[float, float]:
-    """Gradients of the mean loss of all ranks, in place; returns that loss and the gradients' norm before clipping.
+    """Turn gradients into those of the mean loss of all ranks, in place. Return that loss and the norm before clipping.
 
-    An expert's gradient already holds every rank's tokens, and is only divided.
+    An expert's gradient already includes every rank's tokens, so it is only divided.
     """
     num_ranks, experts = dist.get_world_size(), expert_parameters(model)
     mine = {id(p) for p in experts}
@@ -157,7 +157,7 @@ def held_out_bits(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> flo
 
 
 def train(args, models: dict[str, nn.Module], text: Tensor, say) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Both models on the same windows, a step of each in turn: losses in bits per byte, and the median step in s."""
+    """Train both models on the same windows, a step of each in turn. Return losses (bits per byte), median step (s)."""
     windows = RandomWindows(text, args.micro_batch_size, args.seq_length, args.seed, dist.get_rank())
     optimizers = {name: make_optimizer(model, weight_decay=0.1) for name, model in models.items()}
     losses: dict[str, list[float]] = {name: [] for name in models}
@@ -193,7 +193,7 @@ def synchronize() -> None:
 
 
 def compare(losses: dict[str, list[float]]) -> dict[str, float]:
-    """The two differences that have a limit: of every one of the first steps, and between the means of the last."""
+    """Return three differences of the losses; the first two have limits (FIRST_LIMIT, LAST_LIMIT)."""
     ours, theirs = losses.values()
     last = max(1, int(LAST_SHARE * len(ours)))
     means = [sum(values[-last:]) / last for values in (ours, theirs)]
@@ -261,7 +261,7 @@ def run(args) -> bool:
         }
         (args.out / "report.json").write_text(json.dumps(report))
         say(f"figures: {args.out / 'report.json'}")
-    dist.barrier()  # torchrun stops all ranks as soon as one has failed: first everything is said
+    dist.barrier()  # torchrun stops all ranks as soon as one fails: first print everything
     return agree
 
 
@@ -273,7 +273,7 @@ def megatron_version() -> str:
 
 def main() -> int:
     args = parse_arguments()
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")  # what Megatron lacks and what it calls
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")  # missing packages, deprecated calls
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=device())
@@ -287,7 +287,7 @@ def main() -> int:
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)  # attention wants to fork these generators
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)  # attention forks these generators
     try:
         return 0 if run(args) else 1
     finally:

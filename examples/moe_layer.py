@@ -5,7 +5,7 @@
     layer = MoELayer(buffer, hidden=128, intermediate=256, num_experts=16, num_topk=2, local_experts=local_experts)
     y, balance_loss, tokens_per_expert = layer(x)  # x and y: [num_tokens, 128] on every rank
 
-One buffer serves any number of layers: everything that a layer's backward needs is in its own handle.
+One buffer serves any number of layers: each layer's handle has all that its backward needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``topk_idx`` and ``topk_weights`` [num_tokens, num_topk], balance loss, tokens per expert [num_experts]."""
-        with torch.autocast(x.device.type, enabled=False):  # rounded, many probabilities would be alike
+        with torch.autocast(x.device.type, enabled=False):  # in bfloat16 many probabilities would be equal
             probs = self.gate(x.float()).softmax(-1)
         topk_probs, topk_idx = probs.topk(self.num_topk, dim=-1)
         topk_weights = topk_probs / topk_probs.sum(-1, keepdim=True)
@@ -48,7 +48,7 @@ def load_balancing_loss(probs: Tensor, tokens_per_expert: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """y = gelu(x @ up) @ down. The weights follow from (seed, layer, expert), on whatever rank the expert lives."""
+    """y = gelu(x @ up) @ down. (seed, layer, expert) determine the weights, on any rank."""
 
     def __init__(self, hidden: int, intermediate: int, seed: tuple[int, int, int]):
         super().__init__()
@@ -61,9 +61,9 @@ class Expert(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """y[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t]), every expert on the rank that owns it.
+    """y[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t]), each expert on the rank that owns it.
 
-    Rows travel in ``dtype``, that of the buffer. The parameters are float32: with bfloat16 call it in torch.autocast.
+    Rows travel in ``dtype``, that of the buffer. Parameters are float32: with bfloat16 call this in torch.autocast.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.buffer, self.dtype = buffer, dtype
         self.router = Router(hidden, num_experts, num_topk)
-        # Keyed by the expert's global number, so that a parameter has the same name on whatever rank it lives.
+        # The keys are global numbers of experts, so that a parameter has the same name on any rank.
         self.experts = nn.ModuleDict({str(e): Expert(hidden, intermediate, (seed, layer, e)) for e in local_experts})
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

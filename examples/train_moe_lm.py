@@ -1,12 +1,12 @@
 """Train a mixture-of-experts language model with expert parallelism, on the GPUs of one machine or on its CPUs.
 
-    python examples/train_moe_lm.py            # one rank per GPU; else 4 ranks in 2 virtual nodes, three minutes
-    python examples/train_moe_lm.py --check    # the same against a dense model without dispatcher
+    python examples/train_moe_lm.py            # three minutes; one rank per GPU, else 4 ranks in 2 virtual nodes
+    python examples/train_moe_lm.py --check    # a few steps, compared with a model without dispatcher
     torchrun --nproc-per-node 4 examples/train_moe_lm.py
 
-The dense part is data parallel: every rank has a copy of it and trains on sequences of its own. The experts are spread
-over the ranks; in every layer ``ep.dispatch`` brings each token to the ranks of its experts and ``ep.combine`` brings
-the results back, forward and backward. The MoE layer is in moe_layer.py, the rest of the model in moe_lm/.
+The dense part is data parallel: every rank has a copy of it and trains on its own sequences. The experts are spread
+over the ranks. In every layer ``ep.dispatch`` brings each token to the ranks of its experts, and ``ep.combine`` brings
+the results back, in forward and backward. The MoE layer is in moe_layer.py, the rest of the model in moe_lm/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.testing import RankError, device_of, run_ranks
 
 PROMPT = "The value of "
-NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports a rank that does not come
+NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports late ranks
 
 
 def make_model(args, config: ModelConfig, buffer: ep.Buffer) -> MoELanguageModel:
@@ -53,11 +53,11 @@ def make_model(args, config: ModelConfig, buffer: ep.Buffer) -> MoELanguageModel
             dtype=config.dtype,
         )
 
-    return MoELanguageModel(config, make_moe).to(args.device)  # the current one of all GPUs
+    return MoELanguageModel(config, make_moe).to(args.device)  # "cuda" is the current GPU
 
 
 def run(rank: int, args, config: ModelConfig, started: float) -> bool:
-    """All of one rank's work, in a process that has joined the default group; returns whether it went well."""
+    """Do all work of one rank, whose process has joined the default group. Return whether it succeeded."""
     device = device_of(args.device, rank)
     torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment says
     train_bytes, held_out_bytes = load_text()
@@ -111,7 +111,7 @@ def where(args) -> str:
 
 
 def finish(args, recorder: Recorder, text: dict, sample: str, started: float) -> None:
-    """The sample, the table, the JSON and the chart; on rank 0 only."""
+    """Print the sample and the table, and write the JSON and the chart; on rank 0 only."""
     wall_seconds = time.time() - started
     if args.sample_bytes:
         print(f"\nGenerated after {PROMPT!r}:\n" + textwrap.indent(sample, "  | ", lambda line: True))
@@ -131,7 +131,7 @@ def main() -> int:
     args, config = parse_arguments()
     backend = prepare_ranks(args.device, args.ranks)
     if "RANK" in os.environ:  # started by torchrun
-        device_of(args.device, int(os.environ["RANK"]))  # NCCL wants to know it
+        device_of(args.device, int(os.environ["RANK"]))  # set the current GPU, for NCCL
         dist.init_process_group(backend)
         try:
             return 0 if run(dist.get_rank(), args, config, started) else 1

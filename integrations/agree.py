@@ -1,4 +1,4 @@
-"""What ranks agree on outside the engine, with its time limit and its error. Between hosts: no GPU is waited for."""
+"""Agreements between ranks outside the engine, with its time limit and its error. No host waits for a GPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.engines.faults import find_late_ranks
 
-_agreements: Counter[str] = Counter()  # by group; all its ranks count the same
+_agreements: Counter[str] = Counter()  # number by group; the same on all its ranks
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup, *, about: str, note: str) -> None:
-    """``dist.all_reduce`` in place of a tensor on the CPU, complete when it returns, whatever the group's backend.
+    """Reduce a tensor on the CPU in place, as ``dist.all_reduce``. It is complete on return, with any backend.
 
-    Through NCCL the host would wait for all that the GPU has to do before, and a rank that does not come would leave a
-    kernel that waits forever.
+    Through NCCL the host would wait for all earlier work of the GPU, and a missing rank would leave a kernel that waits
+    forever.
 
-    Raises PeerTimeoutError when a rank does not come within EP_DISPATCHER_TIMEOUT_S, or is gone: of the dispatch that
-    this goes before, with epoch 0, phase ``about`` and the note.
+    Raises PeerTimeoutError if a rank does not arrive within EP_DISPATCHER_TIMEOUT_S, or has ended. Its operation is
+    "dispatch", because one follows, with epoch 0, phase ``about`` and the note.
     """
     name = group.group_name
     _agreements[name] += 1
@@ -45,7 +45,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
 
 
 def _hosts(group: ProcessGroup, limit: timedelta) -> ProcessGroup:
-    """The group itself where it takes tensors on the CPU; else one of the same ranks that does, made at first use."""
+    """Return the group, if it takes tensors on the CPU; else one of the same ranks that does, made at first use."""
     if _takes_cpu_tensors(group):
         return group
     if group not in _of_hosts:

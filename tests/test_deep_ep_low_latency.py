@@ -509,7 +509,7 @@ def run_where_masks_are_impossible(rank: int, case: Case):
             buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)  # nobody knows yet that there are none
             dist.barrier()
         trip_without(buffer, data, rank, case, None)
-        why = "EXACT=1 operations need all ranks" if case.exact else "True with 2 nodes, allowed: it on one node"
+        why = "EXACT=1 operations need all ranks" if case.exact else "True with 2 nodes, allowed: True on one node"
         with pytest.raises(NotImplementedError, match=why):
             buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)
         buffer.destroy()

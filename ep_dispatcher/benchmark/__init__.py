@@ -1,9 +1,10 @@
 """The parts of ``python -m ep_dispatcher.bench``.
 
-cases.py  suite.py  parts.py   what is measured, the run, a rank's part
-clock.py                       how a call is timed, on a host and on a GPU
-sides.py  baseline.py  wires.py   what is compared, and the bytes that it moves
-deep_ep.py                     DeepEP, for ``--with``
-compare.py                     two runs side by side
-machine.py  ranks.py           where it ran; what ranks tell each other
+cases.py  suite.py  parts.py   the cases; runs them; a rank's part of one
+clock.py                       times a call, on a host and on a GPU
+sides.py  baseline.py          the engine, and the all-to-all that it is compared with
+wires.py                       bytes that each moves
+deep_ep.py                     DeepEP as another side, for ``--with``
+compare.py                     compares two runs
+machine.py  ranks.py           describes the machine; exchanges between ranks
 """

@@ -1,9 +1,8 @@
 """The dispatch and combine that a user writes without this package: sort, ``all_to_all_single``, sort, and back.
 
-Each step is the fastest plain PyTorch for it that we know: one gather replicates and sorts the tokens, the rows
-travel in their own dtype, received rows are grouped by local expert with one concatenation of whole chunks, the
-backward of dispatch is a combine on the same plan and the other way round. The rows come out in the order of our
-expert layout.
+Each step is the fastest that we know in plain PyTorch. One gather replicates and sorts the tokens. Rows travel in their
+own dtype. One concatenation of whole chunks groups received rows by local expert. The backward of a dispatch is a
+combine on the same plan, and the other way round. Rows come out in the order of our expert layout.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Received:
 class AllToAllBaseline:
     """dispatch and combine by ``all_to_all_single``, forward and backward.
 
-    The sum over a token's rows accumulates in float32 and rounds once: with ``index_add_``, or with
-    ``fast_sum`` by ``embedding_bag``, which is much faster on a CPU and much less known.
+    A token's rows are summed in float32 and rounded once, by ``index_add_``. With ``fast_sum`` ``embedding_bag`` sums
+    them: much faster on a CPU, but few users know of it.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int, *, fast_sum: bool = False):
@@ -121,7 +120,7 @@ class AllToAllBaseline:
         return total.index_add_(0, plan.token_of, rows.float()).to(rows.dtype)
 
     def forward_backward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """y and the gradients of x and topk_weights, with identity experts and x itself as the gradient of y."""
+        """Return y and the gradients of x and topk_weights. Experts are the identity, and the gradient of y is x."""
         x = x.detach().requires_grad_()
         topk_weights = topk_weights.detach().requires_grad_()
         plan = self.plan(topk_idx)

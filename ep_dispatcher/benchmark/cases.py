@@ -1,4 +1,4 @@
-"""What is measured: cases, and the suite of them that docs/performance.md shows."""
+"""The cases of the benchmark, and the suite of them in docs/performance.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATIONS = (
     "forward+backward",
 )
 FLOAT8_OPERATIONS = OPERATIONS[1:3]
-# How often every received row crosses, per operation; the backward of a dispatch counts as a combine and vice versa.
+# How often an operation moves every received row; the backward of a dispatch counts as a combine and vice versa.
 PASSES = dict.fromkeys(OPERATIONS, 1) | {"dispatch+combine": 2, "forward+backward": 4}
 
 
@@ -48,7 +48,7 @@ class Case:
     iters: int = 20
     warmup: int = 3
     operations: tuple[str, ...] = OPERATIONS
-    others: tuple[str, ...] = ("all_to_all",)  # "all_to_all", "fast_sum", or modules as parts.measure_module wants them
+    others: tuple[str, ...] = ("all_to_all",)  # "all_to_all", "fast_sum", or names of modules (parts.measure_module)
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Case:
         return self.hidden * getattr(torch, self.dtype).itemsize
 
     def routing_on_host(self, rank: int) -> tuple[Tensor, Tensor]:
-        """topk_idx and topk_weights; the same on every machine."""
+        """Return topk_idx and topk_weights; the same on every machine."""
         sizes = (self.tokens, self.experts, self.topk)
         if self.routing == HOT:
             return make_hot_routing(*sizes, self.ranks, seed=rank)
@@ -78,14 +78,14 @@ class Case:
         return topk_idx, topk_weights
 
     def inputs(self, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """x, topk_idx and topk_weights of a rank."""
+        """Return x, topk_idx and topk_weights of a rank."""
         topk_idx, topk_weights = self.routing_on_host(rank)
         generator = torch.Generator(device).manual_seed(rank)
         x = torch.randn(self.tokens, self.hidden, generator=generator, device=device).to(getattr(torch, self.dtype))
         return x, topk_idx.to(device), topk_weights.to(device)
 
 
-# What is measured where no sizes are given.
+# Cases that run if no sizes are given.
 STANDARD = {
     "cpu": Case(4, "cpu", tokens=1024, hidden=1024, experts=64, others=("all_to_all", "fast_sum")),
     "cuda": Case(4),
@@ -93,16 +93,16 @@ STANDARD = {
 
 
 def is_standard(case: Case, *but: str) -> bool:
-    """Whether the case has the sizes of its engine's standard one, but for these fields."""
+    """Return whether the case has the sizes of its engine's standard one, except for the fields ``but``."""
     fields = ("tokens", "hidden", "experts", "topk", "routing", "dtype", "layout", "sms")
     standard = STANDARD[case.engine]
     return all(getattr(case, name) == getattr(standard, name) for name in fields if name not in but)
 
 
 def suite_cases(ranks: int, modules: Sequence[str] = (), **settings) -> Iterator[Case]:
-    """Every case of GPUs that docs/performance.md shows, the most important first.
+    """Yield the GPU cases of docs/performance.md, the most important first.
 
-    The first two are measured beside ``modules`` too. ``settings`` are common to all.
+    The first two also measure ``modules``. ``settings`` are common to all.
     """
     first = replace(STANDARD["cuda"], ranks=ranks, graph=True, **settings)
     beside = (*first.others, *modules)

@@ -1,4 +1,4 @@
-"""How a call is timed, on a host and on a GPU. The ranks begin every measured call together."""
+"""Clocks that time a call, on a host and on a GPU. The ranks begin every timed call together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch.distributed as dist
 from ep_dispatcher.benchmark.ranks import sum_over_ranks
 
 FLUSHED_BYTES = 128 << 20  # more than the L2 cache of an H200 (60 MB)
-HEAD_START_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch what is measured
+HEAD_START_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch the timed call
 
 
 def make_clock(engine: str) -> HostClock | DeviceClock:
-    """Return the clock of an engine: where its tensors live, and how a call is timed."""
+    """Return the clock of an engine, with the device of its tensors."""
     return DeviceClock() if engine == "cuda" else HostClock()
 
 
 class HostClock:
-    """Times of a processor that other processes disturb: the sides take turns, so that all of them are disturbed."""
+    """Time on a processor. Other processes disturb it, so the sides take turns, and all suffer alike."""
 
     device = torch.device("cpu")
     takes_turns = True
 
     def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:
-        """Of ``iters`` calls on this rank, after ``warmup`` calls that are not timed."""
+        """Return the seconds of ``iters`` calls on this rank, after ``warmup`` calls that are not timed."""
         times = []
         for iteration in range(-warmup, iters):
             dist.barrier()
@@ -42,16 +42,16 @@ class HostClock:
         raise NotImplementedError("there are CUDA graphs on GPUs alone")
 
     def release(self) -> bool:
-        """Give back what the last case used; True when the device can go on."""
+        """Free the memory of the last case. Return True if the device is still usable."""
         return True
 
 
 class DeviceClock:
-    """Events around the call, in the current stream.
+    """Time by events around the call, in the current stream. Collective.
 
-    Collective. Before the events the stream clears the L2 cache, waits long enough for the host to run ahead, and meets
-    the other ranks, so that neither the host's launches nor a late rank is measured. (A call that itself waits for the
-    device, as one without max_recv_rows, is measured with that.)
+    Before the events the stream clears the L2 cache, waits until the host is ahead, and meets the other ranks. So the
+    time includes neither the host's launches nor a late rank. If the call itself makes the host wait for the device, as
+    a dispatch without max_recv_rows does, the time includes that.
     """
 
     takes_turns = False
@@ -81,7 +81,7 @@ class DeviceClock:
         return times
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """A call that replays a CUDA graph of ``call``."""
+        """Return a call that replays a CUDA graph of ``call``."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -98,14 +98,14 @@ class DeviceClock:
     def release(self) -> bool:
         del self._flushed, self._meeting
         gc.collect()
-        torch.cuda.synchronize()  # raises what a kernel left behind
+        torch.cuda.synchronize()  # raises the error of a kernel, if there was one
         torch.cuda.empty_cache()
         return True
 
 
 @contextmanager
 def _no_garbage_collection():
-    """A collection takes longer than the host is ahead."""
+    """Prevent garbage collection: it takes longer than the head start of the host."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compares two runs: the engine's times in B over those in A. Times of others are shown, but not judged."""
+"""Compares two runs: the engine's times in B over those in A. Times of other sides are shown, but not judged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NO_SIZES = ("iters", "warmup", "graph", "operations", "others")  # fields of a C
 def run(a: Path, b: Path, tolerance: float) -> int:
     """Print a table of ratios, and return the exit code.
 
-        2 when A and B differ in cases, sizes or operations of the engine (named), or there is nothing to compare
-        1 when an operation of the engine takes more than 1 + tolerance times as long in B, or B has wrong results
-        0 else
+        2 if A and B differ in cases, sizes or operations of the engine (it prints where), or have nothing in common
+        1 if an operation of the engine takes more than 1 + tolerance times as long in B, or B has wrong results
+        0 otherwise
 
     ``a`` and ``b`` are JSON files or folders of them. Folders are matched by file names; a file beside a folder is
     compared with the file of the same name.
@@ -46,20 +46,20 @@ def run(a: Path, b: Path, tolerance: float) -> int:
 
 
 def load(path: Path) -> dict[str, dict]:
-    """File name -> run, of one file or of all in a folder. JSON of something else is left out."""
+    """Return file name -> run, of one file or of all in a folder. Other JSON is left out."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     runs = {file.name: json.loads(file.read_text()) for file in files}
     return {name: run for name, run in runs.items() if "case" in run}
 
 
 def different_sizes(old: dict, new: dict) -> str:
-    """What differs between the cases, or nothing."""
+    """Return the fields that differ between the cases, in words."""
     a, b = (asdict(Case(**run["case"])) for run in (old, new))
     return ", ".join(f"{name} {a[name]} and {b[name]}" for name in a if name not in NO_SIZES and a[name] != b[name])
 
 
 def judge(old: dict, new: dict, tolerance: float) -> tuple[list[str], list[str]]:
-    """The engine's operations that ``new`` lacks, and what is worse in it."""
+    """Return the engine's operations that ``new`` lacks, and those that are slower or wrong in it."""
     missing, slower = [], []
     for operation, sides in old["operations"].items():
         for side in (ENGINE, GRAPH):
@@ -78,7 +78,7 @@ def ratio_of(operation: str, side: str, old: dict, new: dict) -> float | None:
 
 
 def table(name: str, old: dict, new: dict) -> str:
-    """Microseconds of both, and B / A."""
+    """Return a table with the microseconds of both runs, and B / A."""
     machines = [run["machine"] for run in (old, new)]
     lines = [name]
     for letter, machine in zip("AB", machines):

@@ -1,10 +1,10 @@
-"""DeepEP (github.com/deepseek-ai/DeepEP) behind the operations of the benchmark. Needs its package ``deep_ep``.
+"""DeepEP (github.com/deepseek-ai/DeepEP) as a side of the benchmark. Needs its package ``deep_ep``.
 
     python -m ep_dispatcher.bench --engine cuda --with ep_dispatcher.benchmark.deep_ep
 
-``ElasticBuffer`` (version 2) brings rows into expert layout (``do_expand``), and no host waits. ``Buffer`` (version 1)
-brings them into rank layout only. A user still has to permute them, and that is not in its times. Its layout kernel is
-in them, and the host waits for the counts.
+``ElasticBuffer`` (version 2) delivers expert layout (``do_expand``), and no host waits. ``Buffer`` (version 1) delivers
+rank layout only, and its host waits for the counts. Its times include its layout kernel, but not the permute that a
+user still has to add.
 """
 
 from __future__ import annotations

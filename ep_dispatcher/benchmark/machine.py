@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and how its JSON is written."""
+"""Describes the machine of a benchmark, and formats its JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 
 
 def to_json(run: dict) -> str:
-    """Indented, but a list of numbers on one line."""
+    """Return JSON, indented, but with a list of numbers on one line."""
     text = json.dumps(run, indent=1)
     return re.sub(r"\[[\d.eE+,\s-]+\]", lambda numbers: " ".join(numbers.group().split()), text) + "\n"
 
 
 def describe_machine(build: str | None = None) -> dict:
-    """``build`` says what was built, where git cannot."""
+    """``build``: name of the build, if git cannot tell it."""
 
     def field(path: str, name: str) -> str:
         try:

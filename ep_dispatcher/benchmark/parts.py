@@ -1,6 +1,6 @@
-"""A rank's part of a case. Each part is a run of its own, so that one that fails does not take the others with it.
+"""A rank's parts of a case. Each part is a run of its own, so that the others survive if one fails.
 
-A part returns, on rank 0 alone, what it adds to the case's JSON (``suite.py`` says what that is). The times in
+On rank 0 a part returns its entries of the case's JSON (``suite.py`` describes them), on other ranks None. The times in
 "seconds" are those of the slowest rank of an iteration.
 """
 
@@ -31,9 +31,9 @@ Calls = dict[str, Callable[[], object]]  # operation -> what is timed
 
 
 class Part:
-    """What a part has found, and the clock that it goes by.
+    """The results of a part so far, ``found``, and its clock.
 
-    ``found["passes"]`` is for operations that ``cases.PASSES`` does not have: how often every received row crosses.
+    ``found["passes"]``: how often an operation moves every received row, where ``cases.PASSES`` does not say it.
     """
 
     def __init__(self, case: Case):
@@ -59,7 +59,7 @@ class Part:
                 self.found["seconds"].setdefault(operation, {}).update(times)
 
     def _time_operation(self, operation: str, calls: Calls) -> dict[str, list[float]]:
-        """side -> seconds per iteration, without the sides that fail."""
+        """Return side -> seconds of each iteration, without the sides that fail."""
         iters, warmup = self.case.iters, self.case.warmup
         turn = 1 if self.clock.takes_turns else iters
         times: dict[str, list[float]] = {side: [] for side in calls}
@@ -80,13 +80,13 @@ class Part:
 
 
 def parts_of(case: Case) -> list[tuple]:
-    """The parts of a case: functions, each with its arguments after the rank."""
+    """Return the parts of a case: functions, each with its arguments after the rank."""
     modules = [name for name in case.others if name not in BASELINES]
     return [(measure_engine, case), *((measure_module, case, name) for name in modules)]
 
 
 def measure_engine(rank: int, case: Case) -> dict | None:
-    """The engine, the all-to-all that a user writes otherwise, whether they agree, and what they move."""
+    """Time the engine and the all-to-all that it replaces, compare their results, and count their bytes."""
     part = Part(case)
     buffer = ep.Buffer(
         part.group,
@@ -146,9 +146,9 @@ def _engine_calls(engine: EngineSide, case: Case, inputs: tuple) -> Calls:
 
 
 def measure_module(rank: int, case: Case, name: str) -> dict | None:
-    """What the module ``name`` measures: its ``measure(part)`` times sides of its own, and adds to ``part.found``.
+    """Run ``measure(part)`` of the module ``name``: it times sides of its own, and adds to ``part.found``.
 
-    A module that cannot be imported here is a note.
+    If the module cannot be imported, a note says so.
     """
     part = Part(case)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What the ranks of a benchmark tell each other. Always through CPU tensors, so that no GPU has to be usable."""
+"""Exchanges between the ranks of a benchmark. They use CPU tensors, so they work without a usable GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_dispatcher.handle import DispatchOutput
 
 
 class TorchrunRanks:
-    """The ranks that torchrun started, as far as ``suite.run`` needs a ``RankPool``. Made on each of them."""
+    """Ranks started by torchrun, with those methods of ``RankPool`` that ``suite.run`` calls. Each rank makes one."""
 
     closed = False
 
@@ -37,7 +37,7 @@ def sum_over_ranks(values: list[int]) -> list[int]:
 
 
 def largest_over_ranks(values: list[float]) -> list[float]:
-    """Of each entry on its own."""
+    """Return the largest value of each entry."""
     largest = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
@@ -50,7 +50,7 @@ def most_rows(out: DispatchOutput) -> int:
 
 
 def attempt(what: str, notes: list[str], call: Callable[[], Any]) -> Any:
-    """``call()``, or None and a note on all ranks where it raises an error on one of them."""
+    """Return ``call()``. If it raises an error on any rank, return None on all, and add a note."""
     value, error = None, None
     try:
         value = call()

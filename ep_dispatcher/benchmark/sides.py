@@ -1,4 +1,4 @@
-"""One side of a comparison: the calls that are timed, and whether two sides give the same."""
+"""The engine as one side of a comparison, the calls that are timed, and the comparison of two sides' results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_dispatcher.benchmark.ranks import largest_over_ranks, sum_over_ranks
 
 
 class EngineSide:
-    """This package behind the methods that ``AllToAllBaseline`` has too."""
+    """The engine, with the methods of ``AllToAllBaseline``."""
 
     def __init__(self, buffer: ep.Buffer, layout: str, max_recv_rows: int | None = None):
         self.buffer = buffer
@@ -37,14 +37,14 @@ class EngineSide:
 
 
 def go_back(y, row_weights, x: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y and the gradients of x and topk_weights, where x and row_weights themselves are the gradients that come in."""
+    """Return y and the gradients of x and topk_weights. The gradients of y and row_weights are x and row_weights."""
     torch.autograd.backward([y, row_weights], [x.detach(), row_weights.detach()])
     assert x.grad is not None and topk_weights.grad is not None
     return y.detach(), x.grad, topk_weights.grad
 
 
 def identity_experts(received) -> Tensor:
-    """Rows as the experts return them; in rank layout the caller sums a row's local experts, which are all the same."""
+    """Return the rows of identity experts. In rank layout the caller sums them: row times number of local experts."""
     topk_idx = getattr(received, "topk_idx", None)
     if topk_idx is None:
         return received.x
@@ -52,7 +52,7 @@ def identity_experts(received) -> Tensor:
 
 
 def operations_of(side, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict[str, Callable[[], object]]:
-    """The calls that every side has, on the same inputs each time."""
+    """Return the calls that every side has, with the same inputs each time."""
     received = side.dispatch(x, topk_idx, topk_weights)
     y = identity_experts(received)
 
@@ -70,7 +70,7 @@ def operations_of(side, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> di
 
 
 def compare(ours, other, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layout: str) -> dict:
-    """Do both sides give the same? Rows and weights bit by bit, sums within the rounding of the dtype."""
+    """Compare the results of both sides: rows and weights bit by bit, sums within the rounding of the dtype."""
     same = True
     if layout == "expert":
         a, b = (side.dispatch(x, topk_idx, topk_weights) for side in (ours, other))
@@ -82,7 +82,7 @@ def compare(ours, other, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, layo
 
 
 def verdict(same: bool, sums: list[tuple[Tensor, Tensor]], allowed: float) -> dict:
-    """Of all ranks: whether every one found ``same``, and its sums (got, wanted) are near enough."""
+    """Return the verdict of all ranks: each found ``same``, and its sums (got, wanted) are close enough."""
     worst = 0.0
     for got, wanted in sums:
         # With identity experts all addends of a sum are the same, so the relative error is bounded.

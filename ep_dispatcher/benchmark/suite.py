@@ -1,20 +1,20 @@
-"""Runs cases one after the other on one set of ranks; prints and writes each as soon as it is there.
+"""Runs cases one after the other on the same ranks. Prints and writes the result of each as soon as it is there.
 
-A case's JSON: ``machine`` describes where it ran, ``case`` what, and
+A case's JSON has ``machine``, ``case``, and
 
-    operations     operation -> side -> median_s, min_s, max_s of the slowest rank of an iteration; gb_per_s; for a side
-                   that is not the engine speedup, how many times as fast the engine is
+    operations     operation -> side -> median_s, min_s, max_s over iterations, each of the slowest rank; gb_per_s; for
+                   sides other than the engine speedup: their time over the engine's
     seconds        operation -> side -> [iteration], of the slowest rank
-    received_rows  rows that all ranks together receive in one dispatch; max_recv_rows is what the engine was given,
-                   the most that a rank receives
-    wire_bytes     operation -> "least", "engine" (what its counters say) or "baseline" (all_to_all_single) -> wire ->
-                   bytes of all ranks together
-    compared       side -> whether its results are those of the engine, the largest relative error of a sum
-    passes         operation of a module in ``others`` -> how often every received row crosses
-    notes          what was not measured, and why
+    received_rows  rows that all ranks together receive in one dispatch
+    max_recv_rows  the most rows that a rank receives, which the engine was given
+    wire_bytes     operation -> "least" (lower bound), "engine" (by its counters) or "baseline" (all_to_all_single)
+                   -> wire -> bytes of all ranks together
+    compared       side -> whether its results are those of the engine, and the largest relative error of a sum
+    passes         operation of a module in ``others`` -> how often it moves every received row
+    notes          failures: what was not measured, and why
 
-GB/s counts every row that a rank receives, those of its own tokens too, once per dispatch and once per combine (the
-backward of either counts as the other), per rank, on the average of all ranks.
+GB/s counts every row that a rank receives, those of its own tokens too: once per dispatch and once per combine. The
+backward of either counts as the other. It is the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ep_dispatcher.benchmark.ranks import TorchrunRanks
 from ep_dispatcher.testing import RankError, RankPool
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-TIMEOUT_S = {"cpu": 3600.0, "cuda": 90.0}  # of one part; the first part on GPUs starts NCCL and imports Megatron
+TIMEOUT_S = {"cpu": 3600.0, "cuda": 90.0}  # of one part; the first one on GPUs also starts NCCL and imports Megatron
 
 
 def start_ranks(case: Case) -> RankPool:
@@ -72,7 +72,7 @@ def run(
                     rank, (kind, text, _) = next(iter(error.failures.items()))
                     result["notes"].append(f"{part.__name__}: {kind}: {text.partition(chr(10))[0]} (rank {rank})")
                     usable, bad = False, True
-                if not usable:  # a GPU that had an error says it again ever after: the next part gets new processes
+                if not usable:  # an error of a GPU comes back in all later calls: the next part gets new processes
                     pool.close()
                 summarise(result, case)
                 path.write_text(to_json(result))

@@ -1,4 +1,4 @@
-"""Bytes over the wires: the least that must move, what the engine counted, and what the baseline sends."""
+"""Bytes over the wires: the lower bound, those that the engine counts, and those that the baseline sends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WIRES = ("between nodes", "inside nodes", "local")
 
 
 def least_rows(topk_idx: Tensor, rank: int, num_ranks: int, ranks_per_node: int, num_experts: int) -> list[int]:
-    """Rows of this rank's tokens that must cross each of ``WIRES`` in a dispatch; a combine is its mirror.
+    """Return how many rows of this rank's tokens must cross each of ``WIRES`` in a dispatch; a combine is its mirror.
 
-    A token goes once to every other node it needs, to the rank there with the source's local index, and from
-    there once to every rank of that node that it needs.
+    A token goes once to every other node that has one of its experts, to the source's rail peer there. From there it
+    goes once to every rank of that node that has one.
     """
     dst = topk_idx.div(num_experts // num_ranks, rounding_mode="floor")  # "no expert" stays -1
     reached = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
@@ -37,7 +37,7 @@ def baseline_rows(send_rows: list[int], rank: int, ranks_per_node: int) -> list[
 
 
 def counted_bytes(buffer, rank: int, call: Callable[[], object]) -> list[int]:
-    """What the buffer's counters say this rank moved over each of ``WIRES`` during a call."""
+    """Return the bytes that this rank moved over each of ``WIRES`` during a call, by the buffer's counters."""
     before = buffer.counters()
     call()
     after = buffer.counters()
@@ -51,9 +51,9 @@ def counted_bytes(buffer, rank: int, call: Callable[[], object]) -> list[int]:
 
 
 def wire_bytes(engine, baseline, ranks_per_node: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> dict:
-    """Bytes of rows over each wire, all ranks together, for a dispatch (known plan, no weights) and for a combine.
+    """Return the bytes of rows over each wire, all ranks together, of a dispatch and of a combine.
 
-    ``engine`` is an EngineSide, ``baseline`` an AllToAllBaseline or None.
+    The dispatch has a given plan and no weights. ``engine`` is an EngineSide, ``baseline`` an AllToAllBaseline or None.
     """
     rank, num_ranks, buffer = dist.get_rank(), dist.get_world_size(), engine.buffer
     received = engine.dispatch(x, topk_idx, topk_weights)

@@ -1,4 +1,4 @@
-"""The one place where an engine is chosen."""
+"""Chooses and makes an engine; no other place does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cuda_problem() -> str | None:
 
 
 def choose(engine: str) -> str:
-    """ "auto" -> the best engine that can run here. ValueError when the one asked for is not there."""
+    """Return the engine; for "auto" the best one that can run here. ValueError if the given one cannot."""
     if engine == "auto":
         return "cpu" if cuda_problem() else "cuda"
     if engine not in ("cpu", "cuda"):

@@ -10,9 +10,11 @@ import torch
 class Aborts:
     """Abort this rank from the host: its kernels end soon, and the peers' kernels wait for it no longer.
 
-    ``own_flag``: address of the uint32 that this rank's kernels look at; ``flags``: of the uint64 flag ``aborted`` of
-    ``rank``, this one, in every region that it reaches. Their value has a bit for each late rank: those that
-    ``named()`` returns, because a kernel has waited for them in vain, or else this rank itself, which leaves.
+    own_flag  address of the uint32 that this rank's kernels poll
+    flags     addresses of the uint64 flag ``aborted`` of this rank, in every region that it reaches
+    named()   ranks that a kernel has waited for in vain
+
+    The value of ``flags`` has a bit for each late rank: those of ``named()``, or this rank itself if there are none.
     """
 
     def __init__(
@@ -27,7 +29,7 @@ class Aborts:
         self.named: Callable[[], Iterable[int]] = tuple
         self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
         self._late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)  # copies in it need not wait for the kernels under way
+        self._stream = torch.cuda.Stream(device)  # copies here need not wait for the kernels under way
 
     def free(self) -> None:
         """Let go of the memory, once nothing runs any more."""
@@ -46,6 +48,6 @@ class Aborts:
 
 
 def rank_bits(ranks: Iterable[int]) -> int:
-    """Return ranks, below 64, as the bits of an int64."""
+    """Return an int64 with a bit for each rank. Ranks are below 64."""
     bits = sum(1 << rank for rank in set(ranks))
     return bits - (bits >> 63 << 64)

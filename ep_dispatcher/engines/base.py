@@ -1,4 +1,4 @@
-"""The interface of an engine. Buffer has checked the arguments before it calls one."""
+"""The interface of an engine. Buffer checks the arguments before it calls one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ep_dispatcher.topology import Topology
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings of one buffer, checked and the same on all ranks but for rank, limits and num_sms."""
+    """The settings of one buffer, checked. All ranks have the same, except for rank, limits and num_sms."""
 
     group: ProcessGroup
     topology: Topology
@@ -33,44 +33,44 @@ class EngineConfig:
     num_sms: int | None
     suspendable: bool
     mask_late_ranks: bool
-    store: Store  # shared by the ranks of the group, under a prefix of this buffer's own
-    gather: Gather  # collective, while the engine is made: every rank's result, or the same error on every rank
+    store: Store  # of the group's ranks, under a prefix for this buffer alone
+    gather: Gather  # collective, while the engine is made; returns every rank's result, or raises alike on all ranks
 
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.topology.num_ranks
 
 
-# Requests are NamedTuples because they are made in every operation: a frozen dataclass takes four times as long.
+# Every operation makes a request, so requests are NamedTuples: a frozen dataclass takes four times as long to make.
 
 
 class DispatchRequest(NamedTuple):
-    """One dispatch, as Buffer has checked it. The custom operator takes these fields, in this order."""
+    """The checked arguments of one dispatch. The custom operator takes these fields, in this order."""
 
     rows: Tensor  # [num_tokens, hidden]
     scales: Tensor | None  # [num_tokens, hidden / 128]
     topk_idx: Tensor | None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
-    plan: Tensor | None  # of an earlier dispatch; None: a new one is made
+    plan: Tensor | None  # of an earlier dispatch; None: make a new one
     layout: str
     expert_alignment: int
-    num_rows: int  # of the output; -1: as many as are received
+    num_rows: int  # of the output; -1: as many as arrive
     quantize: bool  # bfloat16 rows travel as ep_dispatcher.quantize makes them
 
     @property
     def counts(self) -> bool:
-        """Return whether the rows of the output are counted first: the host waits for their number."""
+        """Return whether the host waits for the number of rows before it allocates the output."""
         return self.plan is None and self.num_rows < 0
 
     def plain(self) -> DispatchRequest:
-        """Return it with tensors as engines read them: by address, topk_idx as int64."""
+        """Return a request whose tensors engines can read by address, with topk_idx as int64."""
         tensors, topk_idx = self[:5], self.topk_idx
         for t in tensors:
             if t is not None and (not t.is_contiguous() or t.is_neg()):
                 break
         else:
             if topk_idx is None or topk_idx.dtype == torch.int64:
-                return self  # mostly, and three times as fast as to make another one
+                return self  # the usual case, three times as fast as a new request
         rows, scales, topk_idx, topk_weights, plan = (None if t is None else plain(t) for t in tensors)
         assert rows is not None  # as it was given
         topk_idx = None if topk_idx is None else topk_idx.long()
@@ -78,7 +78,7 @@ class DispatchRequest(NamedTuple):
 
 
 class CombineRequest(NamedTuple):
-    """One combine, as Buffer has checked it. The custom operator takes these fields, in this order."""
+    """The checked arguments of one combine. The custom operator takes these fields, in this order."""
 
     y: Tensor  # [rows, hidden]
     plan: Tensor
@@ -87,7 +87,7 @@ class CombineRequest(NamedTuple):
     layout: str  # of the plan
 
     def plain(self) -> CombineRequest:
-        """Return it with tensors as engines read them, by address."""
+        """Return a request whose tensors engines can read by address."""
         for t in self[:3]:
             if t is not None and (not t.is_contiguous() or t.is_neg()):
                 break
@@ -98,12 +98,12 @@ class CombineRequest(NamedTuple):
 
 
 def plain(t: Tensor) -> Tensor:
-    """Return the values as they lie in contiguous memory, without a lazy change of sign. Autograd sees no copy."""
-    # Every call into PyTorch counts, because this runs in every operation: detach only what is copied.
+    """Return the values in contiguous memory, without a lazy change of sign. Autograd does not record a copy."""
+    # This runs in every operation, so every call into PyTorch counts: detach only what is copied.
     return t if t.is_contiguous() and not t.is_neg() else t.detach().contiguous().resolve_neg()
 
 
-ANY = 64  # address of a tensor without elements: it is not None
+ANY = 64  # stands for the address of a tensor without elements: 0 would mean None
 
 
 def address_of(t: Tensor | None) -> int:
@@ -112,27 +112,27 @@ def address_of(t: Tensor | None) -> int:
 
 
 class Waves(NamedTuple):
-    """A launch beside the experts, or behind them: its blocks, and counters between it and their kernels.
+    """Blocks of a launch beside the experts, or after them, and counters between it and the kernels of the experts.
 
-    Counters are 0 at first. A group is 64 rows. None: neither waits for the other.
+    The caller sets counters to 0 first. Without a counter neither waits for the other.
     """
 
     num_blocks: int  # of this launch
     begun: Tensor | None = None  # int32 [1]: blocks that have begun. Experts take the other multiprocessors
-    # int32 [groups]. Dispatch: rows that have arrived. Combine: pieces of rows of y that are written.
+    # int32, for every 64 rows. Dispatch: rows that have arrived. Combine: pieces of rows of y that are written.
     done: Tensor | None = None
     pieces_of_row: int = 1
 
 
 class Received(NamedTuple):
-    """The tensors of one dispatch; what was not asked for is None."""
+    """The tensors of one dispatch; None for those that were not asked for."""
 
     rows: Tensor
-    # In decode layout perhaps already [num_local_experts, rows, columns], as DispatchOutput has them.
+    # In decode layout an engine may already return [num_local_experts, rows, columns], as in DispatchOutput.
     scales: Tensor | None
     topk_weights: Tensor | None
     topk_idx: Tensor | None
-    tokens_per_expert: Tensor  # int64; in decode layout perhaps already int32, as the next
+    tokens_per_expert: Tensor  # int64; in decode layout an engine may return int32, here and in rows_per_expert
     rows_per_expert: Tensor
     plan: Tensor | None  # a new plan; None when the plan was given
     anchor: Tensor | None = None  # of a quantised dispatch with gradients (QuantizedRows); engines make none
@@ -146,30 +146,30 @@ class Combined(NamedTuple):
 
 
 class Engine(Protocol):
-    device: str  # type of the device whose tensors it takes
+    device: str  # device type of its tensors
     layouts: tuple[str, ...]
-    summary: str  # for people: what it is, and what it sends through
+    summary: str  # for people: the engine and its wires
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
 
-    has_waves: bool  # whether it takes `by_expert` and `waves`: a CUDA engine, and not each one
+    has_waves: bool  # whether it takes `by_expert` and `waves`; only some CUDA engines do
 
-    # The operation that only sent, until `receive` completes it or the engine ends. No other is allowed meanwhile.
+    # The operation that has only sent, until `receive` completes it or the engine ends. No other may begin before.
     @property
     def unreceived(self) -> str | None: ...
 
-    # `only_sends`: the operation is complete after `receive`.
+    # `only_sends`: `receive` will complete the operation.
     # `packs_scales`: scales of decode layout are powers of two; an engine that writes them by column packs them.
     # `by_expert`: make a plan for waves: rows of low experts arrive first, and those of high experts leave first.
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received: ...
 
-    # Raise ValueError for a bad entry, if the host can see it without a wait.
+    # Raise ValueError for an invalid entry, if the host can read it without a wait.
     def check_routing(self, topk_idx: Tensor) -> None: ...
 
-    # `weights`: float32 [num_tokens, num_topk], as `plain` gives it; with a plan of decode layout, and only then.
-    # `out`: contiguous memory for the sums, none of y's. None: new memory.
-    # `waves`: take so many blocks. With `only_sends` and counters rows of y leave as soon as they are written.
+    # `weights`: float32 [num_tokens, num_topk], as `plain` returns it; only with a plan of decode layout.
+    # `out`: contiguous memory for the sums, not that of y. None: new memory.
+    # `waves`: number of blocks. With `only_sends` and counters rows of y leave as soon as they are written.
     def combine(
         self,
         request: CombineRequest,
@@ -179,26 +179,27 @@ class Engine(Protocol):
         out: Tensor | None = None,
     ) -> Combined: ...
 
-    # `waves`: count the rows of a dispatch as they arrive; or take so many blocks for the rest of a combine.
+    # `waves`: counters for the rows of a dispatch; or number of blocks for the rest of a combine.
     def receive(self, waves: Waves | None = None) -> None: ...
 
     def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
 
-    # Operations inside need not be complete at their end. `inputs`: the tensors they are given, or pairs of them.
+    # Operations inside need not be complete when it exits. `inputs`: their tensors, or pairs of them.
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]: ...
 
-    # The event of the last operation. It raises errors through `explaining`, as Buffer._explaining words them.
+    # The event of the last operation. It raises errors through `explaining`, in the words of Buffer._explaining.
     def event(self, explaining: Callable[..., Any]) -> Event: ...
 
-    # From now on every ``operation`` ("dispatch", "combine") adds to `wait_ns`, or to nothing: Buffer.dispatch_wait_ns.
+    # From now on every ``operation`` ("dispatch", "combine") adds to `wait_ns`; None: to nothing. As
+    # Buffer.dispatch_wait_ns.
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None: ...
 
-    def check(self) -> None: ...  # raises what operations in the current stream have found; the host waits for them
+    def check(self) -> None: ...  # waits for the operations in the current stream, and raises their errors
 
     def counters(self) -> dict[str, list[int]]: ...
 
-    # Where the config says `mask_late_ranks`. `mask`: int32 [num_ranks] on the engine's device, 1 for masked ranks; a
-    # copy. `unmask` is collective.
+    # Only with `mask_late_ranks`. `mask`: a copy, int32 [num_ranks] on the engine's device, 1 for masked ranks.
+    # `unmask` is collective.
     @property
     def mask(self) -> Tensor: ...
 
@@ -206,9 +207,8 @@ class Engine(Protocol):
 
     def unmask(self, meet: Callable[[], Gather]) -> None: ...
 
-    # Give memory back, and take it again at the same addresses, where the config says `suspendable`. Collective. An
-    # error that leaves the buffer as it was, or ends it, is the same on all ranks. `meet` opens a round of the ranks
-    # for it.
+    # Only with `suspendable`: free memory, and take it again at the same addresses. Collective; an error is the same on
+    # all ranks, whether it ends the buffer or leaves it as it was. `meet` opens an exchange between the ranks.
     def suspend(self, meet: Callable[[], Gather]) -> None: ...
 
     def resume(self, meet: Callable[[], Gather]) -> None: ...

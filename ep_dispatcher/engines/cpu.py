@@ -1,4 +1,4 @@
-"""The CPU engine: compiled steps inside a node, gloo between nodes, and the order of both."""
+"""The CPU engine: runs compiled steps inside a node, and sends through gloo between nodes."""
 
 from __future__ import annotations
 
@@ -46,15 +46,14 @@ _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between 
 
 
 def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
-    """(address, bytes per row) of the arrays of rows that travel together."""
+    """Return (address, bytes per row) of the arrays whose rows travel together."""
     return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
 
 
 class _Connections:
-    """This rank's memory and rail. ``abort()`` ends the peers' waits, ``interrupt()`` this rank's; ``free()`` releases
-    both.
+    """This rank's memory and rail. ``abort()`` ends the peers' waits, ``interrupt()`` those of this rank.
 
-    Holds no reference to the engine: an engine that is dropped is freed at once.
+    Does not refer to the engine, so a dropped engine is freed at once.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class _Connections:
             self.rail.interrupt()
 
     def free(self) -> None:
-        """Free memory and connections; a kept exception keeps the objects, but not these."""
+        """Free memory and connections, even if an exception keeps the objects alive."""
         if self.rail is not None:
             self.rail.abort()
         if self.c is not None:
@@ -88,7 +87,7 @@ class CpuEngine:
     has_waves = False
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
-    _wait_ns: dict[str, Tensor]  # by operation, where asked for
+    _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits
 
     def __init__(self, config: EngineConfig):
         topology = config.topology
@@ -129,7 +128,7 @@ class CpuEngine:
             self._c.close_fd()  # all peers have attached
             if topology.num_nodes > 1:
                 config.gather("connections between nodes", connect, waits_for_peers=True)
-                if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0"):  # else gloo connects when it first sends
+                if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0"):  # else gloo connects at the first send
                     store.delete_keys()
             else:
                 connect()
@@ -140,7 +139,7 @@ class CpuEngine:
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received:
-        assert not by_expert  # there are no waves
+        assert not by_expert  # this engine has no waves
         if request.quantize:
             rows, scales = float8.quantize(request.rows)
             request = request._replace(rows=rows, scales=scales)
@@ -186,7 +185,7 @@ class CpuEngine:
     def _start_plan(
         self, request: DispatchRequest, arrays: list[tuple[int, int]], weights: int, step: Callable[[str], None]
     ) -> tuple[Tensor, int, dict[int, Message | None]]:
-        """Count and stage. Return the plan, the rows of the output, and the messages with the lists of other nodes."""
+        """Count and stage. Return the plan, the rows of the output, and the messages for the lists of other nodes."""
         step("route")
         c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
         topk_idx, layout = address_of(request.topk_idx), _LAYOUTS[request.layout]
@@ -216,7 +215,7 @@ class CpuEngine:
         by_rank, per_choice = request.layout == "rank", (num_rows, config.num_topk)
         weights_shape = per_choice if by_rank else (num_rows,)
         if request.plan is None:
-            self.rows_on_host = padded.clone()  # the caller owns the other one
+            self.rows_on_host = padded.clone()  # `padded` belongs to the caller
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
             scales=None if scales is None else torch.empty(num_rows, scales.shape[1]),
@@ -263,7 +262,7 @@ class CpuEngine:
         return Combined(x, weights_out)
 
     def receive(self, waves: Waves | None = None) -> None:
-        """Do nothing but forget: every operation is complete when its call returns."""
+        """Only note it: every operation is complete when its call returns."""
         assert waves is None
         self.unreceived = None
 
@@ -290,7 +289,7 @@ class CpuEngine:
         *,
         is_list: bool = False,
     ) -> dict[int, Message | None]:
-        """Start to receive ``incoming(node)`` from every other node, then send it ``outgoing(node)``."""
+        """Start to receive into ``incoming(node)`` from every other node, then send ``outgoing(node)`` to it."""
         tag, rail = self._tag(kind), self._rail
         pending = {m: rail.receive(phase, m, incoming(m), tag) for m in rail.others}
         for m in rail.others:
@@ -312,7 +311,7 @@ class CpuEngine:
             self._wait_ns[operation] = wait_ns
 
     def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
-        """Add what the operation has waited for each rank. ``rail_before``: the rail's times when it began."""
+        """Add the operation's wait for each rank. ``rail_before``: the rail's times at the start of the operation."""
         waited = self._c.waited_ns
         for rank, now, before in zip(self._rail.ranks, self._rail.waited_ns, rail_before, strict=True):
             waited[rank] += now - before
@@ -322,7 +321,7 @@ class CpuEngine:
         self._health.raise_if_ended()
 
     def counters(self) -> dict[str, list[int]]:
-        """Bytes since the start, per rank of the group, by whose memory (or, between nodes, to whom)."""
+        """Return bytes in total for each rank of the group: those in its memory, or sent to it between nodes."""
         if self._health.is_stopped:
             self._health.raise_if_ended()
 
@@ -356,7 +355,7 @@ class CpuEngine:
         suspension.suspend(meet, self._health, settle=lambda: None, give_back=self._c.give_back)
 
     def resume(self, meet: Callable[[], Gather]) -> None:
-        """Memory comes back page by page, when it is used."""
+        """Resume. The system allocates memory page by page when it is used."""
         suspension.resume(meet, self._health, take=lambda: None, attach=lambda: None, drop=lambda: None)
 
     @property
@@ -374,15 +373,15 @@ class CpuEngine:
             raise checks.bad_entry(entry, self._config.num_experts)
 
     def _tag(self, kind: int) -> int:
-        """Return the tag of a message: epoch and kind. So a message never meets the receive of another kind.
+        """Return the tag of a message: epoch and kind. So a message never matches the receive of another kind.
 
-        gloo ends the process if a message is longer than the room of its receive.
+        Otherwise gloo would end the process if the message is longer than the memory of that receive.
         """
         return ((self._c.epoch & 0x0FFFFFFF) << 3) | kind
 
     @contextmanager
     def _operation(self, name: str, plan: Tensor | None) -> Iterator[Callable[[str], None]]:
-        """Begin and end one epoch, also by errors. Yield the function that names a step to profilers."""
+        """Begin one epoch, and end it, also after errors. Yield the function that names a step to profilers."""
         with ranges_of(name) as ranges:
             ranges.step("check")
             self.check()
@@ -414,11 +413,11 @@ class CpuEngine:
                 except (_C_cpu.PeerLate, RailLate) as late:
                     cached = " with a handle" * (name == "dispatch" and plan is not None)
                     raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
-            if refused is not None:  # by every rank, so the buffer stays usable
+            if refused is not None:  # every rank has refused it, so the buffer stays usable
                 raise again(refused)
 
     def _end_masked(self, name: str, epoch: int, phase: str, waited_s: float) -> Exception:
-        """End the buffer's use on this rank: what it has read may be overwritten."""
+        """End the buffer's use on this rank: data that it has read may have been overwritten meanwhile."""
         self._connections.why = _C_cpu.AbortReason.waited
         return self._masks.end(name, epoch, phase, self._topology.rank, waited_s)()
 
@@ -444,14 +443,14 @@ class CpuEngine:
         return named()
 
     def _end_out_of_step(self, refused: ValueError) -> None:
-        """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find that."""
+        """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find it out."""
         failure = partial(again, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
         self._health.end(failure)
         raise failure()
 
 
 def _word(refusal: _C_cpu.Refused) -> ValueError:
-    """The facts that csrc/cpu/call.h lists, in words."""
+    """Return the error of a refusal. csrc/cpu/call.h lists the facts of each kind."""
     facts = refusal.facts
     if refusal.kind == "disagreement":
         return checks.disagreement(refusal.field, *facts)

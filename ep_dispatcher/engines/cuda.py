@@ -1,6 +1,6 @@
-"""The CUDA engine: kernels launched in the current stream.
+"""The CUDA engine: launches kernels in the current stream.
 
-They read and write the memory of all ranks of a node, and send to other nodes through a wire.
+Kernels read and write the memory of all ranks of a node, and send to other nodes through a wire.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from ep_dispatcher.topology import Topology
 T = TypeVar("T")
 Step = Callable[[str], None]
 
-_SLICE_OVER = -2  # of wait_for_counts
-_HERE = nullcontext()  # where the device is the current one already
+_SLICE_OVER = -2  # result of wait_for_counts after SLICE_S without counts
+_HERE = nullcontext()  # for the device that is the current one already
 
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
-# How often a waiting host looks for signals and for destroy() in another thread.
+# How often a waiting host checks for signals, and for destroy() in another thread.
 SLICE_S = 0.05
-_stuck_engines: list[CudaEngine] = []  # destroyed, with a kernel that may still write their memory
+_stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """Return the tensor at an address that is a multiple of 16: kernels copy 16 bytes at a time."""
+    """Return the tensor, or a copy, at an address that is a multiple of 16: kernels copy 16 bytes at a time."""
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
-    """Return how many of the SMs serve the wire between nodes, by layout."""
+    """Return the number of SMs that serve the wire between nodes, by layout."""
     check_cuda_sms(topology, num_sms)
     if topology.num_nodes == 1:
         return dict.fromkeys(_RAIL_SHARES, 0)
@@ -76,7 +76,7 @@ def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
 
 
 class StreamEvent:
-    """The event of an operation in a stream. It may wait for later operations of the same buffer too."""
+    """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
 
     def __init__(self, engine: CudaEngine, explaining: Callable[..., Any]):
         self._engine, self._explaining = engine, explaining
@@ -106,15 +106,15 @@ class CudaEngine:
         topology = config.topology
         self._config, self._topology, self._num_local_experts = config, topology, config.num_local_experts
         self._ticket = 0
-        self._is_sound = False  # at the end: all operations have completed
-        self._thread = threading.get_ident()  # that made the buffer
-        self._wait_ns: dict[str, Tensor] = {}  # by operation, where asked for
+        self._is_sound = False  # destroy() found all operations complete
+        self._thread = threading.get_ident()  # the one that made the buffer
+        self._wait_ns: dict[str, Tensor] = {}  # by operation, if the caller measures waits
         self._stamps: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last operation
         self._own_stream: torch.cuda.Stream | None = None
-        self._caller: torch.cuda.Stream | None = None  # waits for an asynchronous operation later
-        # Of an operation that only sent: its name, its second launch and the arguments of that, and the tensors whose
-        # addresses these hold.
+        self._caller: torch.cuda.Stream | None = None  # the stream that will wait for an asynchronous operation
+        # An operation that has only sent: its name, its second launch with arguments, and the tensors that these
+        # arguments point to.
         self._unreceived: tuple[str, Callable[..., None], Any, Tensor, tuple[Tensor | None, ...]] | None = None
         self._sent_in_capture = False  # whether that operation was sent while a CUDA graph was captured
         with config.gather.same_on_all_ranks():
@@ -130,7 +130,7 @@ class CudaEngine:
                 config.mask_late_ranks,
             )
             check_cuda_masks(shape)
-        # All ranks learn what one of them refuses, before any of them waits for the others to allocate.
+        # If one rank refuses, all learn it here, before any of them waits for the others to allocate.
         self._rail_sms = config.gather("multiprocessors", self._share_sms)[topology.rank]
         with config.gather.same_on_all_ranks():
             self._regions = regions_of(config)
@@ -161,7 +161,7 @@ class CudaEngine:
             config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
             rail = mapped_rail(topology, self._regions.rail, mapped)
-            if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels need no NVSHMEM, and are faster without
+            if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
                 compiled = self._compiled = _C_cuda
                 c = self._c_config = self._native_config(compiled, shape)
             self._c = compiled.Engine(
@@ -175,7 +175,7 @@ class CudaEngine:
                 timeout_s=config.timeout_s,
                 num_sms=self.num_sms,
             )
-        except BaseException:  # a kept exception keeps this object, but not its memory
+        except BaseException:  # an exception may keep this object alive, but not its memory
             for name in ("_c", "_aborts", "_state"):
                 self.__dict__.pop(name, None)
             self.__dict__.pop("_regions").abandon()
@@ -190,7 +190,7 @@ class CudaEngine:
         self._health = Health(self._aborts.run)
         self._masks = Masks(self._health)
         self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
-        self._stuck: StuckKernels | None = None  # for kernels that may never end
+        self._stuck: StuckKernels | None = None  # only if kernels may never end
         if compiled is not _C_cuda:
             self._stuck = StuckKernels(self._c.late)
             stuck_kernels.watch(self)
@@ -209,7 +209,7 @@ class CudaEngine:
         return c
 
     def _share_sms(self) -> dict[str, int]:
-        """Choose the multiprocessors, and the wire's pace. Return how many of them serve the wire, by layout."""
+        """Choose the multiprocessors and the wire's pace. Return the number that serve the wire, by layout."""
         self._device_index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._device_index)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -233,7 +233,7 @@ class CudaEngine:
                 if only_sends:
                     self.receive()
                 assert self._stream is not None  # that of this operation
-                self._wait(self._stream)  # until the operation is complete: then all ranks are in step
+                self._wait(self._stream)  # after the operation all ranks are in step
                 raise
         return received
 
@@ -246,15 +246,15 @@ class CudaEngine:
         stream: int,
         step: Step,
     ) -> Received:
-        """Launch the kernels of a dispatch; with `only_sends` those before its hook."""
+        """Launch the kernels of a dispatch; with `only_sends` only those before its hook."""
         rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
         num_tokens, hidden = rows.shape
         dtype, num_scales = (torch.float8_e4m3fn, hidden // BLOCK) if quantize else (rows.dtype, 0)
         num_scales = num_scales if scales is None else scales.shape[1]
-        # Every field that is set and every function that is called costs the host: set those that differ from their
-        # defaults alone, and write address_of() out.
+        # Every assignment and every call costs host time: set only fields that differ from their defaults, and write
+        # address_of() out.
         args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
         args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
         args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
@@ -311,18 +311,18 @@ class CudaEngine:
             self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
         else:
             (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
-        if counted:  # copied only now, while the rows move
-            # An unusable plan has no rows; the counts there are not its own.
+        if counted:  # copy only now, while the rows move
+            # An invalid plan has no rows, and the counts in memory are not its own.
             self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
         if self._caller is not None:
             self._hand_over(received)
         return received
 
     def check_routing(self, topk_idx: Tensor) -> None:
-        """Do nothing: kernels find bad entries, and no host waits for them here."""
+        """Do nothing: kernels find invalid entries, and the host does not wait for them here."""
 
     def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
-        """Memory for the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
+        """Allocate the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
         if not by_column:
             return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
         columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
@@ -330,9 +330,9 @@ class CudaEngine:
         return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
 
     def _wait_for_counts(self) -> int:
-        """Return the rows of the dispatch with the last ticket.
+        """Return the number of rows of the dispatch with the last ticket.
 
-        Kernels have a limit of their own; the one here is for a stream in which they cannot start.
+        Kernels have a limit of their own. The limit here applies if they cannot start in this stream.
         """
         end = time.monotonic() + 2 * self._config.timeout_s + 5
         while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
@@ -365,11 +365,11 @@ class CudaEngine:
         stream: int,
         step: Step,
     ) -> Combined:
-        """Launch the kernels of a combine; with `only_sends` those before its hook."""
+        """Launch the kernels of a combine; with `only_sends` only those before its hook."""
         y, plan, topk_weights, num_tokens, layout = request
         y, weights_out = _aligned(y), None
         x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
-        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set what differs from its default, as in _dispatch
+        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set only what differs from defaults, as in _dispatch
         args.y, args.out, args.num_tokens = y.data_ptr() or ANY, x.data_ptr() or ANY, num_tokens
         args.rail_blocks = self._rail_sms[layout]
         if topk_weights is not None:
@@ -397,13 +397,13 @@ class CudaEngine:
 
     @property
     def sent(self) -> tuple[Tensor | None, ...]:
-        """What the second launch of that operation reads and writes. With waves the caller keeps it until it joins."""
+        """Return the tensors that its second launch accesses. With waves the caller keeps them until it joins."""
         return () if self._unreceived is None else self._unreceived[4]
 
     def _wait_for_receive(
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
     ) -> None:
-        """Keep the second launch of an operation, and what it reads and writes."""
+        """Keep the second launch of an operation, and the tensors that it accesses."""
         self._unreceived = name, launch, args, plan, (*outputs, self._wait_ns.get(name))
         self._sent_in_capture = torch.cuda.is_current_stream_capturing()
 
@@ -414,7 +414,7 @@ class CudaEngine:
         return launch
 
     def receive(self, waves: Waves | None = None) -> None:
-        assert self._unreceived is not None  # the caller has seen to it
+        assert self._unreceived is not None  # the caller checks this
         name, launch, args, plan, outputs = self._unreceived
         if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
             where = "in the CUDA graph" if self._sent_in_capture else "outside of a CUDA graph"
@@ -423,7 +423,7 @@ class CudaEngine:
         def pull_or_reduce(stream: int, step: Step) -> None:
             for t in (plan, *outputs):
                 if t is not None and waves is None:  # with waves the caller joins the streams
-                    t.record_stream(torch.cuda.current_stream())  # this may be another stream than the first launch's
+                    t.record_stream(torch.cuda.current_stream())  # it may differ from the stream of the first launch
             if waves is not None:
                 args.waves = self._native_waves(waves)
             launch(args, plan.data_ptr(), stream)
@@ -434,8 +434,8 @@ class CudaEngine:
     def wait_until_begun(self, waves: Waves) -> None:
         """Let the current stream wait until all blocks of a dispatch that `receive` has launched have begun.
 
-        Kernels that wait for its rows come after this: else they could take the multiprocessors that it needs. If it
-        cannot begin within the limit, this rank aborts, and all rows count as arrived: those kernels end.
+        Launch kernels that wait for its rows after this: otherwise they could take the multiprocessors that it needs.
+        If it cannot begin within the limit, this rank aborts, and all rows count as arrived, so those kernels end.
         """
         assert waves.begun is not None and waves.done is not None
         device = self._device_index
@@ -459,7 +459,7 @@ class CudaEngine:
         return self._read_state(self._state.cpu())[1]
 
     def _read_state(self, state: Tensor) -> tuple[int, Counters]:
-        """The epoch of the last operation and the counters, in a copy of the state on the CPU."""
+        """Return the epoch of the last operation and the counters, from a copy of the state on the CPU."""
         topology, compiled = self._topology, self._compiled
 
         def counter(offset: int, num: int = topology.num_ranks) -> list[int]:
@@ -477,12 +477,12 @@ class CudaEngine:
         }
 
     def stamps(self) -> Tensor:
-        """Return when each warp ended each step of the last operations, and clear that.
+        """Return the stamps: when each warp ended each step of the last operations. Then clear them.
 
-        int64 [launches, operations, blocks, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 where there is
-        nothing. An operation in one launch has nothing in the second. Operations are those of the last epochs, by epoch
-        modulo their number; the module's ``steps`` names steps. The host waits for the device. The first call begins:
-        operations launched or captured before it leave nothing. benchmarks/time_line.py draws them.
+        int64 [launches, operations, blocks, warps, steps] on the CPU: nanoseconds of this GPU's clock, 0 for no stamp.
+        An operation with one launch has no stamps in the second. The index of an operation is its epoch modulo the
+        number of operations. ``steps`` of the compiled module has the names of steps. The host waits for the device.
+        The first call turns stamps on, for operations launched or captured later. benchmarks/time_line.py draws them.
         """
         compiled = self._compiled
         if not compiled.has_stamps:
@@ -509,12 +509,12 @@ class CudaEngine:
         compiled, stream = self._compiled, torch.cuda.current_stream(self._device)
         flag = self._regions.addresses[rank] + compiled.excluded_offset(self._c_config) + 8 * self._topology.rank
         one = torch.ones(1, dtype=torch.int64, device=self._device)
-        compiled.copy(flag, one.data_ptr(), 8, stream.cuda_stream)  # the rank is signalled first
+        compiled.copy(flag, one.data_ptr(), 8, stream.cuda_stream)  # signal the rank first
         self._masked()[rank : rank + 1].fill_(1)
         self._stream = stream  # later operations follow it
 
     def _masked(self) -> Tensor:
-        """Of kernels: int32 [num_ranks], 1 for masked ranks."""
+        """Return the mask in the memory of the kernels: int32 [num_ranks], 1 for masked ranks."""
         offset = self._compiled.masked_offset
         return self._state[offset : offset + 4 * self._topology.num_ranks].view(torch.int32)
 
@@ -532,7 +532,7 @@ class CudaEngine:
             return self._read_state(state.cpu())[0]
 
         def reset(epoch: int) -> None:
-            """Begin as a new buffer does, but for epoch and counters. Nobody has a kernel under way."""
+            """Reset all but epoch and counters to the state of a new buffer. No rank has a kernel under way."""
             self._regions.memory[: compiled.flag_bytes(self._c_config)].zero_()
             counters = slice(compiled.bytes_read_offset, compiled.lists_sent_offset + 8 * compiled.max_nodes)
             kept = state[counters].clone()
@@ -549,7 +549,7 @@ class CudaEngine:
         regions = self._suspendable_regions()
 
         def give_back() -> None:
-            self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, and finds no memory missing
+            self._set_aborted(1)  # a graph that is replayed meanwhile ends at once, before it accesses missing memory
             regions.give_back()
 
         suspension.suspend(meet, self._health, settle=self._settle, give_back=give_back)
@@ -564,7 +564,7 @@ class CudaEngine:
         suspension.resume(meet, self._health, take=regions.take, attach=attach, drop=regions.drop)
 
     def _suspendable_regions(self) -> SuspendableRegions:
-        assert isinstance(self._regions, SuspendableRegions)  # the caller has seen to it
+        assert isinstance(self._regions, SuspendableRegions)  # the caller checks this
         return self._regions
 
     def _settle(self) -> None:
@@ -574,7 +574,7 @@ class CudaEngine:
         self._reports.raise_found(ends=False)
 
     def _set_aborted(self, value: int) -> None:
-        """Let kernels of this rank end at once, or not. Peers are not told."""
+        """Make kernels of this rank end at once, or (0) run again. Peers are not signalled."""
         offset = self._compiled.state_aborted_offset
         self._state[offset : offset + 4].view(torch.int32).fill_(value)
         torch.cuda.synchronize(self._device)
@@ -586,8 +586,8 @@ class CudaEngine:
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.
 
-        If another thread calls it than the one that made the buffer, or while a thread is inside an operation, abort
-        the operations instead. So a watchdog can free a rank that hangs.
+        Abort the operations instead if the calling thread is not the one that made the buffer, or if a thread is inside
+        an operation. So a watchdog can free a rank that hangs.
         """
         try:
             if self._thread != threading.get_ident() or self._health.is_busy:
@@ -595,7 +595,7 @@ class CudaEngine:
             elif not self._health.ended:
                 if self._stream is not None:
                     self._wait(self._stream)
-                torch.cuda.synchronize(self._device)  # for replays of graphs, which are in no stream known here
+                torch.cuda.synchronize(self._device)  # for replays of graphs: their streams are not known here
                 self._write_traces()
                 self._reports.raise_found(ends=False)
                 self._is_sound = self._unreceived is None
@@ -617,7 +617,7 @@ class CudaEngine:
 
     @contextmanager
     def asynchronous(self, *inputs: object) -> Iterator[None]:
-        """Operations inside run in a stream of the buffer's own, which starts where the current stream is now."""
+        """Run operations inside in a stream of the buffer's own, after all work so far in the current stream."""
         self._caller = torch.cuda.current_stream(self._device)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self._device, priority=-1)
@@ -643,13 +643,13 @@ class CudaEngine:
 
     def _follow(self) -> None:
         """Let the current stream wait for the last operation."""
-        # A graph cannot wait for earlier work, only for streams that are captured with it.
+        # In a capture a stream cannot wait for earlier work, only for streams of the same capture.
         if not torch.cuda.is_current_stream_capturing() or self._is_captured():
             self.join()
 
     def _is_captured(self) -> bool:
         """Return whether the stream of the last operation is being captured."""
-        if self._stream is None or self._stream.cuda_stream == 0:  # the default stream cannot be, nor always be asked
+        if self._stream is None or self._stream.cuda_stream == 0:  # the default stream is never captured; do not ask it
             return False
         with torch.cuda.stream(self._stream):
             return torch.cuda.is_current_stream_capturing()
@@ -657,8 +657,8 @@ class CudaEngine:
     def synchronize(self) -> None:
         """Wait for the last operation, and raise errors found by operations.
 
-        The buffer stays usable if all ranks call this here: an operation completes on a rank only after every rank has
-        begun it, so all ranks are in step.
+        The buffer stays usable if all ranks call this at the same place: an operation completes on a rank only after
+        every rank has begun it, so all ranks are in step.
         """
         self._health.raise_if_ended()
         if self._stream is not None:
@@ -675,7 +675,7 @@ class CudaEngine:
         self.synchronize()
 
     def _wait_or_end(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream. An interrupt ends the buffer's use; destroy() then does not wait for peers."""
+        """Wait for a stream. An interrupt ends the buffer's use, so that destroy() does not wait for peers."""
         try:
             self._wait(stream)
         except BaseException as error:
@@ -691,9 +691,9 @@ class CudaEngine:
         return self._stream is None or self._stream.query()
 
     def has_stuck_kernel(self) -> bool | None:
-        """Return whether a kernel runs on, long after it has given up. None if nobody need ask again.
+        """Return whether a kernel runs on long after the report of a late rank. None if the answer is final.
 
-        The stream is asked only then: a question from another thread would end a capture of a CUDA graph.
+        Query the stream only after such a report: a query from another thread would end the capture of a CUDA graph.
         """
         if self._stuck is None or self._health.is_stopped:
             return None
@@ -710,17 +710,17 @@ class CudaEngine:
         return True
 
     def _wait(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream. Python's signal handlers run meanwhile; in ``stream.synchronize()`` they would not."""
+        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not."""
         begin = time.monotonic()
         while not stream.query():
             if self._stuck is not None and self._stuck.found():
                 self._reports.raise_found(ends=True, reason=stuck_kernels.REASON)
             waited = time.monotonic() - begin
-            if waited > 1e-3:  # then a sleep of a tenth of it delays little
+            if waited > 1e-3:  # then a sleep of a tenth of this time adds little
                 time.sleep(min(waited / 10, SLICE_S))
 
     def _hand_over(self, outputs: Received | Combined) -> None:
-        """Keep outputs of the buffer's own stream from being reused before the caller's stream is done with them."""
+        """Keep outputs of the buffer's own stream until the caller's stream no longer uses them."""
         assert self._caller is not None  # of an asynchronous operation
         for t in outputs:
             if t is not None:
@@ -729,10 +729,10 @@ class CudaEngine:
     def _run(self, name: str, launch: Callable[[int, Step], T], *inputs: Tensor | None, traced: bool = True) -> T:
         """Run one operation at a time, in the current stream. Return ``launch(stream, step)``.
 
-        ``stream``: its number. ``step``: names a step to profilers. ``traced``: EP_DISPATCHER_TRACE shows the
-        operation; one with a hook shows once, when it receives.
+        ``stream``: its address. ``step``: names a step to profilers. ``traced``: EP_DISPATCHER_TRACE shows the
+        operation. One with a hook is shown once, when it receives.
 
-        A ``contextmanager`` would take the host 1 us more.
+        A ``contextmanager`` would cost the host 1 us more.
         """
         with ranges_of(name) as ranges:
             ranges.step("check")
@@ -746,7 +746,7 @@ class CudaEngine:
                     checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
             is_current = torch._C._cuda_getDevice() == device
             with self._health.operation(name), _HERE if is_current else torch.cuda.device(device):
-                # Ask for the number alone: torch.cuda.current_stream() makes an object in Python, for 2 us more.
+                # Only the address: torch.cuda.current_stream() makes a Python object, which costs 2 us more.
                 stream = torch._C._cuda_getCurrentRawStream(device)
                 if self._stream is None or self._stream.cuda_stream != stream:
                     self._follow()

@@ -1,4 +1,4 @@
-"""Open file descriptors, passed between the ranks of one host through Unix sockets."""
+"""Passes open file descriptors between the ranks of one host, through Unix sockets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Descriptors:
         of_ranks = descriptors.exchange([fd], timeout_s)     # of_ranks[r]: those of rank r; of_ranks[rank]: none
         descriptors.close()
 
-    The sockets have abstract names: nothing is left in a file system, and ranks need one network namespace. A name and
-    the first bytes of a message come from ``secret``, which the ranks alone have and use once. So another process can
-    neither take a rank's place nor get a descriptor.
+    The sockets have abstract names: they leave nothing in a file system, and the ranks must share a network namespace.
+    Names and the first bytes of messages are derived from ``secret``, which only the ranks have, and use once. So no
+    other process can take a rank's place or get a descriptor.
     """
 
     def __init__(self, secret: str, rank: int, num_ranks: int):
@@ -39,14 +39,14 @@ class Descriptors:
         return hashlib.sha256(f"{self._secret}/{what}".encode()).hexdigest().encode()
 
     def exchange(self, fds: list[int], timeout_s: float) -> list[list[int]]:
-        """Raises PeersLate where a rank does not come within the limit. The caller closes what it gets, and its own."""
+        """Return the descriptors of all ranks; the caller closes them and its own. PeersLate after the limit."""
         end, received = time.monotonic() + timeout_s, {self._rank: list[int]()}
         try:
             with ExitStack() as connections:
                 sent = [self._send(rank, fds, connections, end) for rank in self._others]
                 while len(received) < self._num_ranks:
                     self._receive(len(fds), received, end)
-                # A rank that has everything may end, and what it has sent with it: wait until all is received.
+                # If this rank ended now, messages that no peer has received would be lost: wait for the receipts.
                 for rank, connection in zip(self._others, sent):
                     _limit(connection, end, [rank])
                     if connection.recv(1) != b"k":
@@ -67,7 +67,7 @@ class Descriptors:
             try:
                 connection.connect(b"\0" + self._digest(f"socket of {rank}"))
                 break
-            except BlockingIOError:  # strangers fill its queue
+            except BlockingIOError:  # other processes fill its queue
                 time.sleep(0.01)
             except ConnectionRefusedError as error:
                 raise RuntimeError(
@@ -84,7 +84,7 @@ class Descriptors:
         connection, _ = self._socket.accept()
         with connection:
             _limit(connection, end, missing)
-            # A message of 64 bytes arrives in one piece: it was sent in one.
+            # A message of 64 bytes was sent in one piece, so it arrives in one.
             message, fds, _, _ = socket.recv_fds(connection, 64, num_fds, socket.MSG_CMSG_CLOEXEC)
             for rank in missing:
                 if hmac.compare_digest(message, self._digest(f"from {rank} to {self._rank}")) and len(fds) == num_fds:
@@ -99,7 +99,7 @@ class Descriptors:
 
 
 def _limit(connection: socket.socket, end: float, late: list[int]) -> None:
-    """Let the next call on the socket end in time."""
+    """Set the limit of the next call on the socket."""
     left_s = end - time.monotonic()
     if left_s <= 0:
         raise PeersLate("the time for descriptors is over", late)

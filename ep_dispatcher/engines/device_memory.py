@@ -1,7 +1,7 @@
-"""Device memory that comes and goes at fixed addresses: CUDA's virtual memory management.
+"""Device memory that is mapped and unmapped at fixed addresses, by CUDA's virtual memory management.
 
-The calls are those of NVIDIA's package cuda-bindings, which comes with PyTorch's own CUDA builds from 2.10 on. Memory
-lives as long as a process has it mapped, or has a descriptor of it.
+NVIDIA's package cuda-bindings makes the calls. It comes with PyTorch's own CUDA builds from 2.10 on. Memory lives as
+long as a process has it mapped, or has a descriptor of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _driver() -> Any:
 
 
 def load_driver() -> None:
-    """Load cuda-bindings, before anything else here is called. ValueError where it is missing."""
+    """Load cuda-bindings. Call this before anything else here. ValueError if it is missing."""
     try:
         _driver()
     except ImportError as error:
@@ -34,7 +34,7 @@ def load_driver() -> None:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    """Return what a function of the driver returns; RuntimeError with its name and status where it fails."""
+    """Call a function of the driver and return its result. RuntimeError with its name and status if it fails."""
     driver = _driver()
     status, *results = getattr(driver, name)(*arguments)
     if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -45,15 +45,15 @@ def _call(name: str, *arguments: Any) -> Any:
 
 
 class DeviceMemory:
-    """``num_bytes`` of addresses, of which whole pages are mapped to memory of this process or of another one.
+    """A range of addresses. Whole pages of it are mapped to memory of this process or of another one.
 
-        memory = DeviceMemory(num_bytes, device)      # addresses, and nothing there
-        fd = memory.create(offset, size)              # new memory is there; another process passes fd to attach
-        memory.attach(offset, size, fd)               # or that of another process
+        memory = DeviceMemory(num_bytes, device)      # addresses without memory
+        fd = memory.create(offset, size)              # map new memory; fd is for `attach` in another process
+        memory.attach(offset, size, fd)               # map memory of another process
         memory.unmap(offset)                          # the addresses stay, and can be mapped again
         memory.free()                                 # all of it; at the latest when nobody holds the object any more
 
-    Offsets and sizes are multiples of ``page_bytes(device)``. Memory that is unmapped, or freed, must not be in use.
+    Offsets and sizes are multiples of ``page_bytes(device)``. Nothing may use memory when it is unmapped or freed.
     """
 
     def __init__(self, num_bytes: int, device: int):
@@ -61,14 +61,14 @@ class DeviceMemory:
         self.address = int(_call("cuMemAddressReserve", num_bytes, 0, 0, 0))
         self._mapped: dict[int, int] = {}  # bytes by address
         self._free = weakref.finalize(self, _free, self.address, num_bytes, self._mapped, device, os.getpid())
-        self._free.atexit = False  # the driver does it, and may be gone
+        self._free.atexit = False  # at exit the driver frees it, and may be gone already
 
     def create(self, offset: int, num_bytes: int) -> int:
         properties = _properties(self._device)
         try:
             handle = _call("cuMemCreate", num_bytes, properties, 0)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # what PyTorch keeps for later
+            torch.cuda.empty_cache()  # memory that PyTorch keeps for later
             try:
                 handle = _call("cuMemCreate", num_bytes, properties, 0)
             except torch.OutOfMemoryError as error:
@@ -103,7 +103,7 @@ class DeviceMemory:
         _call("cuMemSetAccess", address, num_bytes, [access], 1)
 
     def unmap(self, offset: int) -> None:
-        """Unmap what was mapped there, if anything was."""
+        """Unmap the memory at this offset, if there is any."""
         address = self.address + offset
         if address in self._mapped:
             _call("cuMemUnmap", address, self._mapped[address])

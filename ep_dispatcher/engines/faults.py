@@ -1,4 +1,4 @@
-"""Find the late ranks: each rank that waited in vain reports for whom, and the chain ends at ranks without a report."""
+"""Finds the late ranks. Each rank that timed out reports whom it waited for. Late ranks are those without a report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from torch.distributed import Store
 
-# Seconds in which a rank that timed out reads the reports of others: they may time out a little later.
+# For so many seconds a rank that timed out reads the reports of others, which may time out a little later.
 GRACE_S = 2.0
 
 
 class Chain(NamedTuple):
-    """The end of the chain of waiting ranks."""
+    """The end of a chain of ranks, each of which waits for the next."""
 
     late_ranks: list[int]  # ascending; this rank alone, if the others timed out waiting for it
-    reason: str = ""  # what else is known, in words
+    reason: str = ""  # further facts, in words
 
 
 def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[int]:
-    """``follow_chain`` where only the ranks waited for are known."""
+    """Call ``follow_chain`` without further facts, and return the late ranks."""
     return follow_chain(store, rank, waited_for).late_ranks
 
 
@@ -38,15 +38,15 @@ def follow_chain(
 ) -> Chain:
     """Report that ``rank`` waits for ``waited_for``, and follow the reports of others to the end of the chain.
 
-    ``gone``: those of ``waited_for`` that are known to have left, and will report nothing. ``operation``, ``epoch``:
-    where this rank is. A buffer times out only once, so one report per rank is enough. Reads reports for ``GRACE_S``,
-    or until no further one can change the answer, or ``is_stopped()``. Without the store (its host may be the rank that
-    died or hangs) the answer is ``waited_for``.
+    ``gone``: those of ``waited_for`` that are known to have left, and will report nothing. ``operation`` and ``epoch``
+    are those of this rank. A buffer times out only once, so one report per rank is enough. Reading ends after
+    ``GRACE_S``, when no further report can change the answer, or when ``is_stopped()``. If the store does not answer,
+    because its host has died or hangs, the answer is ``waited_for``.
     """
     waits = sorted(waited_for)
-    word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # as JSON has it
+    word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # goes into JSON
     answer = [_judge(rank, {rank: word}, waits)[0]]
-    # In a thread of its own: a call to a store whose host hangs never returns.
+    # In another thread: a call to a store whose host hangs never returns.
     asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
     asking.start()
     end = time.monotonic() + GRACE_S + 1
@@ -79,12 +79,12 @@ def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) 
             if is_final or time.monotonic() >= end:
                 return
             time.sleep(0.05)
-    except RuntimeError:  # torch.distributed's errors: the store is gone, and what was found so far is the answer
+    except RuntimeError:  # torch.distributed's errors: the store is gone, so the last answer counts
         pass
 
 
 def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:
-    """Return the chain's end by these reports and silent ranks, and whether no further report can change it."""
+    """Return the end of the chain by these reports and silent ranks, and whether it is final."""
     gone = {peer for word in words.values() for peer in word["gone"]}
     if silent:
         left = sorted(gone.intersection(silent))

@@ -1,4 +1,4 @@
-"""Health of an engine: the operation under way, the end of the buffer's use, and destroy() during an operation."""
+"""Health of an engine: one operation at a time, the end of the buffer's use, and destroy() during an operation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ep_dispatcher import checks
 
 
 class Operation:
-    """One operation that a thread is inside of. ``name`` is for errors, and may be extended by the epoch.
+    """One operation, while a thread is inside. ``name`` is for errors; the engine may add the epoch.
 
-    ``suspended``: it is for a suspended buffer, and for no other. ``ended``: also for one that has ended.
+    ``suspended``: only a suspended buffer allows it. ``ended``: a buffer that has ended allows it too.
 
     A class, because a generator with ``contextmanager`` takes the host twice as long.
     """
@@ -33,7 +33,7 @@ class Operation:
                 if health._inside is not None:
                     checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
                 health._inside = self
-            # Again: from here on nothing is freed before this operation leaves.
+            # Check again: from here on nothing is freed before this operation leaves.
             health.raise_if_ended(suspended=self.suspended, ended=self.ended)
             return self
         except BaseException:
@@ -51,23 +51,23 @@ class Operation:
 
 
 class Health:
-    """Let one operation run at a time, remember what ended the buffer's use, and abort once.
+    """Let one operation run at a time, remember the failure that ended the buffer's use, and abort once.
 
         health = Health(abort)
         with health.operation("dispatch"):   # ValueError while another one runs; any exception ends the buffer's use
             ...
-        health.raise_if_ended()              # raises what ended it, a new exception each time
+        health.raise_if_ended()              # raises that failure, a new exception each time
         health.stop(interrupt, free)         # destroy(): free() once nobody is inside
 
-    While ``suspended`` is set, operations are refused likewise, but for those that ask for a suspended buffer.
+    While ``suspended`` is set, operations are refused, except those for a suspended buffer.
 
-    ``abort()`` ends the peers' waits for this rank. It is called once, when the buffer's use ends. What it raises is
-    dropped: the peers then wait until their limit, and the failure is what the caller has to see. It is called by the
-    thread that is inside, or when none is, so it needs no lock of its own. It should not hold the engine: memory would
-    stay until the next garbage collection where a buffer is dropped without destroy().
+    ``abort()`` ends the peers' waits for this rank. It is called once, when the buffer's use ends. Its own errors are
+    dropped, so that the caller sees the failure; the peers then wait until their limit. The thread that is inside calls
+    it, or any thread if none is inside, so it needs no lock. It should not refer to the engine. Otherwise memory of a
+    buffer that is dropped without destroy() would stay until the next garbage collection.
 
     Python's signal handlers may run between any two lines here, and may call destroy(). So the lock is reentrant, and
-    an operation enters first and looks for the end after that.
+    an operation first enters, then checks for the end.
     """
 
     def __init__(self, abort: Callable[[], None]):
@@ -84,7 +84,7 @@ class Health:
 
     @property
     def ended(self) -> bool:
-        """Return whether the buffer can only be destroyed, or is."""
+        """Return whether the buffer can only be destroyed, or is destroyed."""
         return self._stopped or self._failure is not None
 
     @property
@@ -103,7 +103,7 @@ class Health:
         return os.getpid() != self._pid
 
     def raise_if_ended(self, *, suspended: bool = False, ended: bool = False) -> None:
-        """Raise where the buffer has ended (unless ``ended``), or is not as asked for: suspended, or not."""
+        """Raise if the buffer has ended (unless ``ended``), or if it is suspended and should not be, or vice versa."""
         if os.getpid() != self._pid:
             checks.fail("buffer", "one in a forked child of the process that made it", "a buffer of this process")
         if self._stopped:
@@ -117,14 +117,14 @@ class Health:
             checks.fail("buffer", "one that is not suspended", "a buffer after suspend()")
 
     def end(self, failure: Callable[[], Exception], *, replace: bool = False) -> None:
-        """End the buffer's use and abort. The first failure stays, unless a later one is to ``replace`` it."""
+        """End the buffer's use and abort. The first failure stays, unless a later one comes with ``replace``."""
         with self._lock:
             if self._failure is None or replace:
                 self._failure = failure
         self._abort_once()
 
     def recover(self) -> None:
-        """Forget what ended the buffer's use: the peers that were signalled not to wait wait for this rank again."""
+        """Forget the failure: peers that an abort has signalled wait for this rank again."""
         with self._lock:
             self._failure, self._aborted = None, False
 
@@ -135,9 +135,9 @@ class Health:
     def stop(self, interrupt: Callable[[], None], free: Callable[[], None], timeout_s: float | None = None) -> bool:
         """Refuse all further operations, make the one under way end, abort, and call ``free`` once.
 
-        ``interrupt()`` must make the thread that is inside raise soon wherever it waits. If it is still inside after
-        ``timeout_s``, or is this very thread (a signal handler destroys the buffer), it frees when it leaves. Return
-        whether all is free. A forked child frees nothing: what it has belongs to its parent.
+        ``interrupt()`` must make the thread that is inside raise soon, wherever it waits. That thread frees when it
+        leaves, if it is still inside after ``timeout_s``, or if it is this thread (a signal handler destroys the
+        buffer). Return whether all is free. A forked child frees nothing: its memory belongs to its parent.
         """
         if self.is_forked:
             return False
@@ -154,7 +154,7 @@ class Health:
             return self._free is None
 
     def _end_inside(self, operation: Operation, error: BaseException) -> None:
-        """End the buffer's use after an interrupt, no memory: this rank is now the one that is late for the others."""
+        """End the buffer's use after an error inside an operation: for the others this rank is late now."""
         text = f"this buffer gave up in {operation.name}, by {type(error).__name__}: {error}; destroy() it"
         self.end(partial(RuntimeError, text))
         if self._stopped and isinstance(error, Exception):
@@ -164,7 +164,7 @@ class Health:
             ) from error
 
     def _leave(self, operation: Operation) -> None:
-        if self._inside is not operation:  # it never entered; in a forked child nobody may hold the lock
+        if self._inside is not operation:  # it never entered; a forked child must not take the lock
             return
         with self._lock:
             self._inside = None
@@ -187,5 +187,5 @@ class Health:
             return
         try:
             self._abort()
-        except Exception:  # a lost device, a store that is gone: none of them may hide the failure
+        except Exception:  # a lost device, a store that is gone: no such error may hide the failure
             pass

@@ -1,4 +1,4 @@
-"""Errors of what kernels of the CUDA engine have reported to the host."""
+"""Errors reported by kernels of the CUDA engine to the host."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ class KernelReports:
         reports.raise_found(ends=True)   # at the start of an operation: a mistake ends the buffer's use
         reports.raise_found(ends=False)  # where all ranks ask before their next operation: the buffer stays usable
 
-    Kernels publish a mistake when its operation is complete on this rank, and so after every rank has begun it. At the
-    start of the next operation other ranks may be inside that one already; this rank refuses it, so all have to end.
-    Never waits for the device. ``masks``: of a buffer that masks late ranks; a rank that reports itself is masked.
+    Kernels publish a mistake when its operation is complete on this rank, so after every rank has begun it. If this
+    rank finds it at the start of the next operation, other ranks may be inside that one already. This rank refuses it,
+    so all have to end. Never waits for the device.
+
+    ``masks``: of a buffer that masks late ranks. There a rank that reports itself as late is masked.
     """
 
     def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health, masks: Masks | None = None):
         self._engine, self._config, self._health, self._masks = engine, config, health, masks
 
     def raise_found(self, *, ends: bool, reason: str = "") -> None:
-        """``reason``: what the host knows beside, for the error of a late peer."""
+        """``reason``: further facts for the error of a late peer."""
         if not self._health.ended:
             late = self._engine.late()
             mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
@@ -63,7 +65,7 @@ class KernelReports:
         self._health.end(error)
 
     def _take_mistake(self) -> ValueError | None:
-        """The caller's mistake, in words; each is found once."""
+        """Return the error of the caller's mistake, once for each."""
         found = self._engine.take_mistake()
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Masked ranks: what both engines do alike. A rank that another one has masked is out, until all ranks unmask."""
+"""Masked ranks, for both engines. A rank that another one has masked is out, until all ranks unmask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHY = "The others have masked it, and go on: unmask() on all ranks lets it in ag
 
 
 class Masks:
-    """The end of a buffer's use by a mask, and the way back."""
+    """End a buffer's use on a masked rank, and unmask all ranks."""
 
     def __init__(self, health: Health):
         self._health = health
@@ -22,22 +22,22 @@ class Masks:
 
     @property
     def is_out(self) -> bool:
-        """Return whether a peer has masked this rank, and it knows."""
+        """Return whether this rank has found that a peer has masked it."""
         return self._is_out
 
     def end(self, operation: str, epoch: int, phase: str, rank: int, waited_s: float) -> Callable[[], Exception]:
-        """End the buffer's use on this rank, as others have masked it. Return what makes the error."""
+        """End the buffer's use on this rank, which others have masked. Return a function that makes the error."""
         error = partial(PeerTimeoutError, operation, epoch, phase, rank, [rank], waited_s, WHY)
         self._is_out = True
         self._health.end(error)
         return error
 
     def unmask(self, meet: Callable[[], Gather], settle: Callable[[], int], reset: Callable[[int], None]) -> None:
-        """Let all ranks of the group in again. ``meet`` opens a round of the ranks.
+        """Unmask all ranks of the group. ``meet`` opens an exchange between them.
 
-        ``settle`` ends what is under way, and returns this rank's epoch. ``reset`` is given the last epoch of all
-        ranks, once all have settled, and no rank begins an operation before all have reset. If a rank does not come,
-        nothing has changed. What fails later ends the buffer on all ranks.
+        ``settle`` completes the operations under way, and returns this rank's epoch. Once all have settled, ``reset``
+        gets the last epoch of all ranks. No rank begins an operation before all have reset. If a rank does not arrive,
+        nothing changes. A later failure ends the buffer on all ranks.
         """
 
         def settled() -> int:
@@ -69,6 +69,6 @@ class Masks:
 
 
 def _last(epochs: Sequence[int]) -> int:
-    """Return the last of the ranks' epochs. Those of the CPU engine have 32 bits, and may wrap around."""
+    """Return the latest of the ranks' epochs. Those of the CPU engine have 32 bits, and may wrap around."""
     first = epochs[0]
     return max(epochs, key=lambda epoch: (epoch - first + 2**31) % 2**32)

@@ -15,11 +15,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from ep_dispatcher.engines.waiter import Message, Waiter
 from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread, wait_limit
 
-_LOOK_S = 0.02  # how often a waiting rank looks whether it is interrupted
+_LOOK_S = 0.02  # how often a waiting rank checks for an interrupt
 _SPIN_S = 0.0002  # then another thread waits
-_ROOM = 32 * 1024  # bytes that a socket takes without its receiver
-_NOTHING = b"\xff" * 8  # stands in a receiver's memory until a message begins to arrive; none begins with it
-_NO_TAG = 2**31 - 1  # of a message that nobody sends
+_ROOM = 32 * 1024  # bytes that a socket takes before its receiver reads
+_NOTHING = b"\xff" * 8  # in a receiver's memory until a message begins to arrive; no message begins with it
+_NO_TAG = 2**31 - 1  # no message has this tag
 
 _rails: weakref.WeakSet[Rail] = weakref.WeakSet()
 
@@ -37,12 +37,11 @@ class Interrupted(Exception):
 
 
 class Rail:
-    """Point-to-point messages to the rank with this rank's local index on every other node.
+    """Point-to-point messages to the rail peers of this rank, one on every other node.
 
-    It is a process group of its own, outside torch.distributed's registry: making it is collective among the ranks
-    of the rail alone, and it goes away with its buffer. Raises PeersLate when that takes longer than ``timeout_s``.
-    ``deadline`` (time.monotonic()) is that of the operation under way. All but ``interrupt`` is for one thread at a
-    time.
+    A rail is a process group outside torch.distributed's registry, which lives as long as its buffer. Making it is
+    collective among the ranks of the rail; PeersLate if that takes longer than ``timeout_s``. ``deadline``
+    (time.monotonic()) is that of the operation under way. One thread at a time may use it, except for ``interrupt``.
     """
 
     deadline = 0.0
@@ -54,16 +53,16 @@ class Rail:
         self.others = [(node + i) % len(ranks) for i in range(1, len(ranks))]  # every node starts at a different one
         self.bytes_sent = [0] * len(ranks)  # of rows and sums
         self.list_bytes_sent = [0] * len(ranks)  # of counts and lists
-        self.waited_ns = [0] * len(ranks)  # for messages of each node, since the start
+        self.waited_ns = [0] * len(ranks)  # for messages of each node, in total
         self._group: ProcessGroupGloo | None = None
         if self.others:
             prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
             connect = partial(ProcessGroupGloo, prefix, node, len(ranks), wait_limit(timeout_s))
             try:
                 self._group = in_thread(connect, timeout_s + GRACE_S)
-            except StoreHangs as error:  # gloo did not keep its own limit: this rank is the one that is stuck
+            except StoreHangs as error:  # gloo did not keep its own limit: this rank itself is stuck
                 raise PeersLate(str(error), [ranks[node]]) from error
-            except RuntimeError as error:  # gloo says no more: too late, or something is wrong here or there
+            except RuntimeError as error:  # gloo does not say which: a late peer, or another error
                 if time.monotonic() - started < timeout_s:
                     raise
                 raise PeersLate(str(error), [ranks[n] for n in self.others]) from error
@@ -107,10 +106,10 @@ class Rail:
         self.waited_ns[message.node] += time.monotonic_ns() - begin
 
     def flush(self) -> None:
-        """Wait until everything sent has left. All receives must be complete.
+        """Wait until all sends have left. All receives must be complete.
 
-        A peer begins to receive before it sends, so every peer has begun to receive. Small messages have left, or are
-        about to. Large ones still need the peer and the network.
+        A peer begins to receive before it sends, so every peer has begun to receive. Small messages have left, or will
+        at once. Large ones still need the peer and the network.
         """
         for message in [*self._sends]:
             self._finish(message, is_near=message.memory is not None and message.memory.nbytes <= _ROOM)
@@ -133,12 +132,12 @@ class Rail:
                 under_way.remove(message)
 
     def interrupt(self) -> None:
-        """[any thread] Make whoever waits, now or later, raise Interrupted."""
+        """[any thread] Make each wait raise Interrupted, now and later."""
         self._interrupted = True
 
     def abort(self) -> None:
-        """Drop every message under way and the connections: peers find that out at once, and nothing reads or writes
-        the memory of a send or receive any more."""
+        """Drop every message under way, and the connections. Peers notice at once, and nothing accesses the memory of
+        a send or receive any more."""
         if self._receives or self._sends:
             self._close_connections()
         if self._waiter is not None:
@@ -150,19 +149,19 @@ class Rail:
         self._waiter = self._group = None
 
     def _close_connections(self) -> None:
-        """Let a wait time out, upon which gloo closes the group's connections, and all other waits fail."""
+        """Let a wait time out. Then gloo closes the group's connections, and all other waits fail."""
         group = self._group
         assert group is not None  # as messages are under way
         receive = group.recv  # type: ignore[attr-defined]  # PyTorch's stubs lack it
         for node in self.others:
             try:
                 receive([torch.empty(1, dtype=torch.uint8)], node, _NO_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:  # as wanted; or this connection is closed already, and perhaps no other one
+            except RuntimeError:  # as intended; or only this connection was closed already
                 pass
 
     def _forget(self) -> None:
-        """Keep for ever, in a forked child, what the parent's connections are made of: a destructor would wait for
-        gloo's thread, which is not there."""
+        """Never free the parent's connections in a forked child: a destructor would wait for gloo's thread, which is
+        not there."""
         for thing in (self._group, *(message.work for message in (*self._receives, *self._sends))):
             if thing is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

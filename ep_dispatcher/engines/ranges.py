@@ -5,9 +5,9 @@
         ...
         ranges.step("pull")
 
-They are PyTorch's record_function. torch.profiler shows them; Nsight Systems shows them as NVTX ranges where the
-program runs under ``torch.autograd.profiler.emit_nvtx()``. A record_function takes 10 us even when nobody profiles, so
-none is made then; a step costs a call that does nothing, 0.05 us.
+They are PyTorch's record_function. torch.profiler shows them; Nsight Systems shows them as NVTX ranges if the program
+runs under ``torch.autograd.profiler.emit_nvtx()``. A record_function takes 10 us even without a profiler, so none is
+made then: a step is an empty call of 0.05 us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.profiler import record_function
 
 
 class NoRanges:
-    """Nobody profiles."""
+    """No ranges, because no profiler is on."""
 
     def __enter__(self) -> NoRanges:
         return self
@@ -30,7 +30,7 @@ class NoRanges:
 
 
 class Ranges(NoRanges):
-    """The range of one operation, and of the step that it is in."""
+    """The range of one operation, and that of its current step."""
 
     def __init__(self, operation: str):
         self._name = f"ep_dispatcher.{operation}"
@@ -61,5 +61,5 @@ NO_RANGES = NoRanges()
 
 
 def ranges_of(operation: str) -> NoRanges:
-    """The ranges of one operation, for this thread: profilers are on or off by thread."""
+    """Return the ranges of one operation, if a profiler is on in this thread."""
     return Ranges(operation) if torch.autograd._profiler_enabled() else NO_RANGES

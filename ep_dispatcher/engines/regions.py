@@ -1,9 +1,9 @@
-"""The symmetric memory of a buffer of the CUDA engine: a region on every rank, and how ranks reach each other's.
+"""The symmetric memory of a buffer of the CUDA engine: a region on every rank, and the means to reach the others.
 
-``PeerRegions`` are in PyTorch's symmetric memory: all ranks of a host map each other's, and the wire between virtual
-nodes is stores through NVLink. ``SuspendableRegions`` are the same in memory that comes and goes (device_memory.py).
-``NvshmemRegions`` are in NVSHMEM's symmetric heap: the ranks of a node map each other's, and the wire between nodes is
-NVSHMEM's.
+``PeerRegions`` are in PyTorch's symmetric memory. All ranks of a host map each other's regions, and the wire between
+virtual nodes is stores through NVLink. ``SuspendableRegions`` are the same in memory that can be unmapped and mapped
+again (device_memory.py). ``NvshmemRegions`` are in NVSHMEM's symmetric heap. The ranks of a node map each other's, and
+the wire between nodes is NVSHMEM's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class PeerRegions:
-    """``memory``: uint8 [num_bytes] of this rank; ``addresses``: of every rank's region, as this rank reaches it.
+    """``memory``: uint8 [num_bytes], the region of this rank; ``addresses``: of every rank's region, as mapped here.
 
-    ``rail``: addresses of the rail peers' regions by node, 0 where this rank does not reach one.
+    ``rail``: addresses of the rail peers' regions by node, 0 for those that are not mapped here.
     """
 
     wire = "peer"
@@ -49,8 +49,8 @@ class PeerRegions:
         self._num_bytes, self._flag_bytes = num_bytes, flag_bytes
 
     def allocate(self) -> None:
-        # Not symmetric_memory.empty, which may take memory from a pool and give it back to that: a slow peer with the
-        # old mapping could then write into a later buffer. This lives while a peer has it mapped.
+        # Not symmetric_memory.empty: its memory may return to a pool, and a slow peer with the old mapping could then
+        # write into a later buffer. This memory lives as long as a peer has it mapped.
         allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
         device = torch.device("cuda", torch.cuda.current_device())
         self.memory = allocate((self._num_bytes,), (1,), torch.uint8, device)
@@ -70,21 +70,21 @@ class PeerRegions:
         self.__dict__.pop("memory", None)
 
     def abandon(self) -> None:
-        """Give the memory back where the buffer could not be made."""
+        """Free the memory after a failure to make the buffer."""
         self.free(is_sound=False)
 
 
 class SuspendableRegions(PeerRegions):
-    """PeerRegions that can be given back and mapped again at the same addresses.
+    """PeerRegions that can be freed and mapped again at the same addresses.
 
-    The regions of all ranks lie one after the other in the addresses of each rank. A region has two parts. The first
-    one has the flags and stays; the second one is given back while the buffer is suspended. All large arrays lie there.
+    In the addresses of each rank the regions of all ranks lie one after the other. A region has two parts. The first
+    has the flags, and stays. The second has all large arrays, and is freed while the buffer is suspended.
     """
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self._exchanges = 0  # of descriptors, that have ended: the same on all ranks
-        self._descriptors: Descriptors | None = None  # of the exchange that is prepared
+        self._exchanges = 0  # exchanges of descriptors that have ended: the same on all ranks
+        self._descriptors: Descriptors | None = None  # the next exchange
         self._fds: list[int] = []  # of this rank's new memory, until all ranks have it
         config.gather("cuda-bindings", load_driver)  # one rank may lack it
 
@@ -111,7 +111,7 @@ class SuspendableRegions(PeerRegions):
                 self._space.unmap(rank * self._stride + begin)
 
     def take(self) -> None:
-        """Take new memory for this rank's second part. Any rank may find none: then all call ``drop``."""
+        """Allocate memory for this rank's second part. If any rank finds none, all call ``drop``."""
         self._create(self._second)
 
     def drop(self) -> None:
@@ -122,7 +122,7 @@ class SuspendableRegions(PeerRegions):
         self._attach(self._second)
 
     def _create(self, parts: list[tuple[int, int]]) -> None:
-        """Take memory for parts of this rank's region. Prepare to pass it on: other ranks come at any time then."""
+        """Allocate parts of this rank's region. Prepare to pass them on: from now on other ranks may ask for them."""
         config, topology = self._config, self._config.topology
         for begin, num_bytes in parts:
             self._fds.append(self._space.create(topology.rank * self._stride + begin, num_bytes))
@@ -151,7 +151,7 @@ class SuspendableRegions(PeerRegions):
             os.close(self._fds.pop())
 
     def free(self, is_sound: bool) -> None:
-        """Unmap all. Memory lives on while a peer has it mapped: what that still writes meets nobody's data."""
+        """Unmap all. Memory lives on while a peer has it mapped, so late stores of the peer harm nobody's data."""
         self._end_exchange()
         self.__dict__.pop("memory", None)
         space = self.__dict__.pop("_space", None)
@@ -160,12 +160,13 @@ class SuspendableRegions(PeerRegions):
 
 
 class NvshmemRegions:
-    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes. ``rail`` has those that NVLink reaches, unless
-    ``only_puts``.
+    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes.
 
-    NVSHMEM is started once per process, for the ranks of the first buffer, or joined where somebody else has started
-    it; later buffers are for the same ranks. Its heap gives memory only to all ranks together, and takes it back
-    likewise. So memory of a destroyed buffer is kept for the next one of the same size.
+    ``rail`` has the addresses that NVLink reaches; with ``only_puts`` none of a rail peer.
+
+    The first buffer of a process starts NVSHMEM for its ranks, or joins one that is running; later buffers must have
+    the same ranks. Memory of its heap is allocated and freed by all ranks together. So memory of a destroyed buffer is
+    kept for the next one of the same size.
     """
 
     wire = "NVSHMEM"
@@ -193,7 +194,7 @@ class NvshmemRegions:
         return [self._pes[rank] for rank in self._config.topology.rail]
 
     def prepare(self, num_bytes: int, flag_bytes: int) -> None:
-        """Start NVSHMEM, or join it, and find memory that all ranks have left over. Collective."""
+        """Start NVSHMEM, or join it, and look for memory of an earlier buffer on all ranks. Collective."""
         config, c = self._config, self.compiled
         num_ranks, rank = config.topology.num_ranks, config.topology.rank
 
@@ -232,7 +233,7 @@ class NvshmemRegions:
         self._num_bytes = num_bytes
 
     def allocate(self) -> None:
-        """Take new memory, unless there is some. Collective."""
+        """Allocate memory, unless that of an earlier buffer was found. Collective."""
         if self._region is None:
             number, _process.next_number = _process.next_number, _process.next_number + 1
             address = self._call(self.compiled.allocate, self._num_bytes)
@@ -252,7 +253,7 @@ class NvshmemRegions:
         self.rail[topology.node] = region.address
 
     def free(self, is_sound: bool) -> None:
-        """Keep the memory for the next buffer, but not after an error: stores may still be on their way to it."""
+        """Keep the memory for the next buffer, unless there was an error: stores may still be on their way to it."""
         region, self._region = self._region, None
         self.__dict__.pop("memory", None)
         if region is not None and is_sound:
@@ -261,17 +262,17 @@ class NvshmemRegions:
             _process.kept.append(region)
 
     def abandon(self) -> None:
-        """Keep the memory, which nobody has written to, where the buffer could not be made."""
+        """Keep the memory after a failure to make the buffer: nobody has written to it."""
         region, self._region = self._region, None
         self.__dict__.pop("memory", None)
         if region is not None:
             _process.kept.append(region)
 
     def _call(self, call: Callable[..., T], *arguments: object) -> T:
-        """Let NVSHMEM wait for the other ranks, which it does without a limit.
+        """Call NVSHMEM, which waits for the other ranks without a limit. So call it in another thread, with a limit.
 
-        Where it does not return, its thread stays inside, and would meet the next call of other ranks: this process
-        uses NVSHMEM no more.
+        If it does not return in time, that thread stays inside, and would answer the next call of other ranks. So this
+        process uses NVSHMEM no more.
         """
 
         def with_device() -> T:
@@ -285,7 +286,7 @@ class NvshmemRegions:
         except StoreHangs as error:
             others = [rank for rank in range(topology.num_ranks) if rank != topology.rank]
             raise PeersLate(f"NVSHMEM waited {timeout_s} s for other ranks", others) from error
-        except RuntimeError:  # of the call, which has returned
+        except RuntimeError:  # raised by the call, so it has returned
             _process.out_of_step = ""
             raise
         _process.out_of_step = ""
@@ -295,7 +296,7 @@ class NvshmemRegions:
 # The state of NVSHMEM in this process.
 _process = SimpleNamespace(
     has_joined=False,  # the module here uses it
-    device=-1,  # current when it began to
+    device=-1,  # the current one when it joined
     kept=[],  # memory of destroyed buffers
     next_number=0,  # of a region; the same on all ranks
     out_of_step="",  # why it cannot be used any more
@@ -311,14 +312,14 @@ def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
 def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -> list[int]:
     """Return the addresses in ``rail`` of rail peers that reach this rank's region too, 0 for the others.
 
-    ``mapped``: by rank and node, whether the rank reaches the region of its rail peer there. Both directions of a pair
-    have to go the same way: the receiver of a put waits otherwise than the receiver of a store.
+    ``mapped``: by rank and node, whether the rank reaches the region of its rail peer there. A pair must use the same
+    means in both directions: the receiver of a put waits in another way than the receiver of a store.
     """
     return [address if mapped[rank][topology.node] else 0 for rank, address in zip(topology.rail, rail, strict=True)]
 
 
 def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
-    """Choose the wire and the memory. Raises ValueError where those asked for cannot serve these ranks."""
+    """Choose the wire and the memory. ValueError if the wire that was asked for cannot serve these ranks."""
     wire, num_hosts = envs.wire(), len(set(config.hosts))
     if wire == "auto":
         wire = "nvshmem" if num_hosts > 1 else "peer"

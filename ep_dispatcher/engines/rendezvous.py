@@ -1,15 +1,15 @@
-"""Stores that PyTorch is given to exchange addresses through, and the rendezvous of its symmetric memory.
+"""The rendezvous of PyTorch's symmetric memory, and the stores through which PyTorch exchanges addresses for it.
 
-What ``rendezvous`` relies on in PyTorch (read in StoreExchange of 2.9 and 2.13, CUDASymmetricMemoryUtils.hpp; no
-documentation promises it):
+``rendezvous`` relies on these facts. They are not documented, but read in StoreExchange of PyTorch 2.9 and 2.13
+(CUDASymmetricMemoryUtils.hpp):
 
-- Every key is "kind of memory/number of the exchange/rank", or without the rank for a barrier, so the number of the
+- Every key is "kind of memory/number of the exchange/rank", for a barrier without the rank. So the number of the
   exchange is the first number in it. It counts the exchanges of the process over all groups, so it may be replaced.
-- C++ asks a store made in Python through set, get, multi_get, add, check and wait, and barrier() is made of those. What
-  they raise ends the rendezvous.
+- C++ calls set, get, multi_get, add, check and wait of a store made in Python, and builds barrier() from them. Their
+  errors end the rendezvous.
 - 2.9 finds the store by the name given to set_group_info; later versions by the name of the registered process group.
 
-Between its exchanges PyTorch passes descriptors through sockets of the host, without a limit of time: a rank that stops
+Between its exchanges PyTorch passes descriptors through sockets of the host, without a time limit. A rank that stops
 just there is not noticed.
 """
 
@@ -33,9 +33,9 @@ from ep_dispatcher.topology import Topology
 
 
 class OwnKeys(Store):
-    """Another store, and a record of the keys that this rank set in it.
+    """A store on top of another one. It records the keys that this rank has set.
 
-    Must live as long as C++ may ask it: C++ alone does not keep what Python adds to a store.
+    Keep a reference as long as C++ may call it: C++ does not keep the Python part of a store alive.
     """
 
     def __init__(self, store: Store):
@@ -44,7 +44,7 @@ class OwnKeys(Store):
         self._set: set[str] = set()
 
     def delete_keys(self) -> None:
-        """Delete what this rank set; call it when all ranks have read it."""
+        """Delete the keys of this rank. Call it when all ranks have read them."""
 
         def delete() -> None:
             while self._set:
@@ -80,11 +80,11 @@ class OwnKeys(Store):
 
 
 class Renumbered(OwnKeys):
-    """A store in which the first number in a key, whatever it is, becomes 0, the next one 1, and so on.
+    """A store that renumbers exchanges: the first number that it sees in a key becomes 0, the next one 1, and so on.
 
-    PyTorch numbers its exchanges per process, over all groups. A rank that has been in more groups than another one
-    would ask for other keys than that sets, and both would wait for ever. ``timeout_s`` after it was made nothing
-    waits any more, whatever limit PyTorch gives.
+    PyTorch numbers its exchanges per process, over all groups. If one rank has been in more groups than another, each
+    would wait forever for keys that the other does not set. No wait lasts longer than ``timeout_s`` after the store was
+    made, whatever limit PyTorch gives.
     """
 
     def __init__(self, store: Store, timeout_s: float):
@@ -105,9 +105,9 @@ class Renumbered(OwnKeys):
 
 
 def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, timeout_s: float) -> _SymmetricMemory:
-    """Collective: the memory of all ranks. ``store`` is theirs alone, ``name`` used once.
+    """Map the memory of all ranks. Collective. Only these ranks may use ``store``, and ``name`` is used once.
 
-    Raises PeersLate when a rank does not arrive within ``timeout_s``.
+    Raises PeersLate if a rank does not arrive within ``timeout_s``.
     """
     started, store = time.monotonic(), Renumbered(store, timeout_s)
     group = dist.ProcessGroup(store, topology.rank, topology.num_ranks)

@@ -1,18 +1,18 @@
-"""Streams for operations beside kernels of experts. All engines use them, and the memory that PyTorch caches there."""
+"""Streams for operations beside kernels of experts. All engines share them, and their memory in PyTorch's cache."""
 
 from __future__ import annotations
 
 import torch
 
 POOL = 32  # streams of high priority that PyTorch has for each device; it returns them in turn
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and address of the stream that each is beside
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and address of the main stream
 
 
 def side_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream beside the current one, of higher priority.
+    """Return the side stream of the current, main stream. It has a higher priority.
 
-    Each main stream has one of its own, up to 32 on a device; further ones share them. A caller in PyTorch may have the
-    same stream too. So who frees memory of a side stream lets that wait for the readers first (parts.py).
+    Up to 32 main streams of a device have one each; further ones share them. A caller may have the same stream from
+    PyTorch. So before memory of a side stream is freed, let that stream wait for the readers (parts.py).
     """
     main = device, torch._C._cuda_getCurrentRawStream(device)
     if main not in _streams:

@@ -1,4 +1,4 @@
-"""The steps of suspend() and resume() that all ranks take together, on both engines."""
+"""The steps of suspend() and resume(), which all ranks take together, on both engines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ep_dispatcher.gather import Gather
 def suspend(
     meet: Callable[[], Gather], health: Health, settle: Callable[[], None], give_back: Callable[[], None]
 ) -> None:
-    """``settle`` ends what is under way and raises its late errors. ``give_back`` runs once all ranks have settled.
+    """``settle`` completes the operations under way, and raises their errors. Then ``give_back`` runs on all ranks.
 
-    After it no rank has the memory any more, so it is free when this returns.
+    When this returns, no rank has the memory any more, so it is free.
     """
     _in_two_steps(meet, health, False, ("operations under way", settle), ("memory", give_back))
 
@@ -27,9 +27,9 @@ def resume(
     attach: Callable[[], None],
     drop: Callable[[], None],
 ) -> None:
-    """``take`` takes memory, ``attach`` that of the other ranks. If a rank gets none, ``drop`` gives it back on all.
+    """``take`` allocates memory, ``attach`` maps that of the other ranks. If one gets none, ``drop`` frees it on all.
 
-    The buffer stays suspended then, and all ranks can try again.
+    Then the buffer stays suspended, and all ranks can try again.
     """
     again = "; the buffer stays suspended: free memory, then call resume() again on all ranks"
     _in_two_steps(meet, health, True, ("memory", take), ("memory of the other ranks", attach), drop, again)
@@ -44,12 +44,12 @@ def _in_two_steps(
     undo: Callable[[], None] = lambda: None,
     advice: str = "",
 ) -> None:
-    """Go from ``suspended`` to the other state, in a round of the ranks that ``meet`` opens.
+    """Go from ``suspended`` to the other state, in an exchange between the ranks that ``meet`` opens.
 
-    A failure of the first step leaves the buffer as it was on all ranks, and all raise the same. What else goes wrong
-    (a failure of the second step, a rank that does not come, an interrupt) ends the buffer's use.
+    If the first step fails on any rank, the buffer stays as it was on all, and all raise the same error. A failure of
+    the second step, a late rank or an interrupt ends the buffer's use.
     """
-    own: list[Exception] = []  # of this rank
+    own: list[Exception] = []  # errors of this rank
     (phase, call), (next_phase, next_call) = first, then
 
     def attempt() -> tuple[bool, str] | None:
@@ -63,7 +63,7 @@ def _in_two_steps(
     name = "resume" if suspended else "suspend"
     with health.operation(name, suspended=suspended), meet() as gather:
         try:
-            gather("call", lambda: None)  # from here on the ranks hear of an interrupt
+            gather("call", lambda: None)  # from here on an interrupt ends the waits of the other ranks
             failures = gather(phase, attempt, waits_for_peers=True)
             failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
             if failed:
@@ -75,7 +75,7 @@ def _in_two_steps(
             kind, args, _ = late.__reduce__()
             health.end(partial(kind, *args))
             raise
-        if own and isinstance(own[0], PeerTimeoutError):  # found late, and the buffer has ended by it
+        if own and isinstance(own[0], PeerTimeoutError):  # of an earlier operation; it has ended the buffer
             raise own[0]
     if failed:
         rank, (is_mistake, text) = failed[0]

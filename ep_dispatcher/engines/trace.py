@@ -2,8 +2,8 @@
 
     ep_dispatcher trace: rank 1, dispatch, epoch 7, 0.412 ms, bytes: 0 inter_node_bytes_sent, ...
 
-The bytes are those that ``Buffer.counters()`` has counted in this operation, summed over ranks. A line is written at
-once, so that the lines of several ranks stay whole.
+The bytes are those of ``Buffer.counters()`` for this operation, summed over ranks. One write per line keeps the lines
+of several ranks whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Trace:
 
     def __init__(self, rank: int):
         self._rank = rank
-        self._totals: dict[str, int] = {}  # after the operation before
+        self._totals: dict[str, int] = {}  # after the previous operation
 
     def write(self, operation: str, epoch: int, elapsed_ms: float, counters: Counters) -> None:
         totals = {name: sum(by_rank) for name, by_rank in counters.items()}
@@ -54,15 +54,15 @@ class _Launched(NamedTuple):
 
 
 class StreamTrace:
-    """Writes the lines of operations in streams, each once it is complete; the host never waits for it.
+    """Writes the line of each operation in a stream, some time after it is complete. The host never waits for it.
 
-        with stream_trace.operation("dispatch"):   # writes the lines of earlier ones, and measures this one by events
+        with stream_trace.operation("dispatch"):   # write the lines of earlier ones, and time this one by events
             launch(...)
         stream_trace.write_complete()              # where the host has waited for another reason
 
     ``state``: uint8, the memory in which kernels count. ``read(copy)``: the epoch and the counters in a copy of it.
-    The time is that of the stream and includes waits for peers. Operations captured in a graph have no line, and
-    replays have none: no host code runs in them.
+    Times are those of the stream, waits for peers included. Captures and replays of CUDA graphs write no line: a replay
+    runs no host code.
     """
 
     def __init__(self, trace: Trace, state: Tensor, read: Callable[[Tensor], tuple[int, Counters]]):

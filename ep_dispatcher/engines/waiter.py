@@ -1,8 +1,8 @@
-"""A thread that waits for gloo in its owner's place.
+"""A thread that waits for gloo in place of its owner.
 
-gloo cannot be asked whether a message has arrived, and a wait that times out closes the group's connections. So the
-owner's thread would run no signal handler, and see no request of other threads, until the message arrives. Here it
-waits for a lock instead, from which both get it out. That costs some tens of microseconds, so only long waits do it.
+gloo cannot tell whether a message has arrived, and a wait that times out closes the group's connections. So a thread in
+such a wait would run no signal handler, and see no request of other threads, until the message arrives. The owner waits
+for a lock instead, which both can interrupt. That costs tens of microseconds, so only long waits do it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import Work
 
 
 class Message:
-    """One message under way. A kept exception keeps it too, but not the work, with its connection and its memory."""
+    """One message under way. An exception may keep it alive, but not its work, connection and memory."""
 
     def __init__(self, work: Work, phase: str, node: int, memory: memoryview, deadline: float):
         self.work: Work | None = work
@@ -28,7 +28,7 @@ class Message:
         self._done.acquire()
 
     def complete(self) -> None:
-        """Wait for gloo. Nothing interrupts the thread that does so."""
+        """Wait for gloo. Nothing can interrupt this."""
         assert self.work is not None
         try:
             self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
@@ -38,7 +38,7 @@ class Message:
         self._done.release()
 
     def done(self, timeout_s: float) -> bool:
-        """Return whether ``complete`` returned in another thread within the time. Signal handlers run meanwhile."""
+        """Return whether ``complete`` has ended in another thread, after at most ``timeout_s``. Signal handlers run."""
         done = self._done.acquire(timeout=timeout_s)
         if done:
             self._done.release()
@@ -46,10 +46,7 @@ class Message:
 
 
 class Waiter:
-    """Completes messages in the order given, in a thread of its own.
-
-    The thread ends with ``close()``, or when nobody holds the waiter any more.
-    """
+    """Completes messages in order, in a thread of its own. The thread ends with ``close()``, or with the waiter."""
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
@@ -69,4 +66,4 @@ class Waiter:
 def _run(messages: SimpleQueue[Message | None]) -> None:
     while (message := messages.get()) is not None:
         message.complete()
-        del message  # or its memory would stay until the next one
+        del message  # else its memory would stay until the next one

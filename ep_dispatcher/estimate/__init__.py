@@ -1,1 +1,1 @@
-"""What dispatch and combine cost on machines that were not at hand: bytes, memory and time. See docs/estimate.md."""
+"""Estimates of dispatch and combine on machines that are not at hand: bytes, memory and time. See docs/estimate.md."""

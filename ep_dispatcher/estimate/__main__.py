@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
-    """Return the arguments and a job for each number of nodes; ends the process where an argument is not allowed."""
+    """Return the arguments and a job for each number of nodes. Exit the process if an argument is not allowed."""
     parser = make_parser()
     args = parser.parse_args(argv)
 
@@ -113,8 +113,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, list[Job]]:
         if path is not None and not path.parent.is_dir():
             refuse(f"--{name}", path, "a file in a folder that exists")
         if path is not None and (args.measured or args.published and name == "json"):
-            also = " or beside --published alone" if name == "chart" else ""
-            refuse(f"--{name}", "beside --published or --measured", f"an estimate of its own{also}")
+            also = ", or with --published alone" if name == "chart" else ""
+            refuse(f"--{name}", "beside --published or --measured", f"without them{also}")
     try:
         jobs = [_job(args, nodes) for nodes in args.nodes]
     except ValueError as error:  # of checks.py: begins with the argument's name

@@ -2,11 +2,11 @@
 
     busy(wire) = bytes of the rank / (peak * efficiency)        for every rank, the larger of in and out
     inside     = the longest of NVLink, multiprocessors, HBM, staging
-    time       = fixed + plan + hops + longest of (staging, NIC, inside) + (the others of these) / chunks
+    time       = fixed + plan + hops + longest of (staging, NIC, inside) + (the other two) / chunks
     operation  = the slowest rank
 
-Chunks of tokens go through staging, NICs and NVLink one after the other, so all but the longest of these stages cost
-their share of one chunk. On one node there is no NIC and time = fixed + plan + inside.
+Staging, NIC and ``inside`` are stages of a pipeline of chunks: the longest costs its whole time, the others that of one
+chunk. On one node time = fixed + plan + inside.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ep_dispatcher.estimate.traffic import Traffic
 
 DISPATCH, COMBINE = "dispatch", "combine"
 
-# Fitted to 4 H200 (build 6dd7af9, benchmarks/results, medians; tests/test_estimate.py fits them again).
+# Fitted to medians of 4 H200 (build 6dd7af9, benchmarks/results); tests/test_estimate.py fits them again.
 NVLINK_EFFICIENCY = {DISPATCH: 0.694, COMBINE: 0.726}  # slope from 4096 to 32768 tokens; cached dispatch
 FIXED_US = {DISPATCH: 34.0, COMBINE: 40.0}  # least largest error at 128 to 32768 tokens; cached dispatch
 GB_PER_S_PER_SM = {DISPATCH: 47.8, COMBINE: 40.7}  # of expert rows; mean of 8, 12 and 16 multiprocessors
 STAGING_GB_PER_S_PER_SM = 12.2  # top-1, cached dispatch, 24 multiprocessors
-PLAN_US, PLAN_US_PER_TOKEN = 16.7, 0.0034  # dispatch less cached dispatch: the larger of both
+PLAN_US, PLAN_US_PER_TOKEN = 16.7, 0.0034  # dispatch less cached dispatch; the larger of the two counts
 # Measured: a copy of 58.7 MB inside an H200 takes 31 us (read and written: 3.79 of 4.8 TB/s).
 HBM_EFFICIENCY = 0.79
 # Fitted to one published figure: DeepEP V1, EP 64, combine, 50 GB/s.
 NIC_EFFICIENCY = 0.93
 # Assumed, not measured: a signal from GPU to GPU through two NICs.
 HOP_US = 5.0
-HOPS = {"dispatch": 3, "cached dispatch": 2, "combine": 1}  # waits in a row for another node: Call, lists, data
+HOPS = {"dispatch": 3, "cached dispatch": 2, "combine": 1}  # successive waits for another node: Call, lists, data
 
 # Tokens that share a flag between nodes (``Shape.token_chunk`` of memory.py).
 CHUNK_TOKENS = 256
@@ -43,7 +43,7 @@ WIRES = ("NIC", "NVLink", "multiprocessors", "staging", "HBM")
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU and its share of the network. GB/s are 1e9 bytes per second in each direction; a GPU has a NIC."""
+    """One GPU with a NIC of its own. GB/s are 1e9 bytes per second in each direction."""
 
     name: str
     nvlink_gb_per_s: float
@@ -63,13 +63,13 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Time:
-    """The time of one operation in microseconds, and the slowest rank's parts of it."""
+    """The time of one operation in microseconds, and its parts on the slowest rank."""
 
     us: float
-    bottleneck: str  # one of WIRES, or "fixed cost" where that is longer than each of them
+    bottleneck: str  # one of WIRES, or "fixed cost" if that is longer than each of them
     busy_us: dict[str, float]  # by WIRES
-    fixed_us: float  # with the plan and hops
-    filling_us: float  # the stages' shares of one chunk
+    fixed_us: float  # fixed + plan + hops
+    filling_us: float  # one chunk of each shorter stage
 
 
 def estimate_time(
@@ -83,7 +83,7 @@ def estimate_time(
 ) -> Time:
     """Return the time of ``operation``, "dispatch" or "combine", that moves ``traffic``.
 
-    ``new_plan`` is for a dispatch that plans; one without is called cached.
+    ``new_plan``: the dispatch makes a plan. Without it a dispatch is called cached.
     """
 
     def us(moved: Tensor, gb_per_s: float) -> Tensor:

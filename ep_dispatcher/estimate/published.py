@@ -1,7 +1,7 @@
 """The model beside figures of others, and beside our own measurements.
 
-DeepEP states bandwidths that count rows which stay on the own node (RDMA) or rank (NVLink) too. They are compared as
-they stand: the model's bytes are counted the same way and divided by the model's time.
+DeepEP's bandwidths count rows that stay on the own node (RDMA) or rank (NVLink) too. Here the model's bytes are counted
+in the same way, and divided by the model's time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ep_dispatcher.estimate.model import COMBINE, DISPATCH, MACHINES, Machine, T
 from ep_dispatcher.estimate.routing import Routing, Sizes
 from ep_dispatcher.estimate.traffic import Counts, Row, combine_traffic, count, dispatch_traffic
 
-# DeepEP V1 sends chunks of so many tokens in each of 12 channels (24 multiprocessors): ``get_dispatch_config`` and
+# DeepEP V1 has 12 channels on 24 multiprocessors, and sends a chunk of tokens in each: ``get_dispatch_config`` and
 # ``get_combine_config`` of deep_ep/buffer.py, v1.2.1.
 CHANNELS = 12
-FITTED = (8, COMBINE)  # of V1: the figure that gives NIC_EFFICIENCY
+FITTED = (8, COMBINE)  # (nodes, operation) of V1 that NIC_EFFICIENCY was fitted to
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Published:
 
 
 def _deep_ep_v1() -> list[Published]:
-    """README of v1.2.1: H800, CX7 400 Gb/s, top-4 groups, 24 multiprocessors; a handle is given, without its layout."""
+    """Return the figures of v1.2.1's README: H800, CX7 400 Gb/s, top-4 groups, 24 multiprocessors, with a handle."""
     rows = [(1, 153, 158, 0, 0), (2, 43, 43, 20, 12), (4, 58, 57, 32, 8), (8, 51, 50, 28, 20)]
     return [
         Published(
@@ -60,10 +60,11 @@ def _deep_ep_v1() -> list[Published]:
 
 
 def _deep_ep_v2() -> list[Published]:
-    """README of main: SM90, CX7, 8192 tokens, no group limit; weights and, in a dispatch, int64 indices are counted.
+    """Return the figures of main's README: SM90, CX7, 8192 tokens, no limit of groups.
 
-    Its machine is not named. At 8 x 2, 90 GB/s of RDMA are 254 GB/s of NVLink between GPUs, more than an H800 has. So
-    the full 450 GB/s are assumed. The size of its chunks is not stated either; V1's at the same EP is taken.
+    Its bytes include weights and, in a dispatch, int64 indices. It does not name its machine. At 8 x 2, 90 GB/s of RDMA
+    are 254 GB/s of NVLink between GPUs, more than an H800 has. So 450 GB/s are assumed. It does not state the size of
+    its chunks either: V1's at the same EP is assumed.
     """
     rows = [(2, 90, 81, 12, 20, 12), (4, 61, 61, 6, 32, 8)]
     return [
@@ -88,7 +89,7 @@ PUBLISHED = (*_deep_ep_v1(), *_deep_ep_v2())
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure that was published or measured, and the model's."""
+    """A figure that was published or measured, and the one of the model."""
 
     name: str
     unit: str
@@ -104,7 +105,7 @@ class Compared:
 
 
 def compare_published(seed: int = 0) -> list[Compared]:
-    """The model beside every figure of ``PUBLISHED``, on one sampled routing each."""
+    """Compare the model with every figure of ``PUBLISHED``, on one sampled routing each."""
     counted: dict[tuple, tuple[Sizes, Counts]] = {}
     results = []
     for figure in PUBLISHED:
@@ -129,7 +130,7 @@ def _compare(figure: Published, sizes: Sizes, counts: Counts) -> Compared:
 
 
 def compare_measured(folder: Path) -> list[Compared]:
-    """The model beside the runs of our benchmark (``cuda-*.json``) in a folder: microseconds, one node of H200."""
+    """Compare the model with runs of our benchmark (``cuda-*.json`` in a folder): microseconds on one node of H200."""
     results = []
     for path in sorted(folder.glob("cuda-*ranks-*sms.json")):
         run = json.loads(path.read_text())
@@ -168,7 +169,7 @@ def compare_measured(folder: Path) -> list[Compared]:
 
 
 def _was_fitted(case: Case, operation: str) -> bool:
-    """Whether a constant of the model comes from this figure."""
+    """Return whether a constant of the model was fitted to this figure."""
     if operation not in ("cached dispatch", "combine", "dispatch"):
         return False
     standard = (case.hidden, case.experts, case.topk, case.routing) == (7168, 256, 8, "uniform")

@@ -1,4 +1,4 @@
-"""What an estimate prints, and its chart."""
+"""The tables that an estimate prints, and its charts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ep_dispatcher.estimate.published import Compared
 from ep_dispatcher.estimate.run import WIRE_BYTES, Job
 from ep_dispatcher.estimate.virtual_nodes import EARLIER, LARGER, RUNS, SHIPPED, compare_run
 
-LIMIT = 1.1  # times the wire's own time: what is asked of 50 GB/s (benchmarks/paced_wire.py)
+LIMIT = 1.1  # times the wire's own time: the limit at 50 GB/s (benchmarks/paced_wire.py)
 GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
 COLOURS = {"dispatch": "#1f77b4", "dispatch FP8": "#2ca02c", "combine": "#d95f02"}
 
 
 def title(job: Job) -> list[str]:
-    """Two lines: the job, and the machine."""
+    """Return two lines: the job, and the machine."""
     sizes, routing, machine = job.sizes, job.routing, job.machine
     limit = ""
     if routing.topk_groups is not None:
@@ -31,7 +31,7 @@ def title(job: Job) -> list[str]:
 
 
 def nodes_table(job: Job, found: dict) -> str:
-    """All figures of one number of nodes."""
+    """Return all figures of one number of nodes."""
     received, rows = found["tokens_received"], found["expert_rows"]
     lines = [
         f"{_nodes(found['nodes'])} of {job.sizes.gpus_per_node} GPUs: a rank receives {received['mean']:.0f} tokens "
@@ -56,7 +56,7 @@ def nodes_table(job: Job, found: dict) -> str:
 
 
 def growth_table(results: list[dict]) -> str:
-    """A line for each number of nodes: times with their bottlenecks, and memory."""
+    """Return a line for each number of nodes: times with their bottlenecks, and memory."""
     operations = [name for name in results[0]["operations"] if name != "cached dispatch"]
     columns = "".join(f"{name + ', us':>18}  {'bottleneck':<15}" for name in operations)
     lines = [f"{'nodes':>5}{'ranks':>7}{columns}{'memory, GiB':>13}"]
@@ -70,7 +70,7 @@ def growth_table(results: list[dict]) -> str:
 
 
 def compared_table(heading: str, compared: list[Compared]) -> str:
-    """The model beside given figures; "fitted" marks those that a constant of the model comes from."""
+    """Return the model beside given figures; "fitted" marks those that a constant was fitted to."""
     width = max(len(c.name) for c in compared)
     lines = [f"{heading:<{width}}{'given':>9}{'model':>9}{'error':>9}  bottleneck"]
     for c in compared:

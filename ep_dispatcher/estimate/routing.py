@@ -1,4 +1,4 @@
-"""Routings that are sampled for an estimate: those of the tests, and node-limited ones."""
+"""Routings of an estimate, sampled at random: those of the tests, and those with a limit of nodes per token."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts. ``topk_groups`` limits a token to so many of ``groups`` equal groups of experts.
+    """How tokens choose experts.
 
-    ``kind`` is one of ``testing.make_routing``, or "hot_rank" of ``testing.make_hot_routing``. With ``topk_groups`` it
-    must be "uniform". ``groups`` None: a group for each node, so that the limit is one of nodes.
+    kind         one of ``testing.make_routing``, or "hot_rank" (``testing.make_hot_routing``)
+    topk_groups  the most groups of experts of a token; needs kind "uniform". None: no limit
+    groups       number of equal groups of experts. None: one per node, so that topk_groups limits nodes
+    group_score  as in ``make_limited_routing``
     """
 
     kind: str = "uniform"
@@ -66,7 +68,7 @@ class Routing:
         one_of("group_score", self.group_score, GROUP_SCORES)
         if self.topk_groups is None:
             if self.groups is not None:
-                fail("groups", self.groups, "it beside topk_groups")
+                fail("groups", self.groups, "a number of groups only together with topk_groups")
             return
         if self.kind != "uniform":
             fail("routing", repr(self.kind), "'uniform' beside topk_groups")
@@ -82,12 +84,12 @@ class Routing:
         return sizes.nodes if self.groups is None else self.groups
 
     def limit(self, sizes: Sizes) -> int:
-        """The most groups of one token: with fewer groups than ``topk_groups`` all of them."""
+        """Return the most groups of one token: all, if there are fewer than ``topk_groups``."""
         assert self.topk_groups is not None
         return min(self.topk_groups, self.num_groups(sizes))
 
     def sample(self, sizes: Sizes, seed: int) -> Iterator[Tensor]:
-        """Yield topk_idx of every rank in order: int64 [tokens, topk], -1 for no expert. Seeds make it reproducible."""
+        """Yield topk_idx of every rank in order: int64 [tokens, topk], -1 for no expert."""
         self.check(sizes)
         for rank in range(sizes.ranks):
             number = seed * sizes.ranks + rank
@@ -117,9 +119,9 @@ def make_limited_routing(
         best   = topk_groups groups of the largest group score
         chosen = num_topk experts of the largest score in them
 
-    The score of a group is the sum of its two largest ("top2": node-limited routing of DeepSeek-V3, section 2.1.2 of
-    its report, arXiv 2412.19437) or its largest ("max": ``tests/test_internode.py`` of DeepEP v1.2.1). Random scores
-    are uniform in (0, 1).
+    The score of a group is the sum of its two largest scores ("top2": node-limited routing of DeepSeek-V3, section
+    2.1.2 of its report, arXiv 2412.19437) or its largest ("max": ``tests/test_internode.py`` of DeepEP v1.2.1). Random
+    scores are uniform in (0, 1).
     """
     generator = torch.Generator().manual_seed(seed)
     score = torch.rand(num_tokens, num_groups, num_experts // num_groups, generator=generator)

@@ -1,4 +1,4 @@
-"""One estimate: routings are sampled and counted, and every operation gets its bytes, its time and its memory."""
+"""One estimate: sample routings, count them, and work out bytes and time of every operation, and the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATIONS = ("dispatch", "dispatch FP8", "cached dispatch", "combine")  # named
 
 @dataclass(frozen=True)
 class Job:
-    """What is estimated, on one number of nodes. Raises ValueError where an argument is not allowed."""
+    """The arguments of an estimate, for one number of nodes. Raises ValueError if one is not allowed."""
 
     sizes: Sizes
     routing: Routing
@@ -51,14 +51,14 @@ class Job:
 
     @property
     def memory(self) -> BufferBytes:
-        """Bytes of a rank's buffer: what the engine allocates, or would on more nodes than it serves."""
+        """Return the bytes of a rank's buffer. The engine allocates them, or would if it ran on so many nodes."""
         sizes, tokens = self.sizes, self.sizes.tokens if self.max_tokens is None else self.max_tokens
         nodes, local = sizes.nodes, sizes.gpus_per_node
         shape = Shape(nodes, local, sizes.experts, sizes.topk, tokens, sizes.hidden, self.dtype.itemsize)
         return cuda_bytes(shape, self.machine.num_sms)
 
     def cost(self, operation: str, counts: Counts) -> tuple[Traffic, Time]:
-        """Return bytes and time of one of ``OPERATIONS`` on one routing. Weights travel in every dispatch."""
+        """Return bytes and time of one of ``OPERATIONS`` on one routing. Every dispatch carries weights."""
         sizes, is_combine = self.sizes, operation == "combine"
         row = Row.make(
             sizes.hidden,
@@ -78,7 +78,7 @@ class Job:
 
 
 def estimate(job: Job) -> dict:
-    """Return what docs/estimate.md calls an entry of "estimates" in the JSON: plain numbers, bytes and microseconds."""
+    """Return an entry of "estimates" in the JSON, as docs/estimate.md describes it: bytes and microseconds."""
     sizes = job.sizes
     costs: dict[str, list[tuple[Traffic, Time]]] = {name: [] for name in job.operations}
     received, copies = [], []
@@ -100,13 +100,13 @@ def estimate(job: Job) -> dict:
 
 
 def _spread(per_seed: list[torch.Tensor]) -> dict[str, float]:
-    """The mean over ranks and seeds, and the largest of a rank in any seed."""
+    """Return the mean over ranks and seeds, and the largest value of any rank in any seed."""
     values = torch.stack([values.double() for values in per_seed])
     return {"mean": float(values.mean()), "max": float(values.max())}
 
 
 def _summary(costs: list[tuple[Traffic, Time]]) -> dict:
-    """Mean over seeds, least and most; bottleneck and parts are those of the slowest seed."""
+    """Return mean, least and most over seeds, with the bottleneck and the parts of the slowest seed."""
     times = [time for _, time in costs]
     slowest = max(times, key=lambda time: time.us)
     return {

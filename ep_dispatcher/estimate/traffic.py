@@ -1,6 +1,6 @@
 """Rows, items and bytes of one dispatch or combine over every wire, counted exactly for one routing.
 
-A row of source (n, l), rank l of node n, goes so, in a dispatch:
+In a dispatch a row of source (n, l), rank l of node n, goes this way:
 
     for every node m that has an expert of the token:
         m != n: over the NICs from (n, l) to its rail peer (m, l), once        -> nic
@@ -9,7 +9,7 @@ A row of source (n, l), rank l of node n, goes so, in a dispatch:
             k == l: no wire                                                    -> own
         (m, k) writes it once per expert that it has of the token              -> copies
 
-In a combine partial sums go the same ways back: what was sent is received, and the other way round.
+In a combine partial sums go the same ways back: sent and received change places.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ep_dispatcher.memory import SCALE_BLOCK, VECTOR, round_up
 
 @dataclass(frozen=True)
 class Counts:
-    """What every rank moves in a dispatch: int64 tensors [ranks]. A row is one token on one wire."""
+    """What every rank moves in a dispatch: int64 tensors [ranks]. A row here is one token on one wire."""
 
     nic_out: Tensor  # rows to rail peers on other nodes
     nic_in: Tensor  # rows from rail peers on other nodes
@@ -37,11 +37,11 @@ class Counts:
     copies: Tensor  # (token, expert) pairs of this rank's experts: rows of its output in expert layout
     own_node: Tensor  # tokens of this rank that have an expert on its own node
     items_out: Tensor  # (token, receiver) pairs of this rank's tokens with receivers on other nodes
-    items_in: Tensor  # the same of its rail peers' tokens with receivers on this rank's node
+    items_in: Tensor  # (token, receiver) pairs of its rail peers' tokens with receivers on this rank's node
 
     @property
     def received(self) -> Tensor:
-        """[ranks] tokens that a rank receives: rows of its output in rank layout."""
+        """Return the tokens that each rank receives [ranks]: rows of its output in rank layout."""
         return self.nvlink_in + self.own
 
     def mirrored(self) -> Counts:
@@ -104,18 +104,18 @@ class Row:
 
 
 def item_bytes(sizes: Sizes) -> int:
-    """Bytes of an item, as in a buffer's memory."""
+    """Return the bytes of an item, as in a buffer's memory."""
     return memory.item_bytes(sizes.topk, sizes.local_experts)
 
 
 def counts_bytes(sizes: Sizes) -> int:
-    """Bytes of the counts of one rank, likewise."""
+    """Return the bytes of the counts of one rank, as in a buffer's memory."""
     return memory.counts_bytes(sizes.ranks, sizes.experts)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one operation: float64 tensors [ranks]. Rows with tails; counts, items and tables of a new plan."""
+    """Bytes of one operation: float64 tensors [ranks]. Rows with their tails; with a new plan counts, items, tables."""
 
     nic_out: Tensor
     nic_in: Tensor
@@ -127,10 +127,10 @@ class Traffic:
 
 
 def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) -> Traffic:
-    """Return the bytes of a dispatch of these rows; with ``new_plan`` also of its counts messages, items and tables.
+    """Return the bytes of a dispatch of these rows; with ``new_plan`` also those of counts, items and tables.
 
     HBM: rows and tails are staged (read, written), leave by the NIC (read), arrive by it (written), are read by
-    receivers, and are written once per local expert. The bytes of a plan are left out there.
+    receivers, and are written once per local expert. HBM leaves out the bytes of a plan.
     """
     wire = row.on_wire
     out, into = counts.nic_out.double() * wire, counts.nic_in.double() * wire
@@ -150,8 +150,8 @@ def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) 
 def combine_traffic(sizes: Sizes, counts: Counts, row: Row) -> Traffic:
     """Return the bytes of the combine of a dispatch with these counts (those of the dispatch, not mirrored).
 
-    HBM: rows of y are read once per expert; slots are written by receivers and read by the rail's rank; sums for other
-    nodes are written, leave by the NIC (read), arrive (written) and are read; every token's sum is written.
+    HBM: rows of y are read once per expert. Slots are written by receivers, and read by the owner or its rail peer.
+    Sums for other nodes are written, leave by the NIC (read), arrive (written) and are read. The output is written.
     """
     wire, back = row.on_wire, counts.mirrored()
     out, into, over_out, over_in, own = (

@@ -1,7 +1,7 @@
 """The model beside our own runs between virtual nodes: 2 nodes on 2 H200 of one host, joined by NVLink.
 
 Nothing was fitted to these figures. docs/nodes_measured.md has them with their ratios, docs/estimate.md says where the
-model is off. All sent 4096 tokens per rank, hidden 7168, 256 experts, top-8, bfloat16 or float8 rows.
+model is off. All runs had 4096 tokens per rank, hidden 7168, 256 experts, top-8, bfloat16 or float8 rows.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ep_dispatcher.estimate.traffic import Counts, count
 
 NODES = 2
 OPERATIONS = ("dispatch", "dispatch FP8", "combine", "cached dispatch")
-SHIPPED = (256, 256)  # chunks
+SHIPPED = (256, 256)  # chunks that buffers have: tokens of a dispatch, of a combine
 LARGER = (1024, 512)
 EARLIER = "earlier kernels"  # before rows and sums became bulk copies
 
 
 @dataclass(frozen=True)
 class Run:
-    """Times of one setting on the peer wire. Of ``chunks`` the first is for dispatch, the second for combine."""
+    """Times of one setting on the peer wire."""
 
     us: tuple[float, ...]  # microseconds, in the order of OPERATIONS; a cached dispatch may be left out
     gb_per_s: float | None = None  # the pace of the wire, per rank and direction; None: NVLink without a pace
-    sms: int = 24  # those of the wire among them
-    rail_sms: int = 4  # those of the wire; the model does not know of them
-    chunks: tuple[int, int] = LARGER  # tokens with a common flag
+    sms: int = 24  # with those of the wire
+    rail_sms: int = 4  # those of the wire; the model ignores them
+    chunks: tuple[int, int] = LARGER  # tokens with a common flag: in a dispatch, in a combine
     layout: str = "expert"
     gpus_per_node: int = 1  # 2: each GPU has a rank of both nodes
-    kernels: str = ""  # of which build, if not the one of the other runs
+    kernels: str = ""  # the build, if not that of the other runs
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Run:
         return f"{name}, {self.kernels}" if self.kernels else name
 
     def machine(self, operation: str) -> Machine:
-        """The part of an H200 that a rank has, with the wire for a NIC."""
+        """Return the part of an H200 that a rank has, with the wire in place of a NIC."""
         h200 = replace(MACHINES["H200"], num_sms=self.sms)
         if self.gpus_per_node > 1:  # the ranks of a GPU share it; the wire is a copy inside, which reads and writes
             nvlink, hbm = h200.nvlink_gb_per_s / NODES, h200.hbm_gb_per_s / NODES
@@ -91,7 +91,7 @@ def routing_of(gpus_per_node: int, layout: str) -> tuple[Sizes, Counts]:
 
 @cache
 def compare_run(run: Run) -> dict[str, Compared]:
-    """The model beside every time of a run, by operation, on one sampled routing."""
+    """Compare the model with every time of a run, by operation, on one sampled routing."""
     (sizes, counts), results = routing_of(run.gpus_per_node, run.layout), {}
     for operation, measured in zip(OPERATIONS, run.us):
         chunk = run.chunks[kind_of(operation) == COMBINE]
@@ -102,5 +102,5 @@ def compare_run(run: Run) -> dict[str, Compared]:
 
 
 def compare_virtual_nodes() -> list[Compared]:
-    """The model beside all of ``RUNS``."""
+    """Compare the model with all of ``RUNS``."""
     return [compared for run in RUNS for compared in compare_run(run).values()]

@@ -1,4 +1,4 @@
-"""The command line: every value is checked here, and a wrong one is named together with what is allowed."""
+"""The command line: checks every value; an error names the argument, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from moe_lm.device import MAX_RANKS, choose_device, default_ranks, default_ranks_per_node
 from moe_lm.model import ModelConfig
 
-# What an argument is when it is not given. The model for GPUs was chosen without a run on one.
+# Defaults of the arguments.
 DEFAULTS = {
     "cpu": dict(
         layers=2,
@@ -49,7 +49,7 @@ torchrun --nproc-per-node 4 train_moe_lm.py        uses those of the launcher
 
 
 def number(kind: type, low: float, high: float):
-    """A type for argparse: ``kind`` (int or float) from ``low`` to ``high``."""
+    """Return a type for argparse: ``kind`` (int or float) from ``low`` to ``high``."""
 
     def convert(text: str):
         try:
@@ -134,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
-    """``args`` with every value filled in, also ``device`` ("cpu" or "cuda") and ``why_cpu`` ("" on GPUs)."""
+    """Return ``args``, complete and with ``device`` ("cpu" or "cuda") and ``why_cpu`` ("" on GPUs), and the config."""
     parser = make_parser()
     args = parser.parse_args()
 
@@ -153,8 +153,8 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
         args.ranks = size
     args.ranks = args.ranks or default_ranks(args.device)
     args.ranks_per_node = args.ranks_per_node or default_ranks_per_node(args.device, args.ranks)
-    # Rounding alone moves tokens between experts of nearly equal weight, in a large model in every step. Then gradients
-    # cannot be compared, so --check takes the small model in float32.
+    # Rounding alone moves tokens between experts of nearly equal weight; in a large model this happens in every step.
+    # Then gradients cannot be compared, so --check takes the small model in float32.
     for name, value in DEFAULTS["cpu" if args.check else args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value // args.ranks * args.ranks if name == "experts" else value)

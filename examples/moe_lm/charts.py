@@ -10,7 +10,7 @@ MAX_PANELS = 6
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:
-    """Mean over a centred stretch of ``width`` values, shorter at the ends."""
+    """Return means over centred stretches of ``width`` values, shorter at the ends."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     half = np.minimum(width // 2, at)  # the first losses fall steeply and must not be pulled down by later ones
@@ -19,7 +19,7 @@ def smooth(values: list[float], width: int) -> np.ndarray:
 
 
 def draw(report: dict, path: Path) -> None:
-    """``report`` is what ``Recorder.write`` returns. Raises ImportError without matplotlib."""
+    """Draw the chart of a report by ``Recorder.write``. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def draw_losses(axes, report: dict) -> None:
 
 
 def draw_experts(figure, counts: np.ndarray, report: dict) -> None:
-    """Heat maps of up to ``MAX_PANELS`` layers: every expert's tokens over the mean, 1 when the load is balanced."""
+    """Draw heat maps of up to ``MAX_PANELS`` layers: each expert's tokens over the mean, 1 for a balanced load."""
     _, num_layers, num_experts = counts.shape
     load = counts / counts.mean(-1, keepdims=True)
     layers = np.linspace(0, num_layers - 1, min(MAX_PANELS, num_layers)).round().astype(int)

@@ -1,4 +1,4 @@
-"""Where the ranks run: on GPUs with the CUDA engine, or on CPUs."""
+"""Chooses where the ranks run: on GPUs with the CUDA engine, or on CPUs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_OF_NODE = 8  # ranks, with the CUDA engine
 def choose_device(asked: str) -> tuple[str, str]:
     """``asked``: "auto", "cpu" or "cuda". Return the device, and in words why it is the CPU (else "").
 
-    "auto" is what a ``Buffer`` takes: EP_DISPATCHER_ENGINE, else GPUs where there are usable ones. Raises ValueError
-    where GPUs are asked for and cannot be used.
+    "auto" chooses as a ``Buffer`` does: EP_DISPATCHER_ENGINE, else GPUs if there are usable ones. Raises ValueError if
+    GPUs are asked for and cannot be used.
     """
     wanted = envs.engine() if asked == "auto" else asked
     if wanted == "cpu":
@@ -29,7 +29,7 @@ def choose_device(asked: str) -> tuple[str, str]:
 
 
 def gpu_problem() -> str:
-    """Why the CUDA engine cannot run here, in words for people who have just cloned this; "" if it can."""
+    """Return why the CUDA engine cannot run here, for a user of a fresh clone; "" if it can."""
     problem = engines.cuda_problem()
     if problem is None:
         return ""
@@ -45,7 +45,7 @@ def device_name(device: str) -> str:
 
 
 def ranks_on_host(num_ranks: int) -> int:
-    """Of ``num_ranks``, how many run here: torchrun says it, and without it all do."""
+    """Return how many of ``num_ranks`` run on this host, as torchrun says; without torchrun all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
@@ -54,10 +54,10 @@ def ranks_per_gpu(num_ranks: int) -> int:
 
 
 def prepare_ranks(device: str, num_ranks: int) -> str:
-    """Call it before the ranks start. Return the backend of their group.
+    """Return the backend of the ranks' group. Call this before the ranks start.
 
-    The model's own tensors go through NCCL where every rank has a GPU. NCCL refuses two ranks on one GPU: there gloo
-    takes them through the host.
+    The model's own tensors travel through NCCL if every rank has a GPU. NCCL refuses two ranks on one GPU: then they
+    travel through the host, with gloo.
     """
     if device == "cpu":
         return "gloo"
@@ -68,7 +68,7 @@ def prepare_ranks(device: str, num_ranks: int) -> str:
 
 
 def num_sms(device: str, num_ranks: int) -> int | None:
-    """Multiprocessors for the engine, None for its default: those of all ranks on one GPU must fit there together."""
+    """Return the engine's multiprocessors, None for its default. Those of all ranks on a GPU must fit together."""
     if device == "cpu" or ranks_per_gpu(num_ranks) == 1:
         return None
     there = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -76,17 +76,17 @@ def num_sms(device: str, num_ranks: int) -> int | None:
 
 
 def default_ranks(device: str) -> int:
-    """One per GPU; on a single GPU two, because one rank would send nothing."""
+    """Return one rank per GPU; on a single GPU two, because one rank would send nothing."""
     return 4 if device == "cpu" else min(MAX_RANKS, max(2, torch.cuda.device_count()))
 
 
 def default_ranks_per_node(device: str, num_ranks: int) -> int:
-    """On CPUs virtual nodes of two, to show both wires. GPUs of a host are one node, of at most ``MOST_OF_NODE``."""
+    """Return 2 on CPUs: virtual nodes, to show both wires. GPUs of a host are one node of at most ``MOST_OF_NODE``."""
     most = 2 if device == "cpu" else MOST_OF_NODE
     return max(size for size in range(1, most + 1) if ranks_on_host(num_ranks) % size == 0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given: call it before the time is read."""
+    """Wait until the device has finished all work. Call this before reading the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

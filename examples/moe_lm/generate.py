@@ -1,4 +1,4 @@
-"""Text from the model, one byte after the other."""
+"""Generates text with the model, byte by byte."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 def generate(
     model: nn.Module, prompt: str, num_bytes: int, seq_len: int, seed: int, temperature: float = 0.6, max_seconds=15.0
 ) -> str:
-    """``prompt`` and up to ``num_bytes`` more, as many as rank 0 gets done in ``max_seconds``.
+    """Return ``prompt`` and up to ``num_bytes`` more bytes, fewer if rank 0 needs more than ``max_seconds``.
 
-    All ranks must call it together with equally long prompts, since every byte dispatches in every layer.
+    All ranks must call this together, with equally long prompts: every byte dispatches in every layer.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

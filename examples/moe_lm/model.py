@@ -64,8 +64,8 @@ class Block(nn.Module):
 class MoELanguageModel(nn.Module):
     """``tokens`` int64 [batch, length] -> logits float32 [batch, length, 256], balance loss, counts [layers, experts]
 
-    ``make_moe(layer)`` makes a block's mixture-of-experts layer. All other parameters follow from ``config.seed``
-    alone, and so are the same on every rank.
+    ``make_moe(layer)`` makes a block's mixture-of-experts layer. ``config.seed`` alone determines all other parameters,
+    so they are the same on every rank.
     """
 
     def __init__(self, config: ModelConfig, make_moe: Callable[[int], nn.Module]):
@@ -90,5 +90,5 @@ class MoELanguageModel(nn.Module):
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter of this name belongs to one expert, and so lives on one rank only."""
+    """Return whether the parameter of this name belongs to an expert, so that only one rank has it."""
     return ".experts." in name

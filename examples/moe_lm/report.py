@@ -1,4 +1,4 @@
-"""What is printed while training, and the figures that are kept in JSON."""
+"""Prints figures during training, and keeps them for the JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 import ep_dispatcher
 from moe_lm.step import StepResult
 
-WARM_UP = 5  # steps that times leave out: the first ones allocate, load kernels and compile
-COLUMNS = 120  # the tokens per expert are kept summed over this many equal stretches of the run
+WARM_UP = 5  # first steps, which allocate, load kernels and compile: times leave them out
+COLUMNS = 120  # equal stretches of the run, over each of which the tokens per expert are summed
 HEADER = """
              tokens per    bits per byte      busiest expert
  time   step   second    training  held-out    over mean      left"""
 
 
 def imbalance(tokens_per_expert: torch.Tensor) -> float:
-    """The busiest expert's tokens over the mean, averaged over the layers; 1 is balanced. [..., layers, experts]"""
+    """Return the busiest expert's tokens over the mean, averaged over layers; 1 is balanced. [..., layers, experts]"""
     counts = tokens_per_expert.reshape(-1, *tokens_per_expert.shape[-2:]).sum(0).double()
     return (counts.amax(-1) / counts.mean(-1)).mean().item()
 
 
 def median_step(seconds: list[float], since: int = 0) -> float:
-    """The median of the steps' seconds from step ``since`` on, without the first ones, or half of them if few."""
+    """Return the median of the steps' seconds from step ``since`` on, without WARM_UP steps, at most half of all."""
     return statistics.median(seconds[max(since, min(WARM_UP, len(seconds) // 2)) :])
 
 
@@ -57,7 +57,7 @@ class Recorder:
         self.step_seconds.append(seconds)
 
     def progress(self, seconds: float, done: float, held_out: float) -> None:
-        """One line about the steps since the last one. ``done``: share of the run, 0 to 1."""
+        """Print a line about the steps since the last line. ``done``: share of the run, 0 to 1."""
         if not self.held_out:
             self.say(HEADER)
         last = self.held_out[-1]["step"] if self.held_out else 0
@@ -90,7 +90,7 @@ class Recorder:
         }
 
     def tokens_per_expert(self) -> dict:
-        """``counts[stretch][layer][expert]`` and the step at which each stretch begins."""
+        """Return ``counts[stretch][layer][expert]``, and the first step of each stretch."""
         stretches = torch.stack(self.counts).tensor_split(min(COLUMNS, len(self.counts)))
         sizes = torch.tensor([len(s) for s in stretches])
         return {

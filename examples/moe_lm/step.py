@@ -1,10 +1,10 @@
 """One training step under expert parallelism: the dense part is data parallel, the experts are sharded.
 
-The loss is the mean over the ranks of each rank's own loss. Therefore
+The loss is the mean of the ranks' losses. So
 - a dense parameter's gradient is the mean over the ranks: one all-reduce of one flat bucket;
-- an expert's gradient is complete on its rank, because the backward of combine and dispatch brought the gradients of
-  every rank's tokens there; it is only divided by the number of ranks;
-- the gradient norm counts a dense parameter once and the experts of all ranks.
+- an expert's gradient is complete on its rank, because the backward of combine and dispatch brings the gradients of all
+  ranks' tokens there; it is only divided by the number of ranks;
+- the gradient norm counts a dense parameter once, and the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_lm.model import is_expert
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step saw, the same on every rank."""
+    """The figures of one step, the same on every rank."""
 
     loss: float  # mean over the ranks, nats per byte
     balance_loss: float
@@ -34,7 +34,7 @@ class StepResult:
 def backward(
     model: nn.Module, inputs: Tensor, targets: Tensor, balance_coefficient: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's loss; returns (loss, balance loss, tokens per expert) of this rank."""
+    """Compute gradients of this rank's loss. Return (loss, balance loss, tokens per expert) of this rank."""
     logits, balance_loss, tokens_per_expert = model(inputs)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     (loss + balance_coefficient * balance_loss).backward()
@@ -78,7 +78,7 @@ def learning_rate(peak: float, done: float, warmup: float = 0.05, floor: float =
 
 
 def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over this rank's parameters, the shared dense ones and its own experts; matrices decay, norms do not."""
+    """Return AdamW for this rank's parameters: the dense ones and its own experts. Matrices decay, norms do not."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -86,7 +86,7 @@ def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, grad_norm: float, max_norm: float) -> None:
-    """Clip the gradients to ``max_norm``, take the optimizer's step, forget the gradients."""
+    """Clip the gradients to ``max_norm``, take the optimizer's step, clear the gradients."""
     if grad_norm > max_norm:
         torch._foreach_mul_([p.grad for p in model.parameters()], max_norm / grad_norm)
     for group in optimizer.param_groups:

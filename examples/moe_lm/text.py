@@ -1,7 +1,7 @@
 """The text: Python's own language reference, which every CPython carries in ``pydoc_data.topics`` for ``help()``.
 
-Some topics are printed again inside larger ones ("attribute-access" is a chapter of "specialnames"). A paragraph that
-occurred before is left out; else a fifth of the text would be there twice, and held-out text would be trained on.
+Some topics occur again inside larger ones ("attribute-access" is a chapter of "specialnames"). So repeated paragraphs
+are left out. Otherwise a fifth of the text would occur twice, and held-out text would also be training text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HELD_OUT_EVERY, HELD_OUT_FIRST = (
 
 
 def load_text() -> tuple[bytes, bytes]:
-    """The training and the held-out bytes: whole topics in sorted order, each paragraph once."""
+    """Return the training and the held-out bytes: whole topics in sorted order, each paragraph once."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -40,13 +40,13 @@ def load_text() -> tuple[bytes, bytes]:
 
 
 def unigram_bits(train: bytes, held_out: bytes) -> float:
-    """Bits per byte of ``held_out`` under the byte frequencies of ``train``, every count plus one."""
+    """Return bits per byte of ``held_out`` under the byte frequencies of ``train``, every count plus one."""
     counts = Counter(train)
     return -sum(log2((counts[byte] + 1) / (len(train) + 256)) for byte in held_out) / len(held_out)
 
 
 def bigram_bits(train: bytes, held_out: bytes, smoothing: float = 0.02) -> float:
-    """The same when the byte before is known: pairs counted in ``train``, every count plus ``smoothing``."""
+    """Return the same if the byte before is known: pairs counted in ``train``, every count plus ``smoothing``."""
     singles, pairs = Counter(train[:-1]), Counter(zip(train, train[1:]))
     bits = 0.0
     for previous, byte in zip(held_out, held_out[1:]):
@@ -59,9 +59,9 @@ def to_tensor(text: bytes) -> Tensor:
 
 
 class RandomWindows:
-    """Endless batches ``(inputs, targets)``, each int64 ``[batch, seq_len]``: the windows of one data-parallel rank.
+    """Endless batches ``(inputs, targets)``, each int64 ``[batch, seq_len]``: random windows for one rank.
 
-    They lie on the device of ``text``, and are the same on every device.
+    They are on the device of ``text``, and the same on every device.
     """
 
     def __init__(self, text: Tensor, batch: int, seq_len: int, seed: int, rank: int):
@@ -75,10 +75,10 @@ class RandomWindows:
 
 
 def held_out_batches(text: Tensor, batch: int, seq_len: int, rank: int, num_ranks: int, max_windows: int | None = None):
-    """This rank's share of ``text`` in windows side by side, as a list of ``(inputs, targets)``.
+    """Return this rank's share of ``text`` in adjacent windows, as a list of ``(inputs, targets)``.
 
-    Every rank gets as many batches of the same size as every other, because all ranks must dispatch in step; the few
-    windows that do not fill a batch on every rank are left out. ``max_windows`` (of all ranks) takes an even sample.
+    All ranks must dispatch in step, so each gets the same number of batches, of the same sizes; the few windows left
+    over are dropped. ``max_windows`` (of all ranks) takes an even sample.
     """
     windows = text.unfold(0, seq_len + 1, seq_len)
     if max_windows is not None:

@@ -16,12 +16,12 @@ from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradient
 from moe_lm.text import RandomWindows, held_out_batches
 
 REPORT_EVERY_S = 5.0
-QUICK_WINDOWS = 64  # how many held-out windows are looked at while training; the end takes all
+QUICK_WINDOWS = 64  # held-out windows for evaluations during training; the last one takes all
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Bits per byte of the batches of all ranks."""
+    """Return bits per byte of the batches of all ranks."""
     total = torch.zeros(2, dtype=torch.float64, device=batches[0][0].device)
     for inputs, targets in batches:
         total[0] += F.cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten(), reduction="sum")
@@ -31,11 +31,11 @@ def evaluate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def train(args, model: nn.Module, train_text: Tensor, held_out: Tensor, recorder: Recorder) -> None:
-    """Train until ``args.steps`` steps or ``args.minutes`` minutes are over, and let ``recorder`` know how it goes.
+    """Train for ``args.steps`` steps or ``args.minutes`` minutes, and give all figures to ``recorder``.
 
-    The learning rate follows the share of the run that is done: a slow machine takes fewer steps of the same schedule.
-    Every rank goes by rank 0's clock, which comes with the gradients, so all evaluate and stop at the same step. The
-    texts and the model lie on the same device.
+    The learning rate follows the share of the run that is done, so a slow machine takes fewer steps of the same
+    schedule. All ranks use rank 0's clock, which the gradients' all-reduce carries. So they evaluate and stop at the
+    same step. The texts and the model are on the same device.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     windows = RandomWindows(train_text, args.batch, args.seq_len, args.seed, rank)

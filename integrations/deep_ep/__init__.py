@@ -1,10 +1,10 @@
-"""The Python interface of DeepEP 1.2.1 on ep_dispatcher, for programs that are written for ``deep_ep``.
+"""The Python interface of DeepEP 1.2.1 on ep_dispatcher, for programs written for ``deep_ep``.
 
     import ep_dispatcher.integrations.deep_ep as d
     d.install()                       # before the program imports deep_ep
     from deep_ep import Buffer        # ours
 
-or, with no edit of any file,
+or, without editing a file,
 
     torchrun ... -m ep_dispatcher.integrations.deep_ep program.py <arguments of program.py>
 

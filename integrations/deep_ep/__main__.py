@@ -1,4 +1,4 @@
-"""Runs a program that is written for deep_ep with ep_dispatcher in DeepEP's place, without an edit of any file.
+"""Runs a program written for deep_ep with ep_dispatcher in place of DeepEP, without editing a file.
 
 torchrun ... -m ep_dispatcher.integrations.deep_ep program.py <arguments of program.py>
 python -m ep_dispatcher.integrations.deep_ep -m package.module <arguments of the module>
@@ -23,8 +23,8 @@ def main() -> None:
     program = sys.argv[0]
     if not is_module and not os.path.isfile(program):
         sys.exit(f"ep_dispatcher.integrations.deep_ep: program: given {program!r}, allowed: a Python file that exists")
-    # As `python program.py` does: what lies beside the program comes first.
-    if not is_module and not getattr(sys.flags, "safe_path", False):  # python -P: Python puts no folder there
+    # As `python program.py` does, search the folder of the program first.
+    if not is_module and not getattr(sys.flags, "safe_path", False):  # with python -P sys.path has no such folder
         sys.path[0] = os.path.dirname(os.path.abspath(program))
     install()
     if is_module:

@@ -1,4 +1,4 @@
-"""``deep_ep.Buffer`` on ep_dispatcher: layout, dispatch and combine; low_latency.py has its other half."""
+"""``deep_ep.Buffer`` on ep_dispatcher: layout, dispatch and combine. low_latency.py has the other half."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from ep_dispatcher.integrations.deep_ep.runtime import Runtime
 
 
 class Buffer(LowLatency):
-    """Dispatch and combine by DeepEP's names, arguments and results.
+    """Dispatch and combine with DeepEP's names, arguments and results.
 
         layout = buffer.get_dispatch_layout(topk_idx, num_experts)
         recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event = buffer.dispatch(...)
         combined_x, combined_topk_weights, event = buffer.combine(y, handle)
 
-    Making one is local: the engine's buffers, which need sizes that DeepEP's constructor does not have, are made by the
-    operations that need them (pool.py), and all buffers of a group share them.
+    Making one is local. The engine's buffers need sizes that DeepEP's constructor does not have. So the first operation
+    that needs one makes it (pool.py), and all deep_ep.Buffers of a group share them.
 
-    group               the ranks; the byte counts are kept for programs that compare them, and reserve nothing
+    group               the ranks
+    num_nvl_bytes, num_rdma_bytes  kept for programs that compare them; they reserve nothing
     low_latency_mode    allows the low_latency_ methods
     enable_shrink       low_latency_ methods mask a rank that does not answer within EP_DISPATCHER_TIMEOUT_S, and go on
-                        without it (``ep.Buffer.mask``), where the engine can: on one node, with few tokens
-    explicitly_destroy  allows destroy(); without it the memory goes with the last buffer and handle of the group
+                        without it (``ep.Buffer.mask``), if the engine can: on one node, with few tokens
+    explicitly_destroy  allows destroy(); without it the memory is freed with the last buffer and handle of the group
     """
 
     num_sms: int = 20
-    _chosen_sms: int | None = None  # by set_num_sms; None leaves the engine its own default
+    _chosen_sms: int | None = None  # by set_num_sms; None: the engine's default
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Buffer(LowLatency):
             say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError: {EXACT_HAS_NO_MASKS}")
 
     def destroy(self) -> None:
-        """Give the memory back with the last buffer of the group; collective."""
+        """Free the memory with the last buffer of the group. Collective."""
         if not self.explicitly_destroy:
             checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
         pool = self._live_pool()
@@ -87,7 +88,7 @@ class Buffer(LowLatency):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Let engine buffers that are made from now on use so many multiprocessors, an even number as DeepEP's."""
+        """Set the multiprocessors of engine buffers that are made from now on: an even number, as in DeepEP."""
         new_num_sms = checks.integer("new_num_sms", new_num_sms, 2)
         if new_num_sms % 2:
             checks.fail("new_num_sms", new_num_sms, "an even number")
@@ -95,7 +96,7 @@ class Buffer(LowLatency):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of what the current stream has to do until now."""
+        """Return an event of all work so far in the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -106,7 +107,7 @@ class Buffer(LowLatency):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """A config for any number of ranks; there is nothing to tune in it but ``num_sms``."""
+        """Return a config for any number of ranks. Only ``num_sms`` has an effect."""
         return Config(Buffer.num_sms)
 
     @staticmethod
@@ -114,7 +115,7 @@ class Buffer(LowLatency):
         return Config(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream of the operations that are asked for with async_finish or previous_event."""
+        """Return the stream of operations with async_finish or previous_event."""
         return self._comm.stream()
 
     def get_local_buffer_tensor(
@@ -133,10 +134,10 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """(num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank, event); local.
+        """Return num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank, event. Local.
 
-        Shapes and dtypes are those of layout.dispatch_layout. ``event`` holds one with ``async_finish``, here and
-        everywhere else.
+        Shapes and dtypes are those of layout.dispatch_layout. Here and elsewhere ``event`` is empty without
+        ``async_finish``.
         """
         with self._comm.operation(topk_idx, previous_event=previous_event, async_finish=async_finish) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
@@ -163,21 +164,21 @@ class Buffer(LowLatency):
     ) -> tuple[
         Tensor | tuple[Tensor, Tensor], Tensor | None, Tensor | None, list[int] | None, tuple | None, EventOverlap
     ]:
-        """Bring every token once to each rank that has an expert of it; rows arrive by (source rank, source token).
+        """Bring every token once to each rank that has one of its experts. Rows are in order of (source rank, token).
 
             recv_topk_idx[row, k] = local expert or -1;  recv_topk_weights[row, k] = its weight, or 0
 
         x                 rows, or a pair of rows and scales: see rows.Rows
-        handle            of an earlier dispatch: its routing again, without all that describes one; then everything
-                          that is returned but recv_x and event is None
-        topk_idx, topk_weights  int64 and float32 [num_tokens, num_topk], together or not at all: is_token_in_rank and
-                          num_tokens_per_expert say enough without them
-        expert_alignment  rounds up num_recv_tokens_per_expert_list, and nothing else
-        num_worst_tokens  rows of the output, the same on all ranks; then no host waits, the list is empty, and rows
-                          behind the last have -1 in recv_topk_idx
-        config            accepted; the engine has nothing to tune with it
+        handle            of an earlier dispatch, to use its routing again. Then topk_idx and topk_weights must be None,
+                          other arguments of a routing are ignored, and all results but recv_x and event are None
+        topk_idx, topk_weights  int64 and float32 [num_tokens, num_topk], both or none: is_token_in_rank and
+                          num_tokens_per_expert are enough
+        expert_alignment  only rounds up num_recv_tokens_per_expert_list
+        num_worst_tokens  rows of the output, the same on all ranks. Then no host waits, the list is empty, and unused
+                          rows have -1 in recv_topk_idx
+        config            accepted, without effect
 
-        Raises ValueError for arguments that are not allowed, PeerTimeoutError when a rank does not come.
+        Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
         pool, rows = self._live_pool(), Rows(x)
         self._say_of_config(config)
@@ -215,17 +216,17 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sum every token's rows of all ranks on the rank that brought it, without weights.
+        """Sum every token's rows of all ranks on its source rank, without weights.
 
             combined_x[token] = sum of x[row of token] over its ranks + bias
             combined_topk_weights[token, k] = sum of topk_weights[row of token, k] over its ranks
 
         x             [num_recv_tokens, hidden] of bfloat16, float16 or float32
-        topk_weights  float32 [num_recv_tokens, num_topk]. Of experts on other ranks they have to be 0, as dispatch gave
-                      them. Others are a NotImplementedError; on a GPU they make the token's combined_topk_weights NaN.
-                      With EP_DISPATCHER_DEEP_EP_EXACT=1 they may be anything, for one small operation more
-        bias          one or two of [num_tokens, hidden], of the dtype of x; added in float32 after the sum
-        config        accepted; the engine has nothing to tune with it
+        topk_weights  float32 [num_recv_tokens, num_topk]. Weights of experts on other ranks must be 0, as dispatch
+                      returns them. Otherwise NotImplementedError; on a GPU combined_topk_weights of the token is NaN.
+                      With EP_DISPATCHER_DEEP_EP_EXACT=1 they may have any value, for one more small operation
+        bias          one or two tensors [num_tokens, hidden] of the dtype of x, added in float32 after the sum
+        config        accepted, without effect
         """
         self._live_pool()
         plans = _plans(handle)
@@ -278,7 +279,7 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ):
-        """As ``dispatch``: the engine knows by itself which ranks are on other nodes."""
+        """As ``dispatch``: the engine itself finds the ranks on other nodes."""
         return self.dispatch(
             x,
             handle,
@@ -315,7 +316,7 @@ class Buffer(LowLatency):
     def _live_pool(self) -> Pool:
         if self._pool is None:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
-        self._pool.num_sms = Buffer._chosen_sms  # of the engine buffers that this operation makes
+        self._pool.num_sms = Buffer._chosen_sms  # for engine buffers that this operation makes
         return self._pool
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A dispatch that makes a handle: the routing as a program describes it, and what the ranks gather beside the rows."""
+"""A dispatch that makes a handle: checks the program's routing, sends rows, and gathers counts of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_dispatcher.integrations.deep_ep.rows import Rows
 
 
 class Routing(NamedTuple):
-    """What a program says of where its tokens go; the last two together, or None."""
+    """A program's description of a routing. The last two are both given or both None."""
 
     num_tokens_per_rank: Tensor  # int32 [num_ranks]
     num_tokens_per_expert: Tensor  # int32 [num_experts]
@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """As ``Buffer.dispatch`` returns it, without the event."""
+    """The results of ``Buffer.dispatch``, without the event."""
 
     x: Tensor | tuple[Tensor, Tensor]
     topk_idx: Tensor | None
@@ -51,7 +51,7 @@ class Dispatched(NamedTuple):
 
 
 def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int) -> Dispatched:
-    """Dispatch by a new routing; arguments are those of ``Buffer.dispatch``."""
+    """Dispatch with a new routing. The arguments are those of ``Buffer.dispatch``."""
     num_ranks, by_topk, exact = pool.group.size(), routing.topk_idx is not None, envs.deep_ep_exact()
     routing.check(rows, num_ranks)
     if num_worst_tokens and not by_topk:
@@ -83,7 +83,7 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
 
 
 def _gather(pool: Pool, routing: Routing) -> Tensor:
-    """The counts by rank and by expert of every rank, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
+    """Return every rank's counts by rank and by expert, int64 [num_ranks, num_ranks + num_experts] on the CPU."""
     own = torch.cat([routing.num_tokens_per_rank, routing.num_tokens_per_expert]).cpu().long()
     everyone = own.new_zeros(pool.group.size(), own.numel())
     everyone[pool.group.rank()] = own
@@ -94,7 +94,7 @@ def _gather(pool: Pool, routing: Routing) -> Tensor:
 def _counts(
     pool: Pool, out: ep.DispatchOutput, by_topk: bool, everyone: Tensor | None, expert_alignment: int
 ) -> list[int]:
-    """Rows of every local expert, each rounded up; the host has waited for them."""
+    """Return the rows of every local expert, rounded up to the alignment. The host has waited for them."""
     if by_topk:
         return out.rows_on_host.tolist()
     num_ranks = pool.group.size()

@@ -1,4 +1,4 @@
-"""Events, and the stream in which operations run that a program wants to overlap. On a CPU all is complete at once."""
+"""Events, and the stream of operations that a program overlaps. On a CPU every operation is complete on return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class EventHandle:
-    """What the current stream has to do until now; nothing where there is no GPU."""
+    """An event of all work so far in the current stream; of nothing without a GPU."""
 
     def __init__(self):
         self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
@@ -22,12 +22,12 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that a ``with`` block waits for at its end.
+    """An event for which the current stream waits at the end of a ``with`` block.
 
         with buffer.dispatch(..., async_finish=True)[-1]:
             work that needs nothing of the dispatch
 
-    event          an EventHandle, or None: of an operation that was not asynchronous
+    event          an EventHandle; None for an operation that was not asynchronous
     extra_tensors  kept alive as long as this object
     """
 
@@ -36,7 +36,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event; ValueError where there is none."""
+        """Let the current stream wait for the event. ValueError if there is none."""
         if self.event is None:
             raise ValueError("event: given None, allowed: the event of an operation with async_finish=True")
         self.event.current_stream_wait()
@@ -50,11 +50,11 @@ class EventOverlap:
 
 
 class Operation:
-    """One operation: the tensors that it gives to the caller's stream, and at the end its event.
+    """One operation: its outputs for the caller's stream, and at the end its event.
 
-    By itself the context of one that runs in the current stream, and wants no event.
+    As a context it serves operations in the current stream without an event.
 
-    is_apart: it runs in a stream of its own; elsewhere nothing need be handed over
+    is_apart: it runs in another stream than the caller's. Otherwise there is nothing to hand over
     """
 
     def __init__(self, is_apart: bool):
@@ -72,7 +72,7 @@ class Operation:
 
 
 class CommStream:
-    """Runs operations in the current stream, or in one of its own where a caller asks for overlap."""
+    """Runs operations in the current stream, or in a stream of its own if the caller asks for overlap."""
 
     def __init__(self):
         self._stream: torch.cuda.Stream | None = None
@@ -87,10 +87,10 @@ class CommStream:
     def operation(
         self, *inputs: Tensor | None, previous_event: EventOverlap | None, async_finish: bool
     ) -> AbstractContextManager[Operation]:
-        """Run what is inside after ``previous_event``, or after the current stream's work where there is none.
+        """Run the operation inside after ``previous_event``, or else after all work so far in the current stream.
 
-        Without ``async_finish`` the current stream waits for it; with it, ``event`` does when asked. With neither,
-        ``inputs`` are not needed.
+        Without ``async_finish`` the current stream waits for it; with it, the caller waits by ``event``. ``inputs`` are
+        needed only with ``previous_event`` or ``async_finish``.
         """
         before = getattr(previous_event, "event", None)
         return self._asked_for(inputs, before, async_finish) if async_finish or before is not None else Operation(False)

@@ -1,4 +1,4 @@
-"""Float8 rows as DeepEP's low-latency dispatch makes them."""
+"""Float8 rows by the rule of DeepEP's low-latency dispatch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SMALLEST_AMAX = 1e-4  # DeepEP's, so that no scale is 0
 def quantize(x: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:
     """scale = max(amax(|block|), 1e-4) / 448;  row = float8_e4m3fn(block * (448 / amax))
 
-    x: bfloat16 [n, hidden], hidden a multiple of 128; scales float32 [n, hidden / 128], with ``round_scale`` the next
-    power of two. Numbers that are rounded beyond 448 become 448.
+    x: bfloat16 [n, hidden], hidden a multiple of 128. Scales: float32 [n, hidden / 128]; with ``round_scale`` the next
+    power of two. Values that rounding would bring above 448 become 448.
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)

@@ -1,4 +1,4 @@
-"""What a dispatch leaves for later operations: a tuple as DeepEP's, which carries plans of our engine."""
+"""Handles of dispatches: tuples like DeepEP's, which carry plans of our engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, which costs one small exchange more
 
 
 class Unavailable:
-    """Stands in a handle for what this engine does not have. Any use raises NotImplementedError.
+    """An item of a handle that this engine does not have. Any use raises NotImplementedError.
 
-    carried  what our operations find by this item
+    carried  an object for our own operations
     """
 
     def __init__(self, name: str, reason: str, carried: object = None):
         self.__dict__.update(_what=f"handle: {name} is not available: {reason}", carried=carried)
 
     def carrying(self, carried: object) -> Unavailable:
-        carrier = object.__new__(Unavailable)  # without words of its own: every dispatch makes one
+        carrier = object.__new__(Unavailable)  # not by __init__, which formats a text: every dispatch makes one
         carrier.__dict__.update(self.__dict__, carried=carried)
         return carrier
 
@@ -41,10 +41,10 @@ class Unavailable:
 
     __getitem__ = __setitem__ = __len__ = __iter__ = __int__ = __index__ = __array__ = _refuse
     __add__ = __sub__ = __eq__ = __lt__ = __gt__ = _refuse
-    __hash__ = None  # type: ignore[assignment]  # no hash, as of other classes with an __eq__ of their own
+    __hash__ = None  # type: ignore[assignment]  # no hash, as in other classes with their own __eq__
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):  # Python asks whether it is there, as copy does before there are any attributes
+        if name.startswith("__"):  # Python and copy look for such names, even before any attribute is set
             raise AttributeError(name)
         self._refuse()
 
@@ -54,7 +54,7 @@ class Unavailable:
 
 
 def carried_by(handle: object, item: int) -> object:
-    """What an item carries of a handle, or of a tuple or list of its items; None of anything else."""
+    """Return the object that an item carries, of a handle or a tuple or list of its items. None for anything else."""
     if not isinstance(handle, (tuple, list)) or not -len(handle) <= item < len(handle):
         return None
     return getattr(handle[item], "carried", None)
@@ -63,7 +63,7 @@ def carried_by(handle: object, item: int) -> object:
 class Plans:
     """The routing of one dispatch, and its plans in the buffers of the pool, by kind of rows.
 
-    DeepEP's handle serves rows of any size. Ours gets a plan for another kind by a dispatch of ``is_token_in_rank``.
+    DeepEP's handle serves rows of any size. Ours makes a plan for another kind by a dispatch with ``is_token_in_rank``.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Plans:
     ):
         handle = out.handle
         assert out.topk_idx is not None  # in rank layout
-        # [num_recv_tokens, num_topk], -1 for experts elsewhere. The program has it too, and may change it. Changes show
-        # in the version, which tensors of torch.inference_mode() do not have.
+        # [num_recv_tokens, num_topk], -1 for experts of other ranks. The program has it too, and may change it. The
+        # version shows changes, but tensors of torch.inference_mode() have none.
         self._topk_idx = out.topk_idx.clone() if out.topk_idx.is_inference() else out.topk_idx
         self._version = None if out.topk_idx.is_inference() else out.topk_idx._version
         self.pool = pool
@@ -87,15 +87,15 @@ class Plans:
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
         self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
         self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
-        # A combine brings weights back beside rows of this kind, so many a row; none by a routing of ranks.
+        # A combine returns weights with rows of this kind, this many for each; none without topk_idx.
         self._weights_of = None if out.topk_weights is None else (key.kind, key.num_topk)
 
     def tensors(self) -> list[Tensor]:
-        """What operations read of it."""
+        """Return the tensors that operations read."""
         return [self.is_token_in_rank, self._topk_idx, *(handle.plan for _, handle in self._known.values())]
 
     def dispatch(self, rows: Rows) -> Tensor | tuple[Tensor, Tensor]:
-        """The rows that this rank receives by the same routing."""
+        """Return the rows that this rank receives by the same routing."""
         if rows.kind in self._known:
             buffer, handle = self._known[rows.kind]
             return buffer.dispatch(rows.data, handle=handle).x
@@ -109,11 +109,11 @@ class Plans:
         return buffer.combine(y, handle, topk_weights=topk_weights)
 
     def summable(self, topk_weights: Tensor) -> Tensor:
-        """Return the weights for a combine, which leaves out those of experts on other ranks: they have to be 0.
+        """Return the weights for a combine. It ignores those of experts on other ranks, so these must be 0.
 
-        Others are refused. On a GPU, where no host waits to see them, they make all weights of the row NaN.
+        Otherwise raise. On a GPU the host does not wait to see them; there all weights of the row become NaN.
         """
-        # Only here, because most dispatches have no such combine, and each operation costs the host 10 us.
+        # Not in the dispatch: most dispatches have no such combine, and each operation costs the host 10 us.
         if self._version is not None and self._topk_idx._version != self._version:
             checks.fail("topk_weights", "weights after a change of recv_topk_idx in place", _UNCHANGED)
         is_elsewhere = self._topk_idx < 0
@@ -125,7 +125,7 @@ class Plans:
         return topk_weights
 
     def takes_weights(self, kind: Kind, num_topk: int) -> bool:
-        """Whether a combine of rows of this kind can bring so many weights a row back beside them."""
+        """Return whether a combine of rows of this kind can return so many weights for each row."""
         return self._weights_of == (kind, num_topk)
 
     def _new_plan(self, kind: Kind, data) -> Tensor | tuple[Tensor, Tensor]:
@@ -148,11 +148,12 @@ _NO_PREFIX, _NO_SRC_IDX = (Unavailable(name, _EXACT) for name in ("rank_prefix_m
 
 
 class DispatchHandle(tuple):
-    """As DeepEP's: 6 items with up to 8 ranks, 10 with more. The last one carries the plans, also without this class.
+    """A tuple like DeepEP's: 6 items with up to 8 ranks, 10 with more.
 
-    is_token_in_rank is there always. rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank
-    r) and recv_src_idx int32 [num_recv_tokens] (a row's token on its source rank) are there where they were gathered;
-    everything else raises NotImplementedError when it is used.
+    The last item carries the plans, also in a plain tuple of the items. is_token_in_rank is always there.
+    rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank r) and recv_src_idx int32
+    [num_recv_tokens] (a row's token on its source rank) are there if they were gathered. All others raise
+    NotImplementedError when used.
     """
 
     plans: Plans
@@ -181,7 +182,7 @@ class DispatchHandle(tuple):
 
 
 def sources(plans: Plans) -> Tensor:
-    """Token on its source rank of every received row, int32 [num_recv_tokens]; by one exchange of 16 bytes a row."""
+    """Return each received row's token on its source rank, int32 [num_recv_tokens]. Exchanges 16 bytes per row."""
     token = torch.arange(plans.num_tokens, dtype=torch.float32, device=plans.is_token_in_rank.device)
     received = plans.dispatch(Rows(token[:, None].repeat(1, 4)))
     assert isinstance(received, Tensor)  # as what was sent

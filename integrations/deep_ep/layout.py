@@ -1,4 +1,4 @@
-"""Which ranks and experts a routing goes to, as DeepEP counts it, and routings that our engine takes."""
+"""Counts a routing by rank and expert as DeepEP does, and makes routings for our engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Count what every rank and expert is sent; no host waits.
+    """Count the tokens for every rank and expert. The host does not wait.
 
         num_tokens_per_expert[e] = entries of topk_idx that are e;  is_token_in_rank[t, r] = token t has an expert of r
 
     topk_idx: int32 or int64 [num_tokens, num_topk], -1 for none. Return num_tokens_per_rank int32 [num_ranks],
     num_tokens_per_rdma_rank int32 [num_ranks / 8] or None with up to 8 ranks, num_tokens_per_expert int32
-    [num_experts], is_token_in_rank bool [num_tokens, num_ranks]. Refuse experts below -1 and from
-    num_experts on.
+    [num_experts], is_token_in_rank bool [num_tokens, num_ranks]. Refuse experts below -1, or of num_experts and above.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
     num_experts = checks.integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
         checks.fail("num_experts", num_experts, f"a multiple of the number of ranks ({num_ranks})")
     expert = topk_idx.long()
-    if not expert.is_cuda:  # there, scatter_add_ itself asserts that its places exist
+    if not expert.is_cuda:  # on a GPU scatter_add_ itself asserts that its indices are valid
         allowed = f"-1 (no expert), or an expert from 0 to {num_experts - 1}"
         mistake = checks.mistake("topk_idx", "an expert that does not exist", allowed)
         refuse_unless(((expert >= -1) & (expert < num_experts)).all(), ValueError(mistake))
-    # Few operations: on a GPU each takes about 2 us, and the host 5. What is not chosen counts in the first place.
+    # Few operations: each takes a GPU about 2 us, and the host 5. The first entry of `counted` is for -1.
     counted = expert.new_zeros(1 + num_experts, dtype=torch.int32)
     counted.scatter_add_(0, (expert + 1).flatten(), counted.new_ones(1).expand(expert.numel()))
     ranks = torch.arange(num_ranks, device=expert.device)
@@ -44,9 +43,9 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
 
 
 def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
-    """The routing int64 [num_tokens, num_ranks] of one expert per rank that brings tokens to the same ranks.
+    """Return the routing int64 [num_tokens, num_ranks] to the same ranks, with one expert per rank.
 
-    In rank layout it gives the same rows in the same order as the routing that ``is_token_in_rank`` comes from.
+    In rank layout it gives the same rows in the same order as the original routing of ``is_token_in_rank``.
     """
     num_ranks = is_token_in_rank.shape[1]
     if num_ranks > checks.MAX_TOPK:
@@ -59,21 +58,21 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
 
 
 def remember(is_token_in_rank: Tensor, topk_idx: Tensor, *counts: Tensor) -> None:
-    """Note on a layout which routing it was counted from, so that a dispatch need not count again to check it."""
+    """Note the routing of a layout on the layout, so that a dispatch can check it without counting again."""
     is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # attributes of our own
     is_token_in_rank.counted_with = tuple(map(ref, counts))  # type: ignore[attr-defined]
 
 
 def is_of_one_layout(is_token_in_rank: Tensor, *counts: Tensor) -> bool:
-    """Return whether these are the very tensors of one ``get_dispatch_layout``, whose shapes are right then."""
+    """Return whether these tensors are from one ``get_dispatch_layout``: then their shapes are right."""
     known = getattr(is_token_in_rank, "counted_with", ())
     return len(known) == len(counts) and all(ref_to() is t for ref_to, t in zip(known, counts))
 
 
 def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Tensor) -> None:
-    """Refuse an ``is_token_in_rank`` that is not the one of ``topk_idx``.
+    """Refuse an ``is_token_in_rank`` that does not fit ``topk_idx``.
 
-    On a GPU the layout of this very memory by get_dispatch_layout is trusted, and another one is counted again.
+    On a GPU trust a layout that get_dispatch_layout has counted from the same memory; count again for any other.
     """
     counted_from = getattr(is_token_in_rank, "counted_from", _nothing)()
     if topk_idx.is_cuda and counted_from is not None and is_same_memory(counted_from, topk_idx):
@@ -85,11 +84,11 @@ def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Ten
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both are the same elements: the same tensor, or views of it."""
+    """Return whether both are the same elements in memory: the same tensor, or equal views of it."""
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
     )
 
 
 def _nothing() -> None:
-    """As the reference of a tensor that is gone."""
+    """Return None, as a weak reference to a deleted tensor does."""

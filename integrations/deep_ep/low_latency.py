@@ -1,6 +1,6 @@
-"""The low-latency half of ``deep_ep.Buffer``: rows packed by expert in tensors of a fixed shape, and no host waits.
+"""The low-latency half of ``deep_ep.Buffer``: rows packed by expert in tensors of a fixed shape, without a host wait.
 
-low_latency_decode.py is how; low_latency_exact.py with EP_DISPATCHER_DEEP_EP_EXACT=1.
+low_latency_decode.py implements it; with EP_DISPATCHER_DEEP_EP_EXACT=1 low_latency_exact.py does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ EXACT_HAS_NO_MASKS = "with EP_DISPATCHER_DEEP_EP_EXACT=1 operations need all ran
 
 
 class Trip:
-    """What a low_latency_dispatch leaves; recv_layout_range of its handle carries it."""
+    """The state of a low_latency_dispatch for its combines; recv_layout_range of its handle carries it."""
 
     def __init__(self, route: Route):
         self.route = route
         self.combine_buffer: Tensor | None = None  # of get_next_low_latency_combine_buffer
 
     def handle(self, most: int, num_experts: int) -> tuple:
-        """(recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts), as DeepEP's."""
+        """Return recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts, as DeepEP."""
         route, ranges = self.route, self.route.layout_range
         if isinstance(ranges, Tensor):
-            ranges = ranges.view_as(ranges)  # the route keeps the other: no cycle
+            ranges = ranges.view_as(ranges)  # the route keeps the original, so there is no cycle
             ranges.carried = self  # type: ignore[attr-defined]  # an attribute of our own
         elif isinstance(ranges, Unavailable):
             ranges = ranges.carrying(self)
@@ -48,7 +48,7 @@ def _trip(handle: tuple) -> Trip:
 
 
 class LowLatency:
-    """Methods of Buffer, which has the attributes."""
+    """Methods of Buffer, which sets these attributes."""
 
     group_size: int
     low_latency_mode: bool
@@ -57,7 +57,7 @@ class LowLatency:
     _live_pool: Callable[[], Pool]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing to do: the memory is not shared with other operations, and starts clean."""
+        """Do nothing: no other operation shares the memory, and it starts clean."""
         self._check_low_latency()
 
     def low_latency_dispatch(
@@ -74,26 +74,27 @@ class LowLatency:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, tuple, EventOverlap, Callable[[], None] | None]:
-        """Bring every token to its experts: (recv_x, recv_count, handle, event, hook).
+        """Bring every token to its experts. Return recv_x, recv_count, handle, event, hook.
 
-            recv_x[expert, i] = the row of the expert's token i, by (source rank, source token), i < recv_count[expert]
+            recv_x[expert, i] = row i of the expert, in order of (source rank, source token), i < recv_count[expert]
 
         x          bfloat16 [num_tokens, hidden], at most num_max_dispatch_tokens_per_rank tokens
-        recv_x     [num_local_experts, rows_per_group, hidden] of bfloat16; with use_fp8 a pair of it in float8_e4m3fn
-                   and scales [..., hidden / 128] of float32, or with use_ue8m0 [..., hidden / 512] of int32 (four
-                   exponents each), whose last two dimensions are column-major.
-                   rows_per_group = num_ranks * num_max_dispatch_tokens_per_rank
+        recv_x     bfloat16 [num_local_experts, rows_per_group, hidden],
+                   rows_per_group = num_ranks * num_max_dispatch_tokens_per_rank.
+                   With use_fp8 a pair: float8_e4m3fn of the same shape, and scales float32 [..., hidden / 128]; with
+                   use_ue8m0 scales int32 [..., hidden / 512], four exponents each. The last two dimensions of scales
+                   are column-major
         recv_count int32 [num_local_experts]
         handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...).
-                   These two are there with EP_DISPATCHER_DEEP_EP_EXACT=1, and else raise NotImplementedError
-        cumulative_local_expert_recv_stats  int32 [num_local_experts], to which recv_count is added
-        dispatch_wait_recv_cost_stats       int64 [num_ranks], to which the time waited for each rank is added, in
-                   nanoseconds (``ep.Buffer.dispatch_wait_ns``; DeepEP counts clock cycles)
-        hook       with return_recv_hook: to be called before recv_x is read. Two dispatches may wait for their hooks; a
-                   third receives the first
+                   These two need EP_DISPATCHER_DEEP_EP_EXACT=1; otherwise any use raises NotImplementedError
+        cumulative_local_expert_recv_stats  int32 [num_local_experts]; the dispatch adds recv_count
+        dispatch_wait_recv_cost_stats       int64 [num_ranks]; the dispatch adds its wait for each rank, in nanoseconds
+                   (``ep.Buffer.dispatch_wait_ns``; DeepEP counts clock cycles)
+        hook       with return_recv_hook: call it before reading recv_x. Two dispatches may wait for their hooks; a
+                   third one calls the first hook
 
-        An expert may stand only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
+        An expert may occur only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
         """
         pool, num_ranks, stats = self._check_low_latency(), self.group_size, cumulative_local_expert_recv_stats
         self._check_asking(async_finish, return_recv_hook)
@@ -136,17 +137,16 @@ class LowLatency:
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
-        """Sum every token's rows with its weights: (combined_x, event, hook).
+        """Sum every token's rows with its weights. Return combined_x, event, hook.
 
             combined_x[token] = sum over k of topk_weights[token, k] * x[row of (token, k)]
 
         x             bfloat16, shaped as recv_x of the dispatch; with zero_copy the rows are in
                       get_next_low_latency_combine_buffer(handle) instead, and x is not read
-        topk_idx      int64 [num_tokens, num_topk]: of the dispatch, or with -1 for choices to leave out. The very
-                      tensor of the dispatch is taken as it is; another one costs small operations that look for its
-                      experts among those of the dispatch
-        topk_weights  float32 of the same shape; not used where topk_idx is -1
-        use_logfmt    accepted: rows travel as bfloat16 all the same, so the result is nearer to the exact one
+        topk_idx      int64 [num_tokens, num_topk]: of the dispatch, or with -1 for choices to leave out. If it is not
+                      the same tensor, small operations look for its experts among those of the dispatch
+        topk_weights  float32 of the same shape; ignored where topk_idx is -1
+        use_logfmt    accepted, but rows travel as bfloat16, so the result is closer to the exact one
         out           bfloat16 [num_tokens, hidden], which becomes combined_x
         combine_wait_recv_cost_stats  int64 [num_ranks], as those of low_latency_dispatch
 
@@ -161,7 +161,7 @@ class LowLatency:
         route = trip.route
         if zero_copy:
             if trip.combine_buffer is None:
-                checks.fail("zero_copy", True, "it after get_next_low_latency_combine_buffer(handle)")
+                checks.fail("zero_copy", True, "True after get_next_low_latency_combine_buffer(handle)")
             x = trip.combine_buffer
         device, num_tokens = x.device.type, route.topk_idx.shape[0]
         checks.tensor("x", x, (torch.bfloat16,), route.shape, device)
@@ -178,7 +178,7 @@ class LowLatency:
         return combined_x, _keeping(operation.event, *inputs, combined_x), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> Tensor:
-        """The tensor that a low_latency_combine of this handle with zero_copy reads; bfloat16, shaped as its x."""
+        """Return the tensor that low_latency_combine reads with this handle and zero_copy; bfloat16, shaped as x."""
         self._check_low_latency()
         trip = _trip(handle)
         if trip.combine_buffer is None:
@@ -187,9 +187,9 @@ class LowLatency:
         return trip.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank by hand, for later operations. For all ranks but the masked one; needs enable_shrink=True.
+        """Mask a rank by hand, for later operations. Needs enable_shrink=True. Call it on all ranks but the masked one.
 
-        A masked rank is not let in again alone: NotImplementedError. low_latency_clean_mask_buffer() lets in all.
+        One rank alone cannot be unmasked: NotImplementedError. low_latency_clean_mask_buffer() unmasks all.
         """
         pool = self._check_low_latency()
         rank = checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
@@ -209,13 +209,13 @@ class LowLatency:
         pool.mask_rank(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Fill int32 [num_ranks]: 1 for each masked rank, as earlier operations in the current stream left it."""
+        """Fill int32 [num_ranks] with 1 for each masked rank, after the earlier operations in the current stream."""
         pool = self._check_low_latency()
         checks.tensor("mask_status", mask_status, (torch.int32,), (self.group_size,), mask_status.device.type)
         pool.add_masks(mask_status.zero_())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Let all ranks in again. Collective where there are masks: masked ranks call it too. DeepEP's is local."""
+        """Unmask all ranks. Collective if buffers have masks: masked ranks call it too. In DeepEP it is local."""
         self._check_low_latency().unmask()
 
     def _check_low_latency(self) -> Pool:
@@ -244,7 +244,7 @@ class LowLatency:
 
 
 def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
-    """Let the event of an asynchronous operation keep what the operation reads and writes, as DeepEP's does."""
+    """Let the event of an asynchronous operation keep the operation's tensors, as DeepEP's does."""
     if event.event is not None:
         event.extra_tensors = tuple(t for t in tensors if t is not None)
     return event
@@ -252,7 +252,7 @@ def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
 
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
     if use_ue8m0 and not (use_fp8 and round_scale):
-        checks.fail("use_ue8m0", True, "it with use_fp8 and round_scale alone")
+        checks.fail("use_ue8m0", True, "True only with use_fp8 and round_scale")
     granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
     if use_fp8 and hidden % granularity:
         checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")

@@ -1,7 +1,7 @@
 """Low latency by the engine's decode layout: one operation of the engine each way, and hooks that receive.
 
-Rows lie as DeepEP's do: a group of fixed size for every expert, without gaps. Sums are the engine's: those of a rank's
-experts are rounded to bfloat16 before the owner adds them.
+Rows are placed as in DeepEP: a group of fixed size for every expert, rows without gaps. Sums are those of the engine:
+each rank's sum over its experts is rounded to bfloat16 before the owner adds them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, with which low latency is built of 
 
 
 class Decoded(NamedTuple):
-    """The handle of our engine, and the choices that it was made from: the caller's own tensor."""
+    """The handle of our engine, and the caller's topk_idx, from which it was made."""
 
     buffer: HookedBuffer
     handle: ep.Handle
@@ -47,7 +47,7 @@ class Decoded(NamedTuple):
         return combined.x, self.buffer.hook(combined) if hook else None
 
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """The weights in the columns of the dispatch, of choices that may stand in other ones, or be left out."""
+        """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some."""
         is_unchanged = _version(self.topk_idx) == self.version
         if is_unchanged and is_same_memory(topk_idx, self.topk_idx):
             return topk_weights
@@ -88,5 +88,5 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
 
 
 def _version(t: Tensor) -> int:
-    """How often it was changed in place, as far as PyTorch counts that."""
+    """Return the number of changes in place, as far as PyTorch counts them."""
     return 0 if t.is_inference() else t._version

@@ -1,7 +1,7 @@
-"""Low latency with EP_DISPATCHER_DEEP_EP_EXACT=1: sums, float8 rows and handles as DeepEP's, at the price of speed.
+"""Low latency with EP_DISPATCHER_DEEP_EP_EXACT=1: sums, float8 rows and handles as in DeepEP, but slower.
 
-dispatch   the engine's expert layout with max_recv_rows, then every row to its place in the packed tensor
-combine    the packed rows back to their sources by another dispatch, where they are weighted and summed in float32
+dispatch   the engine's dispatch in expert layout with max_recv_rows; then copies each row into the packed tensor
+combine    another dispatch brings the packed rows back to their sources, which weight and sum them in float32
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MAX_SOURCES = 2**24  # tokens of all ranks together: their numbers travel as flo
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Where the received rows lie, and where they come back; made by dispatch, read by combine.
+    """Positions of received rows, and of rows that a combine returns. Made by dispatch, read by combine.
 
-    ``rows`` counts the received rows, unused ones included.
+    ``rows`` is the number of received rows, with unused ones.
     """
 
     pool: Pool
     shape: tuple[int, int, int]  # num_local_experts, rows_per_group, hidden
-    num_choices: int  # rows that come back at most: those of num_max_dispatch_tokens_per_rank tokens
-    packed_row: Tensor  # int64 [rows] row in the packed tensor; the one behind its end for unused rows
+    num_choices: int  # the most rows that return: those of num_max_dispatch_tokens_per_rank tokens
+    packed_row: Tensor  # int64 [rows] row in the packed tensor; for unused rows the one after its end
     source_rank: Tensor  # int64 [rows, 1] -1 for unused rows
-    topk_idx: Tensor  # int64 [num_tokens, num_topk] of the tokens that this rank brought; a copy
-    row_back: Tensor  # int64 [num_tokens, num_topk] the place of (token, k) among the rows that come back
+    topk_idx: Tensor  # int64 [num_tokens, num_topk] of this rank's tokens; a copy
+    row_back: Tensor  # int64 [num_tokens, num_topk] the position of (token, k) among the rows that return
     src_info: Tensor
     layout_range: Tensor
 
@@ -58,18 +58,18 @@ class Packed:
         return (combined if out is None else out.copy_(combined)), (_received if hook else None)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """[rows, n] -> [num_local_experts, rows_per_group, n]; rows behind an expert's are not written."""
+        """[rows, n] -> [num_local_experts, rows_per_group, n]; rows after the last one of an expert are not written."""
         packed = rows.new_empty(self.num_packed_rows + 1, rows.shape[1])
         packed.view(torch.int32).index_copy_(0, self.packed_row, rows.view(torch.int32))  # float8 has no index_copy_
         return packed[:-1].view(*self.shape[:2], rows.shape[1])
 
     def rows_back(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the rows of choices that may stand in other columns, or be left out: ([num_tokens, k], bool)."""
+        """Return the positions of the rows of these choices, and whether each has one. Columns may differ."""
         same = same_experts(topk_idx, self.topk_idx)
         return (same * self.row_back[:, None, :]).sum(2), same.any(2)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """[num_local_experts, rows_per_group, n] -> [rows, n]; unused rows are any."""
+        """[num_local_experts, rows_per_group, n] -> [rows, n]; unused rows have any values."""
         return packed.flatten(0, 1).index_select(0, self.packed_row.clamp(max=self.num_packed_rows - 1))
 
 
@@ -85,7 +85,7 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
         out = buffer.dispatch(
             data,
             topk_idx,
-            source[:, None].repeat(1, num_topk),  # in the place of weights: every row says where it is from
+            source[:, None].repeat(1, num_topk),  # in place of weights: the source of every row
             layout="expert",
             max_recv_rows=num_ranks * most * min(num_topk, num_local),
         )
@@ -117,11 +117,11 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
 
 
 def _received() -> None:
-    """The hook of an operation that is complete, in the order of the current stream, before its call returns."""
+    """Do nothing: this is the hook of an operation that is already complete in the order of the current stream."""
 
 
 def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The places of received rows, and what a handle says of them: (packed_row, source_rank, src_info, layout_range).
+    """Return packed_row, source_rank, src_info and layout_range of received rows, as in ``Packed``.
 
     source: int64 [rows] rank * most + token, of rows in expert layout; counts: int64 [num_local_experts]
     """
@@ -141,7 +141,7 @@ def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[T
 
 
 def _rows_back(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """int64 [num_tokens, num_topk]: the place of each choice's row among those that come back, by (expert, token)."""
+    """Return int64 [num_tokens, num_topk]: the position of each choice's row in the order of (expert, token)."""
     num_tokens = topk_idx.shape[0]
     token = torch.arange(num_tokens, device=topk_idx.device)[:, None]
     order = (topk_idx.where(topk_idx >= 0, num_experts) * num_tokens + token).flatten().argsort()
@@ -150,7 +150,7 @@ def _rows_back(topk_idx: Tensor, num_experts: int) -> Tensor:
 
 
 def _weighted_sum(rows: Tensor, row_of: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """bfloat16 [num_tokens, hidden]: sum over k of weights[:, k] * rows[row_of[:, k]] where chosen, in float32."""
+    """Return bfloat16 [num_tokens, hidden]: float32 sum over k of weights[:, k] * rows[row_of[:, k]] where chosen."""
     total = rows.new_zeros(row_of.shape[0], rows.shape[1], dtype=torch.float32)
     for k in range(row_of.shape[1]):
         product = rows.index_select(0, row_of[:, k]).float() * weights[:, k, None]

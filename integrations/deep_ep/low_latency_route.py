@@ -1,4 +1,4 @@
-"""What both ways of low latency share: what a dispatch asks for, what it leaves for combines, and choices in order."""
+"""Shared by both implementations of low latency: arguments and results of a dispatch, and its state for combines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 
 
 class Asked(NamedTuple):
-    """What a low_latency_dispatch asks for, beside rows and choices."""
+    """The arguments of a low_latency_dispatch, without rows and topk_idx."""
 
     max_tokens: int  # num_max_dispatch_tokens_per_rank
     num_experts: int
     use_fp8: bool
     round_scale: bool
     use_ue8m0: bool
-    stats: Tensor | None  # int32 [num_local_experts], to which the counts are added
-    waits: Tensor | None  # int64 [num_ranks], to which the time waited for each rank is added
+    stats: Tensor | None  # int32 [num_local_experts]; add the counts to it
+    waits: Tensor | None  # int64 [num_ranks]; add the time waited for each rank to it
     hook: bool
     masks: bool  # enable_shrink
 
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 
 class Route(Protocol):
-    """What a dispatch leaves for combines of its rows."""
+    """The state of a dispatch for combines of its rows."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -40,7 +40,7 @@ class Route(Protocol):
 
     @property
     def topk_idx(self) -> Tensor:
-        """[num_tokens, num_topk] of the tokens that this rank brought."""
+        """[num_tokens, num_topk] of this rank's tokens."""
 
     @property
     def src_info(self) -> object:
@@ -51,12 +51,12 @@ class Route(Protocol):
         """int64 [num_local_experts, num_ranks], first row << 32 | rows of each source."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What operations read of it."""
+        """Return the tensors that operations read."""
 
     def combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """The sums, and with ``hook`` the function to call before they are read."""
+        """Return the sums, and with ``hook`` the function to call before reading them."""
 
 
 class Routed(NamedTuple):
@@ -76,7 +76,7 @@ _PLAIN = nullcontext()
 
 
 def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> AbstractContextManager[None]:
-    """Let one operation of our engine add what it waits for each rank, where there are ``waits``."""
+    """Let the operation inside add its wait for each rank to ``waits``, if not None."""
     return _PLAIN if waits is None else _measured(buffer, operation, waits)
 
 
@@ -90,7 +90,7 @@ def _measured(buffer: ep.Buffer, operation: str, waits: Tensor) -> Iterator[None
 
 
 def same_experts(topk_idx: Tensor, dispatched: Tensor) -> Tensor:
-    """bool [num_tokens, k, num_topk]: choice k of a combine is choice j of its dispatch.
+    """Return bool [num_tokens, k, j]: whether choice k of a combine is choice j of its dispatch.
 
     Refuse experts that the token was not dispatched to.
     """

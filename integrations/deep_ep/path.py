@@ -1,4 +1,4 @@
-"""Puts our ``deep_ep`` and ``deep_ep_cpp`` in front of installed ones, for this process and the ones it starts."""
+"""Puts our ``deep_ep`` and ``deep_ep_cpp`` before installed ones, for this process and those that it starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NAMES = ("deep_ep", "deep_ep_cpp")
 
 
 def install() -> None:
-    """Let ``import deep_ep`` find our module, here and in processes that are started from here.
+    """Let ``import deep_ep`` find our module, here and in processes that this one starts.
 
-        sys.path = [our folder, *sys.path]; PYTHONPATH likewise, for processes of their own (spawn, a launcher)
+        sys.path = [our folder, *sys.path]; PYTHONPATH likewise, for new processes (spawn, a launcher)
 
-    Twice is once. Raises RuntimeError when another ``deep_ep`` has been imported already.
+    A second call does nothing. Raises RuntimeError if another ``deep_ep`` has been imported already.
     """
     others = [name for name in _loaded() if not _is_ours(name)]
     if others:
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``: the next ``import deep_ep`` finds what is installed. Objects that exist stay usable."""
+    """Undo ``install``: the next ``import deep_ep`` finds an installed one. Existing objects stay usable."""
     sys.path[:] = [path for path in sys.path if path != FOLDER]
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
     if paths:

@@ -1,4 +1,4 @@
-"""The buffers of our engine behind ``deep_ep.Buffer``: one for every kind of rows and routing, made when needed."""
+"""The engine's buffers behind ``deep_ep.Buffer``: one for each kind of rows and routing, made when needed."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class HookedBuffer:
 
     def __init__(self, buffer: ep.Buffer, has_masks: bool):
         self.buffer, self.has_masks = buffer, has_masks
-        self.turn = [0]  # the number of operations, shared by the two of Pool.in_turn
+        self.turn = [0]  # number of operations, shared by the two buffers of Pool.in_turn
         self._hook: Callable[[], None] | None = None
 
     def combines(self) -> ep.Buffer:
-        """The buffer, for a combine, which takes a turn of the next dispatches."""
+        """Return the buffer for a combine, and count it as a turn."""
         buffer = self.ready()
         self.turn[0] += 1
         return buffer
 
     def ready(self) -> ep.Buffer:
-        """The buffer, for an operation. Receive first what was sent before: one operation is under way at a time."""
+        """Return the buffer for an operation. First complete the last one: only one may be under way."""
         if self._hook is not None:
             self._hook()
         return self.buffer
 
     def unmask(self) -> None:
-        """Let all ranks in again. What a rank has sent and cannot receive, because it is out, is dropped."""
+        """Unmask all ranks. A masked rank drops an operation that has sent, because it cannot receive."""
         with suppress(ep.PeerTimeoutError):
             self.ready()
         self._hook = None
@@ -63,7 +63,7 @@ class HookedBuffer:
     def hook(
         self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], None] | None = None
     ) -> Callable[[], None]:
-        """Return a hook that receives and completes, the first time; later the current stream waits for that."""
+        """Return a hook. Its first call receives and completes; in later ones the current stream waits for that."""
         receive, received = out.hook, False
         assert receive is not None  # as it was asked for
 
@@ -84,38 +84,40 @@ class HookedBuffer:
 class Pool:
     """The buffers of one group. Every ``deep_ep.Buffer`` of the group and every handle keeps it alive.
 
-    A handle of DeepEP belongs to no buffer, so those of a group share theirs. Their number of tokens per rank is not
-    known when DeepEP's are made: it is EP_DISPATCHER_MAX_TOKENS_PER_RANK, or what the arguments of an operation say, or
-    else what the ranks agree on before every dispatch. A buffer that has become too small stays for the handles.
+    A handle of DeepEP does not belong to one buffer, so all deep_ep.Buffers of a group share the engine's buffers.
+    Their tokens per rank are not known when a deep_ep.Buffer is made. They are EP_DISPATCHER_MAX_TOKENS_PER_RANK, or
+    given by the arguments of an operation, or the ranks agree on them before every dispatch. A buffer that is too small
+    now stays for its handles.
     """
 
     def __init__(self, group: ProcessGroup):
         self.group = group
-        self.users: WeakSet = WeakSet()  # of the deep_ep.Buffers that are not destroyed
+        self.users: WeakSet = WeakSet()  # the deep_ep.Buffers that are not destroyed
         self.num_sms: int | None = None
         self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
         # By tokens per rank, and whether they have masks.
         self._in_turn: dict[tuple[Key, int, bool], list[HookedBuffer]] = {}
-        self._masked: set[int] = set()  # by hand
-        self._no_masks: str | None = None  # why buffers that were to have masks have none
+        self._masked: set[int] = set()  # ranks masked by hand
+        self._no_masks: str | None = None  # why buffers have no masks, though enable_shrink asks for them
 
     def sized(self, key: Key, max_tokens: int) -> Sized:
-        """The buffer for ``max_tokens``, which all ranks give alike. Collective when it has to be made."""
+        """Return the buffer for ``max_tokens``, the same on all ranks. Collective if it must be made."""
         sized = self._buffers.setdefault(key, [])
         if not sized or sized[-1].max_tokens < max_tokens:
             if sized:
-                max_tokens = max(max_tokens, 2 * sized[-1].max_tokens)  # bounds what the old ones take together
+                max_tokens = max(max_tokens, 2 * sized[-1].max_tokens)  # bounds the memory of all old ones together
             sized.append(Sized(self._make(key, max_tokens), max_tokens))
         return sized[-1]
 
     def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
-        """One of two buffers of exactly ``max_tokens``, by turns, as DeepEP has two: so many hooks may wait at a time.
+        """Return one of two buffers of exactly ``max_tokens``, in turn. Like in DeepEP, two hooks may wait at a time.
 
-        Combines take turns too, as DeepEP's do (HookedBuffer.combines). So a layer leaves the turn as it was, and ranks
-        that replay CUDA graphs fit those that do not, and those with graphs of another size.
+        Combines count as turns too, as in DeepEP (HookedBuffer.combines). So the turn is the same before and after a
+        layer, and a rank that replays a CUDA graph stays in step with ranks that replay none, or one of another size.
 
-        Collective the first time, which makes both: later ones may be in a CUDA graph. masks: where they can have them
+        The first call makes both, and is collective; later ones may be in a CUDA graph. masks: give them masks if
+        possible
         """
         both = self._in_turn.get((key, max_tokens, masks))
         if both is None:
@@ -154,7 +156,7 @@ class Pool:
         return HookedBuffer(buffer, masks)
 
     def mask_rank(self, rank: int) -> None:
-        """Mask a rank by hand in all buffers that have masks, also in those that are made later."""
+        """Mask a rank by hand in all buffers that have masks, also in later ones."""
         if self._no_masks is not None:
             raise NotImplementedError(f"low_latency_update_mask_buffer: {self._no_masks}")
         if rank == self.group.rank():
@@ -164,14 +166,14 @@ class Pool:
             hooked.ready().mask_rank(rank)
 
     def add_masks(self, status: Tensor) -> None:
-        """Set int32 [num_ranks] to 1 for every rank that is masked in some buffer. Hooks go on waiting."""
+        """Set int32 [num_ranks] to 1 for every rank that is masked in any buffer. Call no hook."""
         for rank in self._masked:
             status[rank] = 1
         for hooked in self._masking():
             torch.maximum(status, hooked.buffer.mask.to(status.device), out=status)
 
     def unmask(self) -> None:
-        """Let all ranks in again, in all buffers. Collective."""
+        """Unmask all ranks in all buffers. Collective."""
         for hooked in self._masking():
             hooked.unmask()
         self._masked.clear()
@@ -180,11 +182,11 @@ class Pool:
         return [hooked for both in self._in_turn.values() for hooked in both if hooked.has_masks]
 
     def for_dispatch(self, key: Key, num_tokens: int, num_worst_tokens: int) -> Sized:
-        """The buffer for a dispatch of ``num_tokens`` by this rank, and of other numbers by others."""
+        """Return the buffer for a dispatch of ``num_tokens`` by this rank. Other ranks may have other numbers."""
         given = envs.max_tokens_per_rank()
         if given is not None:
             most, source = given, f"EP_DISPATCHER_MAX_TOKENS_PER_RANK={given}"
-        elif num_worst_tokens:  # no host may wait; a worst case is that all tokens of all ranks come to one
+        elif num_worst_tokens:  # no host may wait; in the worst case one rank receives all tokens of all ranks
             most = -(-num_worst_tokens // self.group.size())
             source = f"num_worst_tokens / ranks = {most}; or set EP_DISPATCHER_MAX_TOKENS_PER_RANK"
         else:
@@ -196,11 +198,11 @@ class Pool:
         return self.sized(key, most)
 
     def agree(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, about: str) -> None:
-        """Reduce a tensor on the CPU in place, over all ranks; PeerTimeoutError when one does not come."""
+        """Reduce a tensor on the CPU in place, over all ranks. PeerTimeoutError if one does not arrive."""
         all_reduce(tensor, op, self.group, about=about, note="")
 
     def destroy(self) -> None:
-        """Destroy all buffers; collective. Raise what their last operations have found late, once all are."""
+        """Destroy all buffers, then raise late errors of their last operations. Collective."""
         with ExitStack() as stack:
             for buffer in self._made:
                 stack.callback(buffer.destroy)

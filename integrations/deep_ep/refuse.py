@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def refuse_unless(right: Tensor, error: Exception) -> None:
-    """Raise the error where ``right``, a bool without dimensions, is false.
+    """Raise the error if ``right``, a bool without dimensions, is false.
 
-    On a GPU, where a host that waits would cost more than the operation, this is an assert on the device.
+    On a GPU this is an assert on the device: a host wait would cost more than the operation.
     """
     if right.is_cuda:
         torch._assert_async(right, str(error))

@@ -1,4 +1,4 @@
-"""Rows as a program gives them, and as our engine takes them."""
+"""Converts a program's rows for our engine, and back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ep_dispatcher.float8 import BLOCK
 
 
 class Kind(NamedTuple):
-    """What a buffer of ours is made for."""
+    """The rows that an engine buffer is made for."""
 
     hidden: int
     dtype: torch.dtype
 
 
 class Rows:
-    """Rows on their way through the engine, which moves bytes: ``restore(engine's output of data)`` is like ``x``.
+    """Rows that the engine moves as bytes: give it ``data``, and ``restore`` its output to the kind of ``x``.
 
-    x  [num_tokens, hidden] of any dtype, rows of a multiple of 16 bytes; or a pair of such rows with elements of one
-       byte (hidden a multiple of 128) and scales with elements of four bytes, of any strides: [num_tokens, up to
-       hidden / 128], or [num_tokens]
+    x  rows [num_tokens, hidden] of any dtype, a multiple of 16 bytes each. Or a pair: rows with elements of one byte
+       (hidden a multiple of 128), and scales with elements of four bytes and any strides, [num_tokens, up to
+       hidden / 128] or [num_tokens]
     """
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
@@ -52,8 +52,8 @@ class Rows:
 
     @property
     def data(self) -> Tensor | tuple[Tensor, Tensor]:
-        """What the engine takes. Ask for it in the stream of the operation, where it may be made by copies."""
-        if self._data is None:  # Python 3.11's cached_property takes a lock, and the host 3 us
+        """Return the rows for the engine. Call it in the stream of the operation: it may copy."""
+        if self._data is None:  # Python 3.11's cached_property takes a lock, which costs the host 3 us
             x = self._x
             if self._scales is not None:
                 self._data = _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
@@ -90,7 +90,7 @@ class Rows:
             raise NotImplementedError(f"x[1]: {scales.shape[1]} scales a row; the engine moves {x.shape[1] // BLOCK}")
 
     def _wide_scales(self) -> Tensor:
-        """The scales' bits as float32, with columns of zeros up to those of 1 x 128 blocks."""
+        """Return the bits of the scales as float32, with columns of zeros up to one per 128 elements."""
         scales = self._scales
         assert scales is not None  # of a pair
         missing = self._x.shape[1] // BLOCK - scales.shape[1]
@@ -99,5 +99,5 @@ class Rows:
 
 
 def _seen_as(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits in another dtype. A view costs the host some microseconds even where it changes nothing."""
+    """Return the same bits in another dtype. A view costs the host some microseconds even if it changes nothing."""
     return t if t.dtype == dtype else t.view(dtype)

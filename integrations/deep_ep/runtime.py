@@ -1,4 +1,4 @@
-"""``buffer.runtime``, and by the name of DeepEP's compiled class ``deep_ep_cpp.Buffer``: what programs ask it."""
+"""``buffer.runtime``, also named ``deep_ep_cpp.Buffer`` as DeepEP's compiled class: what programs ask it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ep_dispatcher.integrations.deep_ep.events import CommStream
 
 
 class Runtime:
-    """Where a rank stands among nodes as DeepEP counts them, of 8 ranks each. All else is NotImplementedError."""
+    """A rank's node and local index, with DeepEP's nodes of 8 ranks. All else raises NotImplementedError."""
 
     _rank: int
     _num_ranks: int
@@ -48,6 +48,6 @@ class Runtime:
         return self._comm.stream()
 
     def __getattr__(self, name: str):
-        if name.startswith("_"):  # of Python and of tools that look for their own names
+        if name.startswith("_"):  # Python and tools look for such names
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NotImplementedError(f"runtime.{name}: of DeepEP's compiled runtime; use the methods of deep_ep.Buffer")

@@ -48,13 +48,13 @@ _has_announced = False
 
 
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
-    """The buffer for these tokens [num_tokens, hidden], made at their first use; then collective.
+    """Return the buffer for these tokens [num_tokens, hidden]. The first use makes it, and is collective.
 
-    Its size is what ``register(max_tokens_per_rank=...)`` was given, or else EP_DISPATCHER_MAX_TOKENS_PER_RANK. Where
-    neither is set, it is what Megatron's arguments say (sequence length x micro batch size), or the most that a rank
-    brings to the first forward pass if that is more or there are no arguments. Then it grows when all ranks bring more
-    at once, and with ``variable_seq_lengths`` whenever one does. Raises ValueError on a rank that alone brings more,
-    PeerTimeoutError (with the note) when one does not come.
+    Its size is that of ``register(max_tokens_per_rank=...)``, else EP_DISPATCHER_MAX_TOKENS_PER_RANK. If neither is
+    set, it is the larger of two numbers: the tokens by Megatron's arguments (sequence length x micro batch size), if
+    there are any, and the most tokens of a rank in the first forward pass. Such a buffer grows when all ranks bring
+    more tokens at once, and with ``variable_seq_lengths`` when any rank does. Raises ValueError on a rank that alone
+    brings more, PeerTimeoutError (with the note) if a rank does not arrive.
     """
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
@@ -62,7 +62,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
     shared, given = _shared.get(key), _size_up_front()
     if shared is not None and given is not None and num_tokens <= given == shared.max_tokens:
-        return shared.buffers[-1]  # mostly: the rest looks at it in detail
+        return shared.buffers[-1]  # the usual case, with few checks
     if shared is None:
         _forget_destroyed_groups()
         shared = _shared[key] = _Shared()
@@ -102,7 +102,7 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
         try:
             all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         except ep.PeerTimeoutError:
-            if not shared.buffers:  # a late rank finds the others' messages, and goes on to make the buffer
+            if not shared.buffers:  # a late rank finds the others' messages, and begins to make the buffer
                 count_attempt(group)
             raise
         by_arguments = _tokens_by_arguments()
@@ -116,12 +116,12 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
 
 
 def check_buffers(note: str) -> None:
-    """Wait for every buffer's operations, replays of CUDA graphs too, and raise what they have found.
+    """Wait for every buffer's operations, replays of CUDA graphs too, and raise their errors.
 
-    On all ranks at the same place: then the buffers stay usable after a ValueError. With the note, a PeerTimeoutError
-    does not name the layer that was captured last.
+    Call it on all ranks at the same place: then the buffers stay usable after a ValueError. The note keeps a
+    PeerTimeoutError from naming the layer that was captured last.
     """
-    with ExitStack() as stack:  # one that fails keeps no other from its check
+    with ExitStack() as stack:  # check all buffers, even if one raises
         for shared in _shared.values():
             for buffer in shared.buffers:
                 buffer.note = note
@@ -129,7 +129,7 @@ def check_buffers(note: str) -> None:
 
 
 def most_sms() -> int:
-    """The most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
+    """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
     of_each = (b._config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
     return max(of_each, default=0)
 
@@ -137,7 +137,7 @@ def most_sms() -> int:
 def destroy_buffers() -> None:
     """Destroy every buffer of this process. Collective, like ``Buffer.destroy``; new ones are made when needed.
 
-    Raises what the buffers' last operations have found late, once all are destroyed.
+    Raises late errors of the buffers' last operations, once all are destroyed.
     """
     with ExitStack() as stack:
         for shared in _shared.values():
@@ -150,7 +150,7 @@ atexit.register(destroy_buffers)
 
 
 def _size_up_front() -> int | None:
-    """The tokens per rank that the user has asked for."""
+    """Return the tokens per rank that the user has asked for."""
     given = plugin.registered_size()
     return envs.max_tokens_per_rank() if given is None else given
 
@@ -197,14 +197,14 @@ def _announce(buffer: ep.Buffer) -> None:
 
 
 def _forget_destroyed_groups() -> None:
-    """Drop the buffers whose process group was destroyed; a layer that still uses one keeps it alive."""
+    """Drop the buffers whose process group was destroyed. A layer that still uses one keeps it alive."""
     living = dist.distributed_c10d._world.pg_map
     for key in [key for key in _shared if key[0] not in living]:
         del _shared[key]
 
 
 def _tokens_by_arguments() -> int | None:
-    """Tokens of one rank in one microbatch by the arguments of megatron.training; None where it is not in use."""
+    """Return the tokens of a rank in a microbatch by megatron.training's arguments; None if it is not in use."""
     module = sys.modules.get("megatron.training.global_vars")
     args = getattr(module, "_GLOBAL_ARGS", None)
     if args is None:
@@ -214,7 +214,7 @@ def _tokens_by_arguments() -> int | None:
 
 
 def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int:
-    """The most that any rank brings, where every rank brings more than the buffer holds; else ValueError."""
+    """Return the most tokens of any rank, if every rank brings more than the buffer holds; else ValueError."""
     rank, limit_s = group.rank(), envs.timeout_s()
     name = f"ep_dispatcher/grow/{shared.buffers[-1].id}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())

@@ -1,12 +1,10 @@
-"""MoE layers inside CUDA graphs: Megatron's captures and warm-ups, and the errors that replays have found.
+"""MoE layers inside CUDA graphs: Megatron's captures and warm-ups, and errors of replays.
 
-A replay runs no Python. Three things follow:
-
-- What the host does beside kernels, it does elsewhere. Gradients of experts go to main_grad inside the graph; the hooks
-  of DistributedDataParallel run after it (``Experts.after_backward``).
-- A replay raises nothing. ``check_after`` looks at the errors of the buffers when a step's schedule is over: before the
+- A replay runs no Python, so host work moves out of it. Gradients of experts go to main_grad inside the graph; the
+  hooks of DistributedDataParallel run after it (``Experts.after_backward``).
+- A replay raises nothing. ``check_after`` raises the errors of the buffers at the end of a step's schedule, before the
   optimizer.
-- Megatron's warm-ups run on tokens that are all alike, so that one rank would get the rows of all. They send none.
+- Megatron's warm-ups run on equal tokens, so one rank would get the rows of all. They send none.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from megatron.core.transformer import cuda_graphs
 from ep_dispatcher.integrations.megatron import buffers, limits
 
 NOTE = "a step with CUDA graphs"
-_are_used = False  # a layer was built that graphs may contain
+_are_used = False  # whether graphs may contain the experts of some layer
 
 
 def note_layer(config) -> None:
-    """Remember that graphs may contain this layer's experts: then replays are looked at."""
+    """Remember whether graphs may contain this layer's experts: then replays are checked."""
     global _are_used
     _are_used |= limits.experts_may_be_captured(config)
 
 
 def is_capturing() -> bool:
-    """Whether Megatron makes the graphs of its layers: in their capture, and in the warm-ups before it."""
+    """Return whether Megatron is making the graphs of its layers: in captures, and in the warm-ups before them."""
     return cuda_graphs.is_graph_capturing()
 
 
@@ -40,24 +38,24 @@ def stream_is_captured() -> bool:
 
 
 def is_warm_up() -> bool:
-    """Whether this forward pass warms up for a capture. Its tokens are all alike, and nobody looks at its results.
+    """Return whether this forward pass is a warm-up for a capture. Its tokens are equal, and its results unused.
 
-    Not by Megatron's is_graph_warmup: in 0.16.1 that stays true once it was.
+    Megatron's own is_graph_warmup does not serve: in 0.16.1 it stays true after the first warm-up.
     """
     return is_capturing() and not stream_is_captured()
 
 
 def check_replays() -> None:
-    """Wait for the step's operations where graphs may contain some, and raise what they have found.
+    """If graphs may contain operations, wait for those of the step, and raise their errors.
 
-    On all ranks of a buffer's group. Ranks of other groups hear nothing: that would take a collective of all.
+    All ranks of a buffer's group raise. Ranks of other groups do not learn of it: that would take a collective of all.
     """
     if _are_used and not stream_is_captured():
         buffers.check_buffers(NOTE)
 
 
 def check_after(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a schedule, which runs a step's forward and backward passes."""
+    """Wrap a schedule, which runs a step's forward and backward passes: check the replays after it."""
 
     @functools.wraps(old)
     def run(*args, **kwargs):

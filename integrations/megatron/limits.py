@@ -1,4 +1,4 @@
-"""What a Megatron configuration asks of the dispatcher, and what it cannot have: refused when the layer is built."""
+"""Reads the dispatcher's settings from a Megatron configuration, and refuses unsupported ones when a layer is built."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import TooFewRowsError
 
-# Fields that say how many multiprocessors communication may use. 0.19 added the first, and the others set it there.
+# Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> None:
-    """ValueError with the flag's name for a setting that Megatron accepts and this dispatcher does not."""
+    """Raise ValueError, with the flag's name, for a setting that Megatron accepts and this dispatcher does not."""
     captured = captured_experts(config)
     if captured is not None:
         _check_capture(config, *captured)
@@ -40,7 +40,7 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
 
 
 def graph_modules(config) -> tuple[str, list[str]]:
-    """The flag that names what CUDA graphs capture, and its values; 0.18 renamed it."""
+    """Return the flag that says what CUDA graphs capture, and its values; 0.18 renamed it."""
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         value = getattr(config, name, None)
         if value is not None:
@@ -49,7 +49,7 @@ def graph_modules(config) -> tuple[str, list[str]]:
 
 
 def captured_experts(config) -> tuple[str, str] | None:
-    """The flag and its value by which CUDA graphs contain dispatch and experts. None: they do not."""
+    """Return the flag and the value that put dispatch and experts into CUDA graphs; None if none does."""
     flag, modules = graph_modules(config)
     if config.cuda_graph_impl == "full_iteration":  # 0.18 and newer
         return "--cuda-graph-impl", "full_iteration"
@@ -61,22 +61,22 @@ def captured_experts(config) -> tuple[str, str] | None:
 
 
 def experts_may_be_captured(config) -> bool:
-    """Whether some kind of layer has its experts in a CUDA graph.
+    """Return whether some kind of layer has its experts in a CUDA graph.
 
-    Megatron's own graphs (local) of attn contain all of a TransformerLayer, and nothing of a MoETransformerLayer.
+    Megatron's own graphs (local) of attn contain a whole TransformerLayer, but nothing of a MoETransformerLayer.
     """
     own_attention = config.cuda_graph_impl == "local" and "attn" in graph_modules(config)[1]
     return own_attention or captured_experts(config) is not None
 
 
 def layers_may_be_captured(config) -> bool:
-    """The same without graphs of a whole iteration, which contain the hooks of DistributedDataParallel too."""
+    """Return the same, but False for graphs of a whole iteration, which also have DistributedDataParallel's hooks."""
     captured = captured_experts(config)
     return experts_may_be_captured(config) and (captured is None or captured[1] != "full_iteration")
 
 
 def _check_capture(config, flag: str, value: str) -> None:
-    """ValueError for what dispatch and experts cannot do inside a CUDA graph."""
+    """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
     grouped = envs.grouped_experts() and envs.rank_capacity_factor() is not None
     if not grouped and getattr(config, "moe_expert_rank_capacity_factor", None) is None:
         checks.fail(
@@ -92,9 +92,9 @@ def _check_capture(config, flag: str, value: str) -> None:
 
 
 def num_sms(config) -> int | None:
-    """The multiprocessors that the user's flags give to communication; None where they are Megatron's defaults.
+    """Return the multiprocessors that the user's flags give to communication; None for Megatron's defaults.
 
-    Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are other backends' and say nothing about this one.
+    Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends, not for this one.
     """
     fields = type(config).__dataclass_fields__
     given = {name: getattr(config, name) for name in SMS_FIELDS if name in fields}
@@ -108,7 +108,7 @@ def num_sms(config) -> int | None:
 
 
 def expert_alignment(config) -> int:
-    """Rows of a group are a multiple of this: what the quantised grouped GEMMs need, else 1."""
+    """Return the alignment of expert groups: the one that quantised grouped GEMMs need, else 1."""
     if config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False):
         from megatron.core.transformer.moe import moe_utils  # not before Megatron is in use: buffers.py imports this
 
@@ -117,7 +117,10 @@ def expert_alignment(config) -> int:
 
 
 def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | None:
-    """Rows of a rank under --moe-expert-rank-capacity-factor: tokens x top-k x expert TP x factor; None without it."""
+    """Return the rows of a rank by --moe-expert-rank-capacity-factor; None without it.
+
+    They are tokens x top-k x expert TP x factor, rounded up to ``alignment``.
+    """
     factor = getattr(config, "moe_expert_rank_capacity_factor", None)
     if factor is None:
         return None
@@ -125,9 +128,9 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
 
 
 def explained(error: ValueError, num_choices: int) -> ValueError:
-    """Return the error. If rows were limited to too few, return one that says which factor is enough for this routing.
+    """Return the error. If the factor allowed too few rows, return one that names a factor for this routing.
 
-    num_choices: tokens of a rank x choices of a token, at most; they times the factor are the limit
+    num_choices: the most tokens of a rank x choices of a token. The limit is num_choices x factor
     """
     needed = error.needed_rows if isinstance(error, TooFewRowsError) else 0
     if not needed or envs.rank_capacity_factor() is None or not envs.grouped_experts():
@@ -139,9 +142,9 @@ def explained(error: ValueError, num_choices: int) -> ValueError:
 
 
 def max_rows_of_grouped_experts(max_tokens: int, num_ranks: int, choices: int, num_local_experts: int) -> int | None:
-    """Rows of a rank under EP_DISPATCHER_RANK_CAPACITY_FACTOR, for experts that need no exact number; None without it.
+    """Return the rows of a rank by EP_DISPATCHER_RANK_CAPACITY_FACTOR, for experts in grouped GEMMs; None without it.
 
-    max_tokens of each rank with so many choices, times the factor, but never more than the ranks can send.
+    They are max_tokens x choices x factor, but never more than the ranks can send.
     """
     factor = envs.rank_capacity_factor()
     if factor is None:

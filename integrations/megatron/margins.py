@@ -1,14 +1,14 @@
-"""Multiprocessors that GEMMs leave to a dispatch or combine beside them: EP_DISPATCHER_GEMM_SM_MARGIN.
+"""Margins: multiprocessors that GEMMs leave to a dispatch or combine beside them (EP_DISPATCHER_GEMM_SM_MARGIN).
 
-A GEMM of a library has as many blocks as the GPU has multiprocessors, and gives each its share of the work before it
-starts. Those that find no free one begin when the others end: the GEMM takes up to twice as long. With a margin it
-shares its work between fewer blocks. It is set while the host launches what runs beside communication:
+A GEMM of a library has one block for each multiprocessor of the GPU, with a fixed share of the work. Blocks without a
+free multiprocessor begin when others end, so the GEMM takes up to twice as long. With a margin fewer blocks share the
+work. The margin is set while the host launches GEMMs that run beside communication:
 
     TransformerLayerSchedulePlan.run   a layer of a forward and one of a backward pass, with 1F1B overlap
     MoEEPTokenDispatcher               the forward of overlapped shared experts
 
-Grouped GEMMs of EP_DISPATCHER_GROUPED_EXPERTS need none: a block of theirs has one tile of the result, and starts
-wherever a multiprocessor is free.
+Grouped GEMMs of EP_DISPATCHER_GROUPED_EXPERTS need no margin: each of their blocks has one tile of the result, and
+starts on any free multiprocessor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TE_VARIABLE = "NVTE_EXT_MARGIN_SM"
 
 
 class TransformerEngineMargin:
-    """A variable that Transformer Engine reads at each GEMM, for cuBLAS's target of multiprocessors.
+    """A variable that Transformer Engine reads at each GEMM, to set cuBLAS's target of multiprocessors.
 
-    Without it the margin is all of them, a target of 0, and cuBLAS chooses. It is set back to that, and not taken out
-    again: another thread may read the environment meanwhile.
+    Unset, it counts as all multiprocessors: a target of 0, so cuBLAS chooses. ``restore`` sets this value and does not
+    remove the variable, because another thread may read the environment meanwhile.
     """
 
     shown = f"Transformer Engine ({TE_VARIABLE})"
@@ -48,7 +48,7 @@ class TransformerEngineMargin:
 
 
 class PyTorchMargin:
-    """PyTorch's carve-out, of the GEMMs that it runs by cuBLASLt. torch.matmul runs by cuBLAS, where none is set."""
+    """PyTorch's SM carve-out. It works for GEMMs by cuBLASLt, not for torch.matmul, which uses cuBLAS."""
 
     shown = "PyTorch's cuBLASLt (SM carve-out)"
 
@@ -64,7 +64,7 @@ class PyTorchMargin:
 
 @functools.cache
 def _free_margins() -> tuple[TransformerEngineMargin | PyTorchMargin, ...]:
-    """Those that the user has not set: decided at the first use, when one line says it."""
+    """Return the margins that the user has not set. The first use decides, and prints a line."""
     made = tuple(margin for margin in (TransformerEngineMargin(), PyTorchMargin()) if margin.is_free())
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = " and ".join(margin.shown for margin in made) or "none, where the user has set their margins"
@@ -77,7 +77,7 @@ def _free_margins() -> tuple[TransformerEngineMargin | PyTorchMargin, ...]:
 
 
 def _num_sms() -> int:
-    """The margin that the switch asks for; 0 before there is a buffer on a GPU."""
+    """Return the margin that the switch asks for; 0 before there is a buffer on a GPU."""
     from ep_dispatcher.integrations.megatron import buffers  # it imports Megatron
 
     given = envs.gemm_sm_margin()
@@ -90,7 +90,7 @@ _is_set = False
 
 @contextlib.contextmanager
 def margin() -> Iterator[None]:
-    """GEMMs that the host launches meanwhile leave multiprocessors to communication, where the switch says so."""
+    """Let GEMMs that are launched inside leave multiprocessors to communication, if the switch says so."""
     global _is_set
     num_sms = 0 if _is_set or envs.gemm_sm_margin() == 0 else _num_sms()
     if num_sms == 0:
@@ -109,7 +109,7 @@ def margin() -> Iterator[None]:
 
 
 def around_overlap(old: Callable[..., Any]) -> Any:
-    """Of TransformerLayerSchedulePlan.run: communication of either layer runs beside GEMMs of the other."""
+    """Wrap TransformerLayerSchedulePlan.run: communication of each layer runs beside GEMMs of the other."""
 
     @functools.wraps(old)
     def run(f_layer, b_layer, *args, **kwargs):

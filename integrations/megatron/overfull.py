@@ -1,8 +1,8 @@
-"""Tokens that a routing map gives more than top-k experts: an error, and on a GPU one without a host wait.
+"""Finds tokens with more than top-k experts in a routing map: an error, on a GPU without a host wait.
 
-On a CPU the host looks at the routing map before anything is sent. On a GPU it would have to wait for the router. There
-the token gets an expert number that does not exist, and the engine reports that as it does for any routing: from the
-dispatch itself, or from a later call where the number of rows is given. ``explained`` puts it in Megatron's terms.
+On a CPU the host checks the routing map before anything is sent. On a GPU it would have to wait for the router. So the
+token gets an expert number that does not exist, and the engine reports that as for any routing: from the dispatch, or
+from a later call if the number of rows is given. ``explained`` rewords that error in Megatron's terms.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ep_dispatcher.errors import UnknownExpertError
 
 
 def host_looks(routing_map: Tensor) -> bool:
-    """Whether the host can look at the routing map without waiting for a device."""
+    """Return whether the host can read the routing map without waiting for a device."""
     return not routing_map.is_cuda
 
 
 def refuse(routing_map: Tensor, topk: int) -> None:
-    """Raise the ValueError that the host finds by itself."""
+    """Raise the ValueError for a routing map that the host can read."""
     most = int(routing_map.sum(1).max())
     checks.fail("routing_map", f"a token with {most} experts", f"--moe-router-topk {topk}")
 
@@ -30,7 +30,7 @@ def mark(topk_idx: Tensor, is_overfull: Tensor, num_experts: int) -> None:
 
 
 def explained(error: ValueError, topk: int) -> ValueError:
-    """Return the error. If it is about a marked token, return one in Megatron's terms, caused by it."""
+    """Return the error. If it is about a marked token, return one in Megatron's terms, with it as the cause."""
     if not isinstance(error, UnknownExpertError):
         return error
     given = f"token {error.token} with more than {topk} experts"

@@ -3,18 +3,18 @@
 torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
     --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --expert-model-parallel-size 4 --bf16 ...
 
-Takes the flags of a Megatron training job; what does not concern an MoE layer is named and not used. Runs on GPUs
-(NCCL), or where there are none on the CPU (gloo). Both layers get the same weights and the same tokens.
+Takes the flags of a Megatron training job, and names those that do not concern an MoE layer. Runs on GPUs (NCCL), or
+without any on the CPU (gloo). Both layers get the same weights and the same tokens.
 
 With EP_DISPATCHER_GROUPED_EXPERTS=1 this dispatcher's layer runs its experts in grouped GEMMs, where they can.
 
-The rule: a tensor is the same when its largest difference is at most `limit` of its largest absolute value.
+The rule: a tensor is the same if its largest difference is at most `limit` times its largest absolute value.
   float32             1e-5
   bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
   FP8, FP4            1/8: rows in another order may share other scales
-Below float32 Megatron's layer also runs in float32, on the same weights and routing logits. Then this dispatcher may
-besides not be further from that run than Megatron's own: its root mean square distance, over all ranks and steps, is
-at most 1.25 times Megatron's, plus a quarter of a rounding of the tensor's root mean square.
+Below float32 there is a second rule. Megatron's layer also runs in float32, on the same weights and routing logits.
+The root mean square distance of this dispatcher from that run, over all ranks and steps, must be at most 1.25 times
+that of Megatron's own, plus a quarter of a rounding of the tensor's root mean square.
 
 Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
 exits with 1 for all but 0.)
@@ -56,10 +56,10 @@ OURS, FLOAT32 = "ep_dispatcher", "float32"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code. Collective; makes the default process group, and takes it away again, where there is none."""
+    """Compare, and return the exit code. Collective. Without a default process group, make one and destroy it."""
     argv = sys.argv[1:] if argv is None else argv
     with _process_group(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about what is not installed or deprecated, once per rank
+        warnings.simplefilter("ignore")  # Megatron's, of each rank, about missing packages and deprecated calls
         first = dist.get_rank() == 0
         say: Callable[..., None] = _say if first else _say_nothing
         try:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         except Refused as refusal:
             say(f"refused: {refusal}")
             code = 2
-        dist.barrier()  # torchrun stops the others as soon as one has exited with an error: all was said before
+        dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
     return code
 
 
@@ -90,14 +90,14 @@ def _say_nothing(text: str = "") -> None:
 
 @contextlib.contextmanager
 def _quiet_unless(first: bool) -> Iterator[None]:
-    """--help prints and exits: on one rank is enough."""
+    """Silence --help, which prints and exits, on all ranks but the first."""
     with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """The ranks, as torchrun or the caller has made them; one rank without either."""
+    """Use the group of the caller, or that of torchrun's ranks, or a group of one rank."""
     made = not dist.is_initialized()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
     gpu = torch.cuda.is_available()
@@ -171,7 +171,7 @@ def _show(
     profiles: dict[str, Profile],
     say: Callable[..., None],
 ) -> None:
-    """Say what was found, in paragraphs; the last is the verdict."""
+    """Print the results in paragraphs; the last is the verdict."""
     config = layers[OURS].config
     parts = [
         _what_ran(layers, run),
@@ -196,7 +196,7 @@ def _versions(run: Run) -> str:
 
 
 def _what_ran(layers: dict[str, Any], run: Run) -> str:
-    """The classes, from the layers themselves, once they have run."""
+    """Return lines with the classes that have run, as found in the layers."""
     lines = []
     for name in (run.reference, OURS):
         dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
@@ -208,7 +208,7 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
 
 @contextlib.contextmanager
 def _megatron(run: Run, seed: int) -> Iterator[None]:
-    """Our registration and Megatron's groups, for as long as the comparison runs."""
+    """Register this dispatcher and make Megatron's groups, for the time of the comparison."""
     from megatron.core import parallel_state, tensor_parallel
 
     from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
@@ -232,7 +232,7 @@ def _megatron(run: Run, seed: int) -> Iterator[None]:
 
 
 def _make_layers(run: Run, seed: int) -> dict[str, Any]:
-    """One layer per dispatcher, and Megatron's in float32 below that. Refused when one of them refuses."""
+    """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
     settings = dict(run.settings)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
@@ -267,7 +267,7 @@ def _make_layers(run: Run, seed: int) -> dict[str, Any]:
 
 
 def _text_of(error: Exception) -> str:
-    """Without what build_module() appends; the line itself where an assertion of Megatron's says nothing."""
+    """Return the text, without the addition of build_module(); the line of code for an assertion without a text."""
     text = re.sub(r" when instantiating \w+$", "", str(error))
     return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
 
@@ -296,7 +296,7 @@ _EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bia
 
 
 def _expert_of(layer, name: str) -> int | None:
-    """The global number of the expert that a parameter belongs to; the first of the rank where one holds them all."""
+    """Return the global number of a parameter's expert; the rank's first one if the parameter holds them all."""
     if not name.startswith("experts."):
         return None
     number = _EXPERT.search(name)
@@ -309,9 +309,9 @@ def _generator(*key: Any) -> torch.Generator:
 
 @torch.no_grad()
 def _set_weights(layer, seed: int) -> None:
-    """Normal, with the deviation of sums over a row that stay as large as they were; the same whatever the layout.
+    """Set normal weights, whose deviation keeps the size of a layer's values. They do not depend on the layout.
 
-    What belongs to an expert depends on its global number; what a tensor parallel group divides, on the rank in it.
+    Those of an expert depend on its global number; those that a tensor parallel group divides, on the rank in it.
     """
     from megatron.core import parallel_state
 
@@ -341,7 +341,7 @@ def _copy_weights(source, target) -> None:
 
 
 class _Instead(torch.autograd.Function):
-    """The value of one tensor, the gradient to another."""
+    """Take the value of one tensor, and pass the gradient to another."""
 
     @staticmethod
     def forward(ctx, own: Tensor, value: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class _Instead(torch.autograd.Function):
 
 
 def _follow_routing(leader, follower) -> None:
-    """The follower takes the leader's last routing logits: a rounded logit would change who gets a token."""
+    """Let the follower take the leader's last routing logits: a rounded logit could send a token to other experts."""
     gating, own_gating = leader.gating, follower.gating
     last: list[Tensor] = []
 
@@ -366,7 +366,7 @@ def _follow_routing(leader, follower) -> None:
 
 
 def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
-    """This rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
+    """Return this rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
     rank, tp = dist.get_rank(), run.settings.get("tensor_model_parallel_size", 1)
     length = run.tokens
     if given.uneven_tokens:  # a tensor parallel group shares its sequences
@@ -380,7 +380,7 @@ def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Output and input gradient; the parameters' gradients are left in them."""
+    """Return output and input gradient; the parameters keep their gradients."""
     x = x.detach().requires_grad_()
     out = _forward(layer, x)
     out.backward(grad)
@@ -407,7 +407,7 @@ def _forward(layer, x: Tensor) -> Tensor:
 
 
 def _quantization(config, is_init: bool = False) -> contextlib.AbstractContextManager:
-    """What Megatron's TransformerBlock enters around its layers: without it no GEMM is in FP8 or FP4."""
+    """Return the context of Megatron's TransformerBlock around its layers: without it no GEMM is in FP8 or FP4."""
     from megatron.core.fp8_utils import get_fp8_context
 
     if getattr(config, "fp4", None):
@@ -422,7 +422,7 @@ def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
 
 
 def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int | None, Tensor | None]]:
-    """One step: name -> (global expert or None, tensor)."""
+    """Run one step. Return name -> (global expert or None, tensor)."""
     maps: list[Tensor] = []
     hook = layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
     layer.zero_grad(set_to_none=True)
@@ -440,7 +440,7 @@ def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int |
 
 
 def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, tensors: dict[str, Difference]) -> None:
-    """Run every layer on the tokens and put what differs into ``tensors``."""
+    """Run every layer on the tokens, and add the differences to ``tensors``."""
     ours_layer, reference_layer, *float32_layer = layers.values()
     x, grad = _on_device(ours_layer, *tokens)
     theirs = _results(reference_layer, x, grad, seed)
@@ -456,7 +456,7 @@ def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, 
 
 
 def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, report.Seconds]:
-    """Medians of steps, of the slowest rank each; the dispatchers take turns. The first turn is a warm-up."""
+    """Return medians of steps, each of its slowest rank. The dispatchers take turns, and the first is a warm-up."""
     seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
     for step in range(given.timed_steps + 1):
         for name, of_layer in seconds.items():
@@ -479,7 +479,7 @@ def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[st
 
 
 def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profile]:
-    """The profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
+    """Return the profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
     found = {}
     for name in (run.reference, OURS):
         layer = layers[name]
@@ -493,7 +493,7 @@ def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profi
 
 @contextlib.contextmanager
 def _without_experts(layer) -> Iterator[None]:
-    """Experts that return their rows, times the probabilities."""
+    """Let experts only multiply their rows by the probabilities."""
     layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
     try:
         yield
@@ -507,7 +507,7 @@ def _synchronize(tensor: Tensor) -> None:
 
 
 def _over_ranks(tensors: dict[str, Difference]) -> dict[str, Difference]:
-    """The same on every rank: the rows of all of them together."""
+    """Merge the rows of all ranks. The result is the same on every rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, tensors)
     rows: dict[str, Difference] = {}

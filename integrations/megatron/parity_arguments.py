@@ -1,4 +1,4 @@
-"""The command line of the parity tool: Megatron's own flags, as far as they concern one MoE layer."""
+"""The command line of the parity tool: those of Megatron's flags that concern an MoE layer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ep_dispatcher import checks
 
-# Fields of TransformerConfig that are taken over, by name or by how the name begins. Their flags are made from them,
-# as Megatron makes them, so that each Megatron knows its own.
+# Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
+# Megatron makes them, so that they fit each version of Megatron.
 PREFIXES = ("moe_", "expert_", "fp8", "fp4", "recompute_", "activation_func_", "glu_", "cuda_graph_")
 FIELDS = {
     "tensor_model_parallel_size",
@@ -34,7 +34,7 @@ FIELDS = {
     "use_transformer_engine_op_fuser",
     "use_grouped_gemm_for_shared_expert",
 }
-# Flags that Megatron writes by hand; a dest that is no field is translated in settings().
+# Flags that Megatron does not make from fields. `run_of` translates those whose dest is not a field.
 BY_HAND: dict[str, dict[str, Any]] = {
     "--num-experts": dict(dest="num_moe_experts", type=int),
     "--swiglu": dict(action="store_true"),
@@ -60,7 +60,7 @@ WITHOUT_EFFECT = {
     "--moe-upcycling-granularity",
 }
 LOOKS_LIKE_MOE = ("--moe-", "--expert-", "--num-experts")
-RECOMPUTE_MODULES = ("moe", "moe_act", "shared_experts")  # of those that Megatron knows, the ones inside an MoE layer
+RECOMPUTE_MODULES = ("moe", "moe_act", "shared_experts")  # those of Megatron's that are inside an MoE layer
 TP = "--tensor-model-parallel-size"
 REFERENCES = ("alltoall", "allgather")
 
@@ -78,10 +78,10 @@ class Machine:
 
 @dataclass
 class Given:
-    """What the command line asks for."""
+    """The command line."""
 
-    flags: dict[str, Any]  # what was given of Megatron's flags, by field or dest
-    unused: list[str]  # what was given and does not concern an MoE layer, as it shall be shown
+    flags: dict[str, Any]  # Megatron's flags that were given, by field or dest
+    unused: list[str]  # flags that were given and do not concern an MoE layer, as shown
     steps: int
     timed_steps: int
     profiled_steps: int
@@ -95,15 +95,15 @@ class Given:
 
 @dataclass
 class Run:
-    """What will run."""
+    """The layers that will run."""
 
-    settings: dict[str, Any]  # of TransformerConfig, but for the dispatcher
+    settings: dict[str, Any]  # of TransformerConfig, except for the dispatcher
     reference: str
     transformer_engine: bool
     tokens: int  # along the sequence, of one rank
     batch: int
     assumed: dict[str, Any] = dataclasses.field(default_factory=dict)  # flags that were not given
-    changes: list[str] = dataclasses.field(default_factory=list)  # where this run is not what was given, and why
+    changes: list[str] = dataclasses.field(default_factory=list)  # differences from the given flags, and why
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str], description: str) -> Given:
-    """Raises Refused for a value that is not allowed and for a misspelt MoE flag; --help prints and exits."""
+    """Read the command line. Raises Refused for a wrong value or a misspelt MoE flag; --help prints and exits."""
     parser = _make_parser(description)
     values, rest = parser.parse_known_args(argv)
     flags = vars(values)
@@ -177,7 +177,7 @@ def concerns_moe(name: str) -> bool:
 
 
 def _flag_of(field: dataclasses.Field) -> tuple[list[str], dict[str, Any] | None]:
-    """Names and options of a field's flag; no options where its type has no flag."""
+    """Return names and options of a field's flag; None for the options if its type has no flag."""
     meta = field.metadata.get("argparse_meta", {})
     options = _options(field.type)
     words = field.name.replace("_", "-")
@@ -203,7 +203,7 @@ def _options(annotation: Any) -> dict[str, Any] | None:
 
 
 def _unused(rest: list[str], known: set[str]) -> list[str]:
-    """The flags among what the parser left over, in their order; Refused when one of them is a misspelt MoE flag."""
+    """Return the flags that the parser left over, in order. Raise Refused if one of them is a misspelt MoE flag."""
     flags = dict.fromkeys(word.partition("=")[0] for word in rest if word.startswith("--"))
     if rest and not rest[0].startswith("--"):
         flags = {rest[0]: None, **flags}  # such as the script's name
@@ -221,7 +221,7 @@ def _unused(rest: list[str], known: set[str]) -> list[str]:
 
 
 def run_of(given: Given, machine: Machine) -> Run:
-    """The configuration, completed where nothing was given and changed where this machine has to. Raises Refused."""
+    """Complete the given configuration, and change what this machine cannot run. Raises Refused."""
     flags = dict(given.flags)
     made = Run({}, "", machine.transformer_engine and flags.get("transformer_impl") != "local", 0, 0)
     if flags.get("transformer_impl") == "inference_optimized":
@@ -296,7 +296,7 @@ def _sizes(made: Run, flags: dict) -> None:
 
 
 def _activation(made: Run, flags: dict, machine: Machine) -> None:
-    """As core_transformer_config_from_args() and validate_args() translate the flags."""
+    """Translate the flags as core_transformer_config_from_args() and validate_args() do."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -325,7 +325,7 @@ def _activation(made: Run, flags: dict, machine: Machine) -> None:
 
 
 def _kernels(made: Run, flags: dict, machine: Machine) -> None:
-    """What only Transformer Engine or a GPU has."""
+    """Refuse or leave out what only Transformer Engine or a GPU has."""
     if made.transformer_engine:
         return
     why = "local layers" if machine.transformer_engine else "without Transformer Engine"
@@ -386,7 +386,7 @@ def _reference(made: Run, given: Given, flags: dict, machine: Machine) -> None:
 
 
 def reference_settings(settings: dict[str, Any], reference: str) -> tuple[dict[str, Any], list[str]]:
-    """The settings without what Megatron gives to other dispatchers than the reference, and a line for each."""
+    """Return the settings that the reference supports, and a line for each that it does not."""
     lacking = ["moe_expert_rank_capacity_factor"]
     if reference == "allgather":
         lacking.append("moe_shared_expert_overlap")

@@ -1,4 +1,4 @@
-"""What the parity tool measures of two runs of a layer, and how it is shown."""
+"""Differences between two runs of a layer, and the parity tool's report of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMED = ("the whole layer", WITHOUT_EXPERTS)
 
 @dataclass
 class Difference:
-    """What was found of one row of the table: over steps, over the experts of a rank, then over ranks."""
+    """A row of the table: the difference of one tensor over steps, over the experts of a rank, then over ranks."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Difference:
         if "expert" in where:
             self.experts.add(where.partition("expert ")[2])
         if ours is None or theirs is None or ours.shape != theirs.shape:
-            self._note(math.inf, where)  # a gradient that one of them has not
+            self._note(math.inf, where)  # only one of them has this gradient
             return
         ours, theirs = ours.double(), theirs.double()
         self.largest = max(self.largest, _largest(theirs))
@@ -84,7 +84,7 @@ class Difference:
         return 0.0 if self.name == "routing map" else _limit(config)
 
     def distance(self, squares: float) -> float:
-        """Root mean square, as a part of the tensor's own."""
+        """Return the root mean square, divided by that of the tensor."""
         if squares == 0:
             return 0.0
         return math.sqrt(squares / self.squares) if 0 < self.squares < math.inf else math.inf
@@ -98,7 +98,7 @@ class Difference:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Infinite where a value is not finite."""
+    """Return the largest absolute value; infinity if a value is not finite."""
     if not tensor.numel():
         return 0.0
     largest = float(tensor.abs().max())
@@ -133,12 +133,12 @@ def opening(given: Given, run: Run, machine: Machine, config, versions: str) -> 
 
 
 def _settings(config) -> list[str]:
-    """By the names of TransformerConfig's fields."""
+    """Return the settings to show, by the names of TransformerConfig's fields."""
     shown = []
     graphs, recompute = config.cuda_graph_impl != "none", config.recompute_granularity is not None
     for one in fields(config):
         if one.name.startswith("cuda_graph") and not graphs or one.name.startswith("recompute") and not recompute:
-            continue  # filled in, and of no effect
+            continue  # Megatron has filled them in, without effect
         value = getattr(config, one.name)
         chosen = one.name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
         if chosen or value == one.default or not (concerns_moe(one.name) or one.name in _ALSO_SHOWN):
@@ -153,7 +153,7 @@ _ALSO_SHOWN = {"activation_func", "gated_linear_unit", "bias_activation_fusion",
 
 
 def table(rows: dict[str, Difference], config, low: bool) -> str:
-    """One line a tensor; with ``low`` the distances from float32 as well."""
+    """Return a table with a line per tensor; with ``low`` also the distances from float32."""
     heads = ["tensor", "shape", "largest", "difference", "relative", "limit"]
     heads += ["from f32", "Megatron's", "allowed"] if low else []
     lines = [[*heads, ""]]
@@ -213,7 +213,10 @@ def rule(config, steps: int) -> str:
 
 
 class Seconds(NamedTuple):
-    """Of one step. The host's are those until it has launched the forward, and all; it may wait in between."""
+    """Seconds of one step. ``host_forward`` and ``host``: until the host has launched the forward, and everything.
+
+    The host may wait in between.
+    """
 
     step: float
     host_forward: float
@@ -221,7 +224,7 @@ class Seconds(NamedTuple):
 
 
 def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
-    """``times``: what -> dispatcher -> seconds."""
+    """Return a table of ``times``: what was timed -> dispatcher -> seconds."""
     lines = [
         f"Forward + backward of one layer, median of {num_steps} steps, the slowest rank of each. In brackets: until",
         "the host has launched the forward, and all:",
@@ -238,7 +241,7 @@ def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
 
 
 def different(rows: dict[str, Difference], config) -> list[str]:
-    """Return the tensors that differ, as they are shown."""
+    """Return the tensors that differ, by their names in the table."""
     return [title(name) for name, row in rows.items() if not row.ok(config)]
 
 
@@ -256,7 +259,7 @@ def figures(
     rows: dict[str, Difference],
     times: dict[str, dict[str, Seconds]],
 ) -> dict[str, Any]:
-    """What was shown, to be kept as JSON."""
+    """Return the content of the JSON."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": "CPU" if machine.cpu else torch.cuda.get_device_name(),
@@ -291,7 +294,7 @@ def _milliseconds(times: dict[str, dict[str, Seconds]], field: str) -> dict[str,
 
 
 def _json_number(value: float) -> float | None:
-    """JSON has no infinity: None."""
+    """Return None for infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 

@@ -1,14 +1,13 @@
-"""Plans that an activation recompute finds again.
+"""Keeps plans of forward passes for an activation recompute.
 
-A checkpointed layer runs forward twice: without gradients, then, when backward comes to it, again with them. The
-second run has the same routing, and reuses the plan of the first. Which of the microbatches in flight that was is
-decided by the routing itself, on all ranks together; a routing that fits none of them is planned anew.
+A checkpointed layer runs forward twice: without gradients, and again with them when backward reaches it. The second run
+has the same routing, and reuses the plan of the first. Several microbatches may be in flight. All ranks together choose
+the kept plan whose routing is the same; if there is none, they make a new plan.
 
-Nothing is kept under ``torch.inference_mode()``: autograd refuses to save the tensors made there. No recompute follows
-such a pass either.
+Nothing is kept under ``torch.inference_mode()``. Autograd refuses to save its tensors, and no recompute follows.
 
-On a GPU nothing is kept: to compare and to ask the other ranks, the host would have to wait for the device as often as
-it does to plan again, and to plan again it does not wait at all where the number of rows is given.
+On a GPU nothing is kept. To compare routings and to agree with the other ranks, the host would wait for the device. A
+new plan takes no more waits, and none if the number of rows is given.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ class Kept:
 
 
 def under_way() -> bool:
-    """Whether this forward pass is part of a backward pass."""
+    """Return whether this forward pass is part of a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class RecomputePlans:
     """The plans of forward passes without gradients, oldest first; at most ``most`` of them.
 
-    More can be kept than come back (evaluation runs without gradients too): what is older than a plan that came back,
-    or than a routing that fits none, is forgotten.
+    Some are never taken, because evaluation runs without gradients too. So when a plan is taken, older ones are
+    dropped. If none fits, all are dropped.
     """
 
     def __init__(self, most: int):
@@ -50,7 +49,7 @@ class RecomputePlans:
 
     @classmethod
     def make(cls, config) -> RecomputePlans:
-        """As many as a pipeline schedule keeps in flight of one layer; none without a recompute of MoE layers."""
+        """Keep as many plans as a pipeline schedule has in flight for a layer; none if no MoE layer is recomputed."""
         granularity = config.recompute_granularity
         recomputes = granularity == "full" or (granularity == "selective" and "moe" in (config.recompute_modules or ()))
         group = getattr(config, "microbatch_group_size_per_vp_stage", None) or 0
@@ -62,13 +61,13 @@ class RecomputePlans:
         self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
 
     def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
-        """The oldest plan whose routing is this one on every rank of the group, or None. Collective.
+        """Return the oldest plan with this routing on every rank of the group, or None. Collective.
 
-        Raises PeerTimeoutError when a rank does not come.
+        Raises PeerTimeoutError if a rank does not arrive.
         """
         if not torch.is_grad_enabled():
             return None
-        while self._kept and self._kept[0].buffer.is_destroyed:  # an error may leave unlike numbers on the ranks
+        while self._kept and self._kept[0].buffer.is_destroyed:  # after an error ranks may have kept unequal numbers
             self._kept.popleft()
         if not self._kept:  # the same on every rank: all run the same passes
             return None

@@ -1,7 +1,7 @@
-"""Megatron's routing, a map of tokens by experts, as the engine takes it: columns of top-k experts.
+"""Converts Megatron's routing, a map of tokens by experts, for the engine: to columns of top-k experts.
 
-On a GPU a compiled kernel makes the columns, and another one the gradient: as separate operations of PyTorch they took
-the host longer than a dispatch does.
+On a GPU one compiled kernel makes the columns, and another the gradient. As separate operations of PyTorch they would
+cost the host more time than a dispatch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Routing(NamedTuple):
 
     topk              experts of a token
     slices            ranks that each hold a slice of an expert (expert tensor parallelism); all of them get its tokens.
-                      The group's ranks count them fastest: slice t of expert e is expert
+                      Slices of an expert are on successive ranks of the group: slice t of expert e is expert
                       ``(e // L * slices + t) * L + e % L`` of the group, with L = experts_per_rank
-    experts_per_rank  of this rank
-    skips_zeros       an expert with probability 0 is none: Megatron's map then marks whole capacities, and what fills
-                      them up adds nothing
+    experts_per_rank  experts, or slices of experts, of this rank
+    skips_zeros       ignore experts with probability 0. Megatron's map then marks whole capacities, and tokens that
+                      only fill them up add nothing
     """
 
     topk: int
@@ -40,14 +40,14 @@ class Routing(NamedTuple):
 
 
 def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of each token, -1 for none, and their probabilities, slice by slice.
+    """Return the experts of each token, -1 for none, and their probabilities, slice by slice.
 
     routing_map bool [num_tokens, num_experts]; probs float [num_tokens, num_experts]
     -> (int64 [num_tokens, slices * topk], float32 [num_tokens, slices * topk])
 
-    Beside -1 the probability is any. Probabilities are differentiable, once. On a GPU the columns are in the order of
-    experts. Raises ValueError when a token has more than topk experts and the host can see it; where it cannot, the
-    token gets an expert that does not exist.
+    Beside -1 the probability is undefined. Probabilities are differentiable once. On a GPU the columns are in the order
+    of experts. If a token has more than topk experts, raises ValueError if the host can see it; otherwise the token
+    gets an expert that does not exist (overfull.py).
     """
     if _has_kernels(routing_map) and not is_observed((routing_map, probs)):
         if probs.dtype == torch.float64:
@@ -57,7 +57,7 @@ def columns(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple[Tenso
 
 
 def _has_kernels(routing_map: Tensor) -> bool:
-    """Return whether the kernels can be launched as they are, in the current stream of the current GPU."""
+    """Return whether the kernels can be launched in the current stream of the current GPU."""
     return routing_map.is_cuda and _compiled is not None and routing_map.get_device() == torch.cuda.current_device()
 
 
@@ -85,7 +85,7 @@ def _by_operators(routing: Routing, routing_map: Tensor, probs: Tensor) -> tuple
 
 
 class _Columns(torch.autograd.Function):
-    """The columns by one kernel, and the gradient of probs by another. Tensors on the current GPU."""
+    """Make the columns with one kernel, and the gradient of probs with another. Tensors are on the current GPU."""
 
     @staticmethod
     def forward(ctx: Any, probs: Tensor, routing_map: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ _make_columns = plain_apply(_Columns)
 
 
 def _sizes(ctx: Any, num_tokens: int) -> tuple[Any, ...]:
-    """The arguments that both kernels take first."""
+    """Return the first arguments of both kernels."""
     dtype = getattr(_compiled.DType, _DTYPES[ctx.dtype])
     return num_tokens, ctx.num_experts, *ctx.routing, dtype
 
