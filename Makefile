@@ -1,7 +1,7 @@
 # One command per chore; each first sets up what it needs.
 #   make demo     train a small MoE language model over several ranks, on GPUs where there are (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
-#   make test     run every test, with a case of each path (10 to 14 minutes on two idle cores; ARGS="..." is passed on)
+#   make test     run every test, with a case of each path (10 to 15 minutes on two idle cores; ARGS="..." is passed on)
 #   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
 #   make test-all run every case of every test in one go
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)
