@@ -111,8 +111,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
       if (lane < num_here) find_item(params.direct_plan.in(shared), index, source, token);
       write_items(op, params, shared, source, token, item_at(index).data);
     } else if (lane < num_here) {
-#pragma unroll 1
-      while (index >= head.item_begin[source + 1]) ++source;
+      source = head.source_of(index);
       const Item item = item_at(index);
       if (params.new_plan) {
         const auto* from =

@@ -364,9 +364,7 @@ __device__ inline Verdict wait_for_direct_plan(const DispatchParams& params, cha
 
 // [thread] Find item `index` of a usable plan: its source, and its token there.
 __device__ inline void find_item(const DirectPlan& plan, int index, int& source, int& token) {
-  source = 0;
-#pragma unroll 1
-  while (index >= plan.head->item_begin[source + 1]) ++source;
+  source = plan.head->source_of(index);
   token = plan.token_of(source, index - plan.head->item_begin[source]);
 }
 

@@ -22,6 +22,13 @@ struct PlanHead {
 #ifdef __CUDACC__
   // [thread] Return whether the output has a row for each local expert of a token: expert and decode layout.
   __device__ bool has_expert_layout() const { return layout != static_cast<int32_t>(Layout::kRank); }
+  // [thread] Return the source of item `index`, one of num_items.
+  __device__ int source_of(int index) const {
+    int source = 0;
+#pragma unroll 1
+    while (index >= item_begin[source + 1]) ++source;
+    return source;
+  }
   // [thread] Return the number of items of a source.
   __device__ int items_of(int source) const { return item_begin[source + 1] - item_begin[source]; }
 #endif

@@ -50,8 +50,8 @@ struct Puller {
   const Pieces& pieces;
   char* const shared;  // of the block
   const bool expert_layout;
-  const int lane, first,
-      step;  // this mover takes items first, first + step, ... of the order (position_of, write_batch)
+  const int lane;
+  const int first, step;  // this mover takes items first, first + step, ... of the order (position_of, write_batch)
   PullMemory memory;
   const int num_items, num;  // items in all, and of this mover
   PieceCursor load, store;   // next piece to load, and next piece to store
@@ -120,8 +120,8 @@ struct Puller {
     memory.records.fill([&](int n) {
       int source = 0, token = -1;
       if (n >= 0) {
-        const int at = plan.head->item_begin[op.rank()] + first + n * step,
-                  index = at < num_items ? at : at - num_items;
+        const int at = plan.head->item_begin[op.rank()] + first + n * step;
+        const int index = at < num_items ? at : at - num_items;
         find_item(plan, index, source, token);
         Origin& origin = origin_of(n);
         origin.index = index;
@@ -216,8 +216,8 @@ struct Puller {
     const Item item = item_at(store.item);
     const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
     const int num_copies = item.num_copies(), num_words = params.num_scale_words();
-    const int64_t of_lane =
-        lane < num_copies ? params.scale_at(item.value(lane)) : 0;  // each lane divides for one copy
+    // Each lane divides for one copy.
+    const int64_t of_lane = lane < num_copies ? params.scale_at(item.value(lane)) : 0;
 #pragma unroll 1
     for (int begin = 0; begin < num_words; begin += 32) {
       const int word = begin + lane;
