@@ -18,22 +18,21 @@ using Block = Team<0, 0, Pipeline::kThreads>;
 // [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Blocks are divided
 // by the rows that pushing and reducing read and write: a rank with many received items pushes with nearly all blocks.
 // Never use more blocks than saturate the links. All threads of a launch compute the same number.
-__device__ int num_push_blocks(const Op& op, const CombineParams& params) {
+__device__ int num_push_blocks(const Op& op, const CombineParams& params, const PlanSizes& sizes) {
   if (!params.pushes) return 0;
   if (!params.reduces) return op.num_blocks;
   // Few blocks do both. With windows of slots 7 are few: doing both, a combine in expert layout took 1708 us instead of
   // 1850 (4096 tokens, hidden 7168, at 50 GB/s, one H200). 10 are not: doing both took 1366 us instead of 1273.
   const Milestones milestones = milestones_of(op.context);
   if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
-  const PlanHead& head = *params.plan.head;
-  if (head.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
+  if (sizes.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.
-  if (op.context.config.num_nodes == 1 && end_of_pushed(op, head) == 1) return op.num_blocks;
-  const float push = static_cast<float>(head.num_rows) + head.num_items;
+  if (op.context.config.num_nodes == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
+  const float push = static_cast<float>(sizes.num_rows) + sizes.num_items;
   // A sum from another node is written and read once more than one of the own node.
   const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
-  const float reduce = params.reduce_weight * (static_cast<float>(head.num_addends) + tokens);
-  const float most = params.saturating * push / head.num_items;
+  const float reduce = params.reduce_weight * (static_cast<float>(sizes.num_addends) + tokens);
+  const float most = params.saturating * push / sizes.num_items;
   const int share = static_cast<int>(min(op.num_blocks * push / (push + reduce) + 0.5f, most));
   return min(max(share, 1), op.num_blocks - 1);
 }
@@ -55,8 +54,19 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
   announce<Block>(op, call);
 }
 
-// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree;
-// with factors before the pushes. If the block makes sums for other nodes too, it makes the early ones between its
+// [warp] Compare the Calls before the first sum, and post the verdict for the preparing warp. Called in one summing
+// warp. With factors wait for those of other nodes too.
+__device__ void agree_first(const Op& op, const CombineParams& params, const CombineMemory& memory) {
+  // The second of two launches does not keep a difference: the first one did.
+  Verdict verdict = agree(op, params.pushes);
+  stamp(op, Step::kAgreed);
+  if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
+    verdict = Verdict::kAborted;
+  memory.verdict.post(verdict);
+}
+
+// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree,
+// or with agrees_first() for the verdict: before the first sum. If the block makes sums for other nodes too, it makes the early ones between its
 // pushes. The first of two launches ends with the pushes, and the second one makes the sums that are left. Called in
 // the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end. Return kAborted after an
 // abort of this rank, else the verdict of `agree`.
@@ -64,23 +74,17 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
                            CombineMemory& memory, int num_teams) {
   // Take the first items. This reads nothing of peers.
   Preparer preparer{memory.pipeline, num_teams};
-  const bool agrees_first = params.shares_factors() || !params.pushes;
-  memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
-  Pusher pusher(op, params, memory, pushers, for_others.has_block(), agrees_first);
-  Reducer reducer(op, params, memory.tokens, for_others);
+  Pusher pusher(op, params, memory, pushers, for_others.has_block());
   if (pushers.has_block()) pusher.begin();
-  // The second of two launches does not keep a difference: the first one did.
-  Verdict verdict = agrees_first ? agree(op, params.pushes) : Verdict::kAgree;
-  if (agrees_first) stamp(op, Step::kAgreed);
-  if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
-    verdict = Verdict::kAborted;
+  Reducer reducer(op, params, memory.tokens, for_others);
+  Verdict verdict = params.agrees_first() && !pushers.has_block() ? memory.verdict.wait() : Verdict::kAgree;
   for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
     until = Pusher::kAllSums;
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
     const bool has_pushed = until == Pusher::kAllSums;
     stamp(op, Step::kQueued);
     if (verdict == Verdict::kAborted || (has_pushed && !params.reduces)) break;
-    if (has_pushed && !agrees_first) {
+    if (has_pushed && !params.agrees_first()) {
       verdict = agree(op);
       stamp(op, Step::kAgreed);
     }
@@ -148,29 +152,36 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
   begin_waves(params.args.waves);
-  // These loads overlap: State::aborted, the head of the plan, `slots_free`, factors.
+  // These loads overlap: factors, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire, so loads
+  // after it would wait for it.
+  const bool sends_factors = op.block == 0 && params.shares_factors();
+  FactorCopy factors(op, params, sends_factors);
   const bool aborted = has_aborted(context);
-  const Part pushers{op.block, num_push_blocks(op, params)};
+  const PlanSizes sizes = *params.plan.head;
   const bool sees_free =
       !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
-  FactorCopy factors(op, params, op.block == 0 && params.shares_factors());
-  if (__syncthreads_or(aborted)) return;  // all threads of the block, or none
+  const Part pushers{op.block, num_push_blocks(op, params, sizes)};
+  // Leave after an abort: all threads of the block, or none.
+  const bool is_free = !__syncthreads_or(aborted || !sees_free);
+  if (!is_free && __syncthreads_or(aborted)) return;
   const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
   const Part for_others{op.block - first, op.num_blocks - first};
-  Cursor c(shared);
-  CombineMemory memory = CombineMemory::carve(c, params, context);
+  CombineMemory memory = params.memory.in(shared);
 
-  // Wait for free slots before the first push, if they were not free at first sight, and announce. Meanwhile the other
-  // warps initialise shared memory.
+  // Wait for free slots before the first push, if they were not free at first sight, and announce; factors come first.
+  // Meanwhile the other warps initialise shared memory.
   bool ok = true;
+  if (sends_factors && is_free) factors.store(op);
   if (threadIdx.x < 32) {
-    if (pushes && !__all_sync(~0u, sees_free))
+    if (pushes && !is_free)
       ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (params.pushes) stamp(op, Step::kFree);
     if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
   } else {
+    if (Pipeline::role() == Pipeline::Role::kPrepare)
+      memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
     constexpr int kStep = Pipeline::kThreads - 32;
     memory.pipeline.init(kNumTeams);
     for (int i = threadIdx.x - 32; i < context.max_pushed_chunks; i += kStep) memory.pushed[i] = 0;
@@ -178,9 +189,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
       memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
-  if (op.block == 0 && params.shares_factors()) {
-    factors.store(op);
-    __syncthreads();
+  if (sends_factors) {
+    if (!is_free) factors.store(op);
+    if (!is_free) __syncthreads();
     if (threadIdx.x < 32) announce_combine(op, params);
     stamp(op, Step::kSent);
   }
@@ -205,6 +216,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         verdict = prepare(op, params, pushers, for_others, memory, kNumTeams);
         break;
       case Pipeline::Role::kSum:
+        if (params.agrees_first() && threadIdx.x / 32 == Pipeline::kThreads / 32 - 1) agree_first(op, params, memory);
         consume<Summing>(memory.pipeline,
                          [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
         stamp(op, Step::kSummed);
@@ -232,23 +244,29 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
   CombineParams params{};
   params.args = args;
   params.plan = read_plan(config, plan);
-  params.max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
   params.rail_blocks = is_straight() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
+  // Take few of few tokens, so that all blocks get some.
+  const int blocks = num_blocks(args.waves) - params.rail_blocks;
+  params.own_batch = std::min(Reducer::kBatch, args.num_tokens / (2 * blocks) + 1);
   params.pushes = pushes;
   params.reduces = reduces;
-  const auto memory = [&] {
+  // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.
+  const int max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
+  int num_bays = 0;
+  uint32_t bay_bytes = 0;
+  const auto carve = [&] {
     Cursor c;
-    CombineMemory::carve(c, params, context_);
+    params.memory = CombineMemory::carve(c, context_, num_bays, bay_bytes, max_addends, args.factors);
     return c.size();
   };
-  // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.
-  const size_t room = kUsableShared - memory();
+  const size_t room = kUsableShared - carve();
   const uint32_t row = context_.row_bytes;
   for (uint32_t pieces = 1;; ++pieces) {
-    params.bay_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
-    if (room / params.bay_bytes >= params.max_addends + size_t{4}) break;
+    bay_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
+    if (room / bay_bytes >= max_addends + size_t{4}) break;
   }
-  params.num_bays = static_cast<int>(std::min<size_t>(room / params.bay_bytes, Pipeline::kMaxBays));
+  num_bays = static_cast<int>(std::min<size_t>(room / bay_bytes, Pipeline::kMaxBays));
+  const size_t shared = carve();
   // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
   // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
   const bool is_long = row > 8192;
@@ -257,7 +275,7 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
 
   const Context context = context_of(args.wait_ns, !pushes);
   const auto run = [&](auto summing) {
-    launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, memory(), stream, context,
+    launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, shared, stream, context,
            params);
   };
   const auto run_with = [&](auto element) {

@@ -1,8 +1,6 @@
 // The memory of a direct plan (direct.cuh). Tokens of all ranks have a bit each, in words of 32. Each source has
 // `source_words` words of its own.
 #pragma once
-#include <type_traits>
-
 #include "cuda/call.cuh"
 #include "cuda/plan.h"
 
@@ -56,14 +54,9 @@ struct DirectPlan {
 
   // [thread] Return the plan in the shared memory of a block. The arrays of this one are offsets.
   __device__ DirectPlan in(char* shared) const {
-    const auto move = [shared](auto*&... arrays) {
-      ((arrays =
-            reinterpret_cast<std::remove_reference_t<decltype(arrays)>>(shared + reinterpret_cast<size_t>(arrays))),
-       ...);
-    };
     DirectPlan p = *this;
-    move(p.head, p.verdict, p.decided, p.expert_rows, p.expert_begin, p.first_row, p.needed, p.max_rows, p.received,
-         p.sent, p.before, p.choices, p.chosen, p.expert_tokens, p.rank_items, p.end);
+    set_base(shared, p.head, p.verdict, p.decided, p.expert_rows, p.expert_begin, p.first_row, p.needed, p.max_rows,
+             p.received, p.sent, p.before, p.choices, p.chosen, p.expert_tokens, p.rank_items, p.end);
     return p;
   }
 

@@ -65,8 +65,8 @@ struct Pipeline {
   int max_addends;
   int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
 
-  // [host] [thread] Lay the pipeline out. Without a base the cursor measures.
-  EP_HOST_DEVICE static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends, bool has_factors) {
+  // [host] Lay the pipeline out, or measure it.
+  static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends, bool has_factors) {
     Pipeline p;
     p.num_bays = num_bays;
     p.bay_bytes = bay_bytes;
@@ -82,6 +82,14 @@ struct Pipeline {
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
     p.factors = c.take<float>(has_factors ? kQueue * max_addends : 0);
     if (!has_factors) p.factors = nullptr;
+    return p;
+  }
+
+  // [thread] Return the pipeline in the shared memory of a block. The arrays of this one are offsets.
+  __device__ Pipeline in(char* shared) const {
+    Pipeline p = *this;
+    set_base(shared, p.bays, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends);
+    if (factors) set_base(shared, p.factors);
     return p;
   }
 
@@ -115,10 +123,12 @@ struct Preparer {
 
   // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
   // of each addend, from `offset` on. Wait until the second last batch is issued. Then its place is free, and so are
-  // the places of the works: by the limits above, works kQueue before them are done. In a launch with factors
+  // the places of the works: by the limits above, works kQueue before them are done. Call `ready()` when all is
+  // written: after true the rows are loaded. After false nothing is queued; return false. In a launch with factors
   // `complete` must follow.
-  template <class Fill>
-  __device__ void prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill) {
+  template <class Fill, class Ready>
+  __device__ bool prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill,
+                          const Ready& ready) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
     if (num_batches >= Pipeline::kBatches)
       ptx::barrier_wait(pipeline.issued + place, BatchRing::parity(num_batches - Pipeline::kBatches));
@@ -135,38 +145,48 @@ struct Preparer {
       fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
-    next_bay = (next_bay + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_bays;
+    if (!ready()) return false;
     // Hand the batch over.
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(pipeline.prepared + place);
+    next_bay = (next_bay + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_bays;
     num_works += num;
     ++num_batches;
+    return true;
   }
 
-  // [warp] Release the last `num` works to the teams: `give(factors)` first writes the factors of the lane's work. Rows
-  // load meanwhile. In a launch without factors do nothing.
+  // [warp] Release the last `num` works to the teams. Rows load meanwhile. `give(factors)` first writes the factors of
+  // the lane's work; null: the lane has none. If it returns false, the works make no sums and reach no milestone;
+  // return false. In a launch without factors do nothing.
   template <class Give>
-  __device__ void complete(int num, const Give& give) {
-    const int lane = threadIdx.x % 32;
-    if (pipeline.factors == nullptr || lane >= num) return;
-    const int in_queue = QueueRing::place(num_works - num + lane);
-    give(pipeline.factors + in_queue * pipeline.max_addends);
-    ptx::barrier_arrive(pipeline.full + in_queue);
+  __device__ bool complete(int num, const Give& give) {
+    if (pipeline.factors == nullptr) return true;
+    const int lane = threadIdx.x % 32, in_queue = QueueRing::place(num_works - num + lane);
+    const bool sums = give(lane < num ? pipeline.factors + in_queue * pipeline.max_addends : nullptr);
+    if (lane < num) {
+      // The issuing warps may be reading the work, but not these two.
+      if (!sums) pipeline.queue[in_queue].to = nullptr, pipeline.queue[in_queue].milestone = 0;
+      ptx::barrier_arrive(pipeline.full + in_queue);
+    }
+    return sums;
   }
 
-  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `give` as in `complete`. Only the
-  // last piece has the work's own milestone, earlier ones have that of the first lane: a milestone is reached after all
-  // pieces of the works before it.
-  template <class Fill, class Give>
-  __device__ void prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Give& give) {
+  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `ready` as in `prepare`, `give`
+  // as in `complete`. Only the last piece has the work's own milestone, earlier ones have that of the first lane: a
+  // milestone is reached after all pieces of the works before it. Return false once one of them has: then no further
+  // piece is queued.
+  template <class Fill, class Ready, class Give>
+  __device__ bool prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Ready& ready,
+                               const Give& give) {
     const int milestone = work.milestone;
     work.milestone = __shfl_sync(~0u, milestone, 0);
     for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.bay_bytes) {
       const uint32_t rest = row_bytes - offset;
       if (rest <= pipeline.bay_bytes) work.milestone = milestone;
-      prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill);
-      complete(num, give);
+      if (!prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill, ready)) return false;
+      if (!complete(num, give)) return false;
     }
+    return true;
   }
 
   // [warp] Queue a work without rows for every team: it reaches `milestone`, after all earlier works. With `stops` the
@@ -175,15 +195,15 @@ struct Preparer {
     Work work{};
     work.milestone = milestone;
     work.stops = stops;
-    prepare(work, num_teams, 0, 0, [](const char**) {});
-    complete(num_teams, [](float*) {});
+    prepare(work, num_teams, 0, 0, [](const char**) {}, [] { return true; });
+    complete(num_teams, [](float*) { return true; });
   }
 
   // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. As the other
   // functions here, wait only for places in the queue.
   __device__ void end() {
     reach(0, true);
-    prepare(Work{}, 0, 0, 0, [](const char**) {});
+    prepare(Work{}, 0, 0, 0, [](const char**) {}, [] { return true; });
   }
 };
 
@@ -318,7 +338,7 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
       if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
     };
     // Sum, and release the bays as soon as they are read.
-    if (work.bytes > 0) {
+    if (work.to != nullptr) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.bay(work.first_bay + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
       if (work.has_factors)

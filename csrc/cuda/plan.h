@@ -7,16 +7,20 @@
 
 namespace ep::cuda {
 
+// Numbers of a plan, loaded together.
+struct alignas(16) PlanSizes {
+  int32_t num_rows;     // rows of the output used by the plan, with padding. Decode layout: with tokens
+  int32_t num_items;    // received items: pairs of source rank and source token
+  int32_t most_items;   // most items of a source on this node
+  int32_t num_addends;  // partial sums that a combine brings to this rank's inboxes
+};
+
 // Start of a plan, for all later kernels with it. Written by block 0: in write_head, and other blocks read it after
 // `listed` of this rank; or in publish_plan, and each block has a head of its own in this operation.
-struct PlanHead {
+struct PlanHead : PlanSizes {
   int32_t made;                       // epoch of its dispatch, low 32 bits
   int32_t layout;                     // Layout of the output
-  int32_t num_rows;                   // rows of the output used by the plan, with padding. Decode layout: with tokens
   int32_t usable;                     // 0: the rows do not fit, or the ranks differ; then the plan has no items
-  int32_t num_items;                  // received items: pairs of source rank and source token
-  int32_t most_items;                 // most items of a source on this node
-  int32_t num_addends;                // partial sums that a combine brings to this rank's inboxes
   int32_t item_begin[kMaxRanks + 1];  // first item of each source rank, then the end
 
 #ifdef __CUDACC__

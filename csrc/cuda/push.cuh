@@ -7,8 +7,8 @@ namespace ep::cuda::EP_KERNELS {
 
 // [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
 // items. This rank raises the flags of all of them, also of empty ones: Call::num_chunks promises it.
-__device__ inline int end_of_pushed(const Op& op, const PlanHead& head) {
-  return op.context.max_far_chunks + num_item_chunks(head.most_items);
+__device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
+  return op.context.max_far_chunks + num_item_chunks(sizes.most_items);
 }
 
 // The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them. A
@@ -98,8 +98,7 @@ struct FarItems {
   const int lane, num_sources;     // sources on other nodes
   int chunk = -1;                  // this chunk
   int num_left = 0;                // items of later chunks
-  int end[kRankWords], later[kRankWords];  // of source `lane` + 32 * i: the end of this chunk's items in its list, and
-                                           // of the next chunk's
+  int later[kRankWords];           // of source `lane` + 32 * i: the end of the next chunk's items in its list
 
   // [warp] Begin before the first chunk. SourceOrder::fill has been called.
   __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
@@ -111,10 +110,11 @@ struct FarItems {
         lane(threadIdx.x % 32),
         num_sources(context.num_ranks - context.config.ranks_per_node) {
 #pragma unroll
-    for (int i = 0; i < kRankWords; ++i) end[i] = later[i] = 0;
+    for (int i = 0; i < kRankWords; ++i) later[i] = 0;
     if (num_sources == 0) return;
 #pragma unroll
     for (int i = 0; i < kRankWords; ++i) {
+      if (lane + 32 * i < num_sources) ends[lane + 32 * i] = shifts[lane + 32 * i] = 0;
       later[i] = first_of(i, 1);
       num_left += items_of(i);
     }
@@ -128,12 +128,12 @@ struct FarItems {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRankWords; ++i) {
-      const int up_to = num + inclusive_sum(later[i] - end[i]);
-      end[i] = later[i];
+      const int at = lane + 32 * i, end = later[i];
+      const int up_to = num + inclusive_sum(at < num_sources ? end - (ends[at] - shifts[at]) : 0);
       later[i] = first_of(i, chunk + 2);  // needed by the next call
-      if (lane + 32 * i < num_sources) {
-        ends[lane + 32 * i] = up_to;
-        shifts[lane + 32 * i] = up_to - end[i];
+      if (at < num_sources) {
+        ends[at] = up_to;
+        shifts[at] = up_to - end;
       }
       num = __shfl_sync(~0u, up_to, 31);
     }
@@ -186,18 +186,17 @@ struct Pusher {
   const Part part;
   const bool reduces;  // whether this block makes sums for other nodes between its pushes
   const int lane;
-  bool agreed;  // whether all ranks are known to agree
   int entered;  // last chunk that may be pushed
   int summed;   // far chunk whose pushes follow the sums made so far
   FarItems far;
   int taken = 0, end = 0;  // this block's items of the far chunk, or all own ones: the first to be taken, and the end
   bool takes_own = false;  // whether all far chunks are taken
+  bool agreed = false;     // whether all ranks are known to agree
   Batch batch{}, next{};   // to be queued, and behind it; from begin() on
   int num_queued = 0;      // records before those of `batch`
 
-  // [warp] Prepare to push. `agreed`: whether all ranks are known to agree. SourceOrder::fill has been called.
-  __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces,
-                    bool agreed)
+  // [warp] Prepare to push. SourceOrder::fill has been called.
+  __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces)
       : op(op),
         context(op.context),
         params(params),
@@ -206,7 +205,6 @@ struct Pusher {
         part(part),
         reduces(reduces),
         lane(threadIdx.x % 32),
-        agreed(agreed),
         entered(milestones_of(op.context).window - 1),
         summed(entered + 1),
         far(op.context, params.plan, memory) {
@@ -248,6 +246,13 @@ struct Pusher {
     return {num, takes_own ? milestones.far : far.chunk};
   }
 
+  // [warp] With factors wait until all ranks agree. Not called again after another verdict.
+  __device__ Verdict wait_for_verdict() {
+    const Verdict verdict = agreed ? Verdict::kAgree : memory.verdict.wait();
+    agreed = verdict == Verdict::kAgree;
+    return verdict;
+  }
+
   // [warp] Prepare to push a far chunk, or own items: wait until the ranks of the node have freed its slots. If this
   // block has to make sums before that, set `until` as run() does, and wait for nothing. After a difference nobody
   // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
@@ -258,7 +263,7 @@ struct Pusher {
     const bool waits = milestones.needs_slots(chunk);
     if (!waits && !reduces) return Verdict::kAgree;
     if (!agreed) {
-      const Verdict verdict = agree(op, false, false);
+      const Verdict verdict = params.agrees_first() ? memory.verdict.wait() : agree(op, false, false);
       if (verdict != Verdict::kAgree) return verdict;
       agreed = true;
     }
@@ -287,9 +292,10 @@ struct Pusher {
   // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
 
-  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
-  // an abort of this rank.
-  __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
+  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. With factors the
+  // rows load at once, and the sums wait until all ranks agree: return kDiffer, without sums, if they do not. Return
+  // kAborted after an abort of this rank.
+  __device__ Verdict queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
     stamp(op, Step::kFetched);
     const Milestones milestones = milestones_of(context);
@@ -309,14 +315,17 @@ struct Pusher {
       work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
       work.has_factors = params.args.factors != nullptr;
     }
-    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
+    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return Verdict::kAborted;
     // Queue the works with their addends: the rows of y.
     const auto fill = [&](const char** addends) {
 #pragma unroll 1
       for (int j = 0; j < work.num_rows; ++j)
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
     };
+    Verdict verdict = Verdict::kAgree;
     const auto give = [&](float* factors) {
+      verdict = wait_for_verdict();
+      if (verdict != Verdict::kAgree || factors == nullptr) return verdict == Verdict::kAgree;
       // Read again: few registers are left.
       const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
       const int source = memory.positions[(n + lane) % (2 * kBatch)].source;
@@ -326,17 +335,18 @@ struct Pusher {
 #pragma unroll 1
       for (int j = 0; j < item.num_copies(); ++j) ptx::start_copy(factors + j, weights + item.k(j));
       ptx::wait_for_copies();
+      return true;
     };
-    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, give);
-    return true;
+    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; }, give);
+    return verdict;
   }
 
   // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
   // and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called after
-  // begin(), once slots are free, and with factors once these are here. Wait for own loads, for room in the queue, and
-  // for free slots of far chunks behind the window. Return kDiffer if the rest is not pushed because the ranks differ;
-  // all promised flags rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way:
-  // at the end, call Records::drain.
+  // begin(), once slots are free. Wait for own loads, for room in the queue, for free slots of far chunks behind the
+  // window, and with factors for the verdict. Return kDiffer if the rest is not pushed because the ranks differ; all
+  // promised flags rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way: at
+  // the end, call Records::drain.
   __device__ Verdict run(Preparer& preparer, int& until) {
     until = kAllSums;
     Verdict verdict = Verdict::kAgree;
@@ -344,13 +354,16 @@ struct Pusher {
       verdict = enter(preparer, batch.chunk, until);
       if (until != kAllSums) return verdict;
       if (batch.num == 0 || verdict != Verdict::kAgree) break;
-      if (!queue(preparer, batch, num_queued)) return Verdict::kAborted;
+      verdict = queue(preparer, batch, num_queued);
+      if (verdict != Verdict::kAgree) break;
       num_queued += kBatch;
       batch = next;
       if (batch.num > 0) next = take();
     }
-    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
-    if (verdict != Verdict::kAborted) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each. With
+    // factors this rank has promised none before all ranks agree.
+    if (params.agrees_first() && verdict == Verdict::kAgree) verdict = wait_for_verdict();
+    if (verdict == Verdict::kAgree || (verdict == Verdict::kDiffer && !params.agrees_first())) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
     return verdict;
   }
 };

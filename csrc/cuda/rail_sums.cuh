@@ -68,7 +68,7 @@ struct CombineRailWarp : RailWarp {
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
   // Return false after an abort of this rank. Called in senders, once all ranks agree.
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
-    LongPuts puts = long_puts(shared, params.num_bays * params.bay_bytes);
+    LongPuts puts = long_puts(shared, params.memory.pipeline.num_bays * params.memory.pipeline.bay_bytes);
     const int max_chunks = context.max_sum_chunks;
     Sent before;
     const auto finish = [&](const Sent& sent) {

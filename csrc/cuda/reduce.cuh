@@ -55,7 +55,6 @@ struct Reducer {
   Records& records;
   const Part for_others;
   const int lane, num_tokens;
-  const int own_batch;           // own tokens to take at once; fewer if there are few, so that all blocks get some
   ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
   int order, next_begin;         // of the next batch for others: its milestone, its first token counted in the chunk
   int reached;                   // sum milestones before which this block has no tokens left
@@ -71,7 +70,6 @@ struct Reducer {
         for_others(for_others),
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
-        own_batch(min(kBatch, num_tokens / (2 * op.num_blocks) + 1)),
         pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
         sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
         order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
@@ -122,10 +120,10 @@ struct Reducer {
   // leaves them to the second one.
   __device__ TokenBatch take_own() {
     int begin = params.reduces ? 0 : num_tokens;
-    if (params.reduces && lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, own_batch));
+    if (params.reduces && lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
     begin = __shfl_sync(~0u, begin, 0);
     if (begin >= num_tokens) return {-1, 0, 0, milestones().num_sums()};
-    return {context.node, begin, min(own_batch, num_tokens - begin), milestones().num_sums()};
+    return {context.node, begin, min(params.own_batch, num_tokens - begin), milestones().num_sums()};
   }
 
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
@@ -161,18 +159,20 @@ struct Reducer {
     return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
   }
 
-  // [warp] Queue the sums of a batch; its rows of the table begin at record n. Wait for the addends. Return false after
-  // an abort of this rank: then nothing is queued. Without a usable plan the sums of own tokens have no addends: zeros.
+  // [warp] Queue the sums of a batch; its rows of the table begin at record n. Once all is written, wait for the
+  // addends. Return false after an abort of this rank: then nothing is queued. Without a usable plan the sums of own tokens have no addends: zeros.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
     const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
     records.wait(n);
-    // Lane i takes the i-th token of the batch. Wait for its addends.
+    // Lane i takes the i-th token of the batch.
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
-    if (!wait_for_addends(tokens, item_numbers, has_token, nodes)) return false;
-    // Leave out masked ranks. Read the mask once for the batch: it may change meanwhile.
+    bool here = false;  // all addends
+    const auto wait = [&] { return here || (here = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
+    // Leave out masked ranks. Wait first: the wait may mask more. Then read the mask once for the batch.
+    if (has_masks(context) && !wait()) return false;
     const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
       return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
@@ -203,7 +203,8 @@ struct Reducer {
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
     };
-    preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, [](float*) {});
+    const auto give = [](float*) { return true; };
+    if (!preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, wait, give)) return false;
     if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
     return true;
   }
