@@ -228,8 +228,8 @@ def test_without_stamps_nothing_is_compiled(tmp_path, define, reads):
     source.write_text("""
 #include "cuda/context.h"
 using namespace ep::cuda;
-struct Op { const Context& context; unsigned long long epoch; };
-__global__ void kernel(const __grid_constant__ Context context) { stamp(Op{context, 3}, Step::kComplete); }
+struct Op { const BufferContext& context; unsigned long long epoch; };
+__global__ void kernel(const __grid_constant__ BufferContext context) { stamp(Op{context, 3}, Step::kComplete); }
 """)
     flags = [
         "-std=c++17",

@@ -159,7 +159,7 @@ inline void fence_before_bulk() {}
 inline uint64_t nanoseconds() { return now_ns(); }
 }  // namespace ep::ptx
 
-#include "cuda/context.h"
+#include "cuda/context.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 // Stores at the rail peer, whose memory is mapped.

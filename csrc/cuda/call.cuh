@@ -154,7 +154,7 @@ template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;
   State* state = context.state;
-  const bool one_node = context.config.num_nodes == 1;
+  const bool one_node = context.num_nodes() == 1;
   // Wait until all puts have read their source: a flag below lets peers overwrite it.
   if (!one_node) {
     if (Block::thread() == 0) Wire{context}.quiet();

@@ -27,10 +27,10 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params, const 
   if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
   if (sizes.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.
-  if (op.context.config.num_nodes == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
+  if (op.context.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
   const float push = static_cast<float>(sizes.num_rows) + sizes.num_items;
   // A sum from another node is written and read once more than one of the own node.
-  const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.config.num_others());
+  const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.num_others());
   const float reduce = params.reduce_weight * (static_cast<float>(sizes.num_addends) + tokens);
   const float most = params.saturating * push / sizes.num_items;
   const int share = static_cast<int>(min(op.num_blocks * push / (push + reduce) + 0.5f, most));
@@ -66,10 +66,10 @@ __device__ void agree_first(const Op& op, const CombineParams& params, const Com
 }
 
 // [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree,
-// or with agrees_first() for the verdict: before the first sum. If the block makes sums for other nodes too, it makes the early ones between its
-// pushes. The first of two launches ends with the pushes, and the second one makes the sums that are left. Called in
-// the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end. Return kAborted after an
-// abort of this rank, else the verdict of `agree`.
+// or with agrees_first() for the verdict: before the first sum. If the block makes sums for other nodes too, it makes
+// the early ones between its pushes. The first of two launches ends with the pushes, and the second one makes the sums
+// that are left. Called in the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end.
+// Return kAborted after an abort of this rank, else the verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   // Take the first items. This reads nothing of peers.
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Leave after an abort: all threads of the block, or none.
   const bool is_free = !__syncthreads_or(aborted || !sees_free);
   if (!is_free && __syncthreads_or(aborted)) return;
-  const bool pushes = params.pushes && pushers.has_block(), is_rail = op.block >= op.num_blocks;
+  const bool pushes = params.pushes && pushers.has_block(), is_rail = op.is_rail();
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
   const Part for_others{op.block - first, op.num_blocks - first};
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
     constexpr int kStep = Pipeline::kThreads - 32;
     memory.pipeline.init(kNumTeams);
     for (int i = threadIdx.x - 32; i < context.max_pushed_chunks; i += kStep) memory.pushed[i] = 0;
-    for (int i = threadIdx.x - 32; i < context.config.num_others() * context.max_far_chunks; i += kStep)
+    for (int i = threadIdx.x - 32; i < context.num_others() * context.num_far_chunks(); i += kStep)
       memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
@@ -238,8 +238,8 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
 }  // namespace
 
 template <>
-void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces,
-                                     cudaStream_t stream) const {
+void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces,
+                                      cudaStream_t stream) const {
   const Config& config = context_.config;
   CombineParams params{};
   params.args = args;
@@ -273,7 +273,7 @@ void Engine::launch_combine<kExtras>(const CombineArgs& args, int32_t* plan, boo
   params.reduce_weight = is_long ? 1.2f : 0.45f;
   params.saturating = is_long ? 5.2f : 1000.0f;
 
-  const Context context = context_of(args.wait_ns, !pushes);
+  const Context context{context_of(args.wait_ns, !pushes)};
   const auto run = [&](auto summing) {
     launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, shared, stream, context,
            params);

@@ -15,8 +15,8 @@ constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 
 
 // [thread] Return the order of all milestones.
 __device__ inline Milestones milestones_of(const Context& context) {
-  const int far = context.max_far_chunks;
-  return {far, context.max_pushed_chunks - far, min(far, context.config.window_chunks), context.config.num_others()};
+  const int far = context.num_far_chunks();
+  return {far, context.max_pushed_chunks - far, min(far, context.config.window_chunks), context.num_others()};
 }
 
 // [thread] Return the index of a slot in RailArrays::slots: of a rail peer's token, pushed by local rank `local`.
@@ -24,8 +24,8 @@ __device__ inline size_t window_slot(const Context& context, int local, int toke
   return static_cast<size_t>(local) * context.window_slots + token % context.window_slots;
 }
 
-// The verdict of `agree`, with CombineParams::agrees_first: one summing warp of each block compares the Calls, while the
-// preparing warp queues works.
+// The verdict of `agree`, with CombineParams::agrees_first: one summing warp of each block compares the Calls, while
+// the preparing warp queues works.
 struct PostedVerdict {
   static constexpr int kBarrier = 1, kThreads = 64;  // a named barrier of the two warps
   Verdict* posted;
@@ -51,11 +51,11 @@ struct CombineMemory {
   Records items;                   // items to push
   Records tokens;                  // rows of Plan::tables, of the tokens to reduce
   PostedVerdict verdict;
-  uint32_t* pushed;                // [max_pushed_chunks] ChunkArrivals::in_block of `pushed` flags
-  uint32_t* summed;                // [num_others * max_far_chunks] ChunkArrivals::in_block of `summed` flags
+  uint32_t* pushed;  // [max_pushed_chunks] ChunkArrivals::in_block of `pushed` flags
+  uint32_t* summed;  // [num_others * max_far_chunks] ChunkArrivals::in_block of `summed` flags
 
   // [host] Lay out the memory, or measure it. `num_bays`, `bay_bytes` and `max_addends` of the pipeline.
-  static CombineMemory carve(Cursor& c, const Context& context, int num_bays, uint32_t bay_bytes, int max_addends,
+  static CombineMemory carve(Cursor& c, const BufferContext& context, int num_bays, uint32_t bay_bytes, int max_addends,
                              bool has_factors) {
     const int num_ranks = context.config.num_ranks();
     CombineMemory memory;

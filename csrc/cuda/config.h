@@ -6,21 +6,28 @@
 #include "common/cursor.h"
 #include "common/types.h"
 
-// The kernels are compiled twice: plain, and with extras (dispatch_extras.cu, combine_extras.cu). Extras are waves,
-// masks and the time of waits. Few launches need them, and they take registers.
-#ifdef EP_WITH_EXTRAS
+// The kernels are compiled three times: for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu),
+// and with extras for any number of nodes (dispatch_extras.cu, combine_extras.cu). Code for one node is shorter, so it
+// starts sooner. Extras are waves, masks and the time of waits. Few launches need them, and they take registers.
+#if defined(EP_WITH_EXTRAS)
 #define EP_KERNELS extras
+#elif defined(EP_ONE_NODE)
+#define EP_KERNELS one_node
 #else
-#define EP_KERNELS plain
+#define EP_KERNELS several_nodes
 #endif
 
 namespace ep::cuda {
 
-#ifdef EP_WITH_EXTRAS
-constexpr bool kExtras = true;
+enum class Kernels { kSeveralNodes, kOneNode, kExtras };
+#if defined(EP_WITH_EXTRAS)
+constexpr Kernels kKernels = Kernels::kExtras;
+#elif defined(EP_ONE_NODE)
+constexpr Kernels kKernels = Kernels::kOneNode;
 #else
-constexpr bool kExtras = false;
+constexpr Kernels kKernels = Kernels::kSeveralNodes;
 #endif
+constexpr bool kExtras = kKernels == Kernels::kExtras, kOneNode = kKernels == Kernels::kOneNode;
 
 constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
 constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders

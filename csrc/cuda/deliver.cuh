@@ -61,7 +61,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int step = op.num_blocks * Helpers::kThreads;
 #pragma unroll 1
-  for (int node = 0; node < context.config.num_nodes; ++node) {
+  for (int node = 0; node < context.num_nodes(); ++node) {
     if (node == context.node) continue;
     const int num = __ldcg(&call_at(op, context.rail_peer(node))->num_tokens) * context.table_ints;
     const int32_t* const from = context.rail_for(node, &RailArrays::table_in);
@@ -76,7 +76,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
 // `token_before`: of the item before it, or -1.
 __device__ inline void keep_chunks(const Context& context, const Plan& plan, int source, int number, bool is_last,
                                    int token_before, int token) {
-  const int length = context.config.window_chunk, end = is_last ? context.max_far_chunks : token / length + 1;
+  const int length = context.config.window_chunk, end = is_last ? context.num_far_chunks() : token / length + 1;
 #pragma unroll 1
   for (int chunk = token_before < 0 ? 1 : token_before / length + 1; chunk < end; ++chunk)
     plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
@@ -122,7 +122,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
       token = item.token();
     }
     // Between nodes, keep where the chunks of pushes begin, if there are several.
-    if (context.max_far_chunks > 1 && params.new_plan) {
+    if (context.num_far_chunks() > 1 && params.new_plan) {
       int before = __shfl_up_sync(~0u, token, 1);
       if (lane < num_here && context.node_of(source) != context.node) {
         const int number = index - head.item_begin[source];

@@ -78,23 +78,20 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
 // the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
 __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
-  bool ok = true;
   if (params.stages) {
-    ok = wait_for_free_staging<Helpers>(op, is_free);
+    if (!wait_for_free_staging<Helpers>(op, is_free)) {
+      // The movers arrive at the barrier of a direct plan also after an abort.
+      if (params.direct && params.pulls) wait_for_direct_plan(params, shared);
+      return Verdict::kAborted;
+    }
     stamp(op, Step::kFree);
-    if (ok) stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
+    stage(op, params, reinterpret_cast<uint32_t*>(shared + params.counters_at));
     stamp(op, Step::kStaged);
   }
-  // Wait for the items; for a direct plan even after an abort, because the movers arrive at the barrier then too.
-  // Without a usable plan, clear the output.
-  if (!params.pulls) return ok ? Verdict::kAgree : Verdict::kAborted;
-  Verdict verdict = Verdict::kAborted;
-  if (params.direct) {
-    verdict = wait_for_direct_plan(params, shared);
-    if (!ok) verdict = Verdict::kAborted;
-  } else if (ok) {
-    verdict = wait_for_items<Helpers>(op, params, false);
-  }
+  // Wait for the items. Without a usable plan, clear the output.
+  if (!params.pulls) return Verdict::kAgree;
+  const Verdict verdict =
+      params.direct ? wait_for_direct_plan(params, shared) : wait_for_items<Helpers>(op, params, false);
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
   if (params.direct && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
@@ -149,9 +146,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
                                          is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
-    verdict = op.block >= op.num_blocks ? run_rail(op, params, shared, is_free)
-              : Movers::has_thread()    ? move(op, params, shared, is_free)
-                                        : help(op, params, shared, is_free);
+    verdict = op.is_rail()           ? run_rail(op, params, shared, is_free)
+              : Movers::has_thread() ? move(op, params, shared, is_free)
+                                     : help(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. An aborted block
   // does not count itself in: then no block is the last one.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
@@ -171,8 +168,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }  // namespace
 
 template <>
-void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls,
-                                      cudaStream_t stream) const {
+void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls,
+                                       cudaStream_t stream) const {
   // Describe the launch.
   const Config& config = context_.config;
   DispatchParams params{};
@@ -228,7 +225,7 @@ void Engine::launch_dispatch<kExtras>(const DispatchArgs& args, int32_t* plan, b
     if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   }
   params.counters_at = static_cast<uint32_t>(shared);
-  const Context context = context_of(args.wait_ns, !stages);
+  const Context context{context_of(args.wait_ns, !stages)};
   launch(dispatch_kernel, num_blocks(args.waves), kBlockThreads, shared + counters, stream, context, params);
 }
 

@@ -118,15 +118,19 @@ class Engine {
   }
 
  private:
-  // [host] Launch a kernel with extras, or one without.
-  template <bool kWithExtras>
+  // [host] Return which kernels to launch.
+  Kernels kernels_for(bool extras) const {
+    return extras ? Kernels::kExtras : context_.config.num_nodes == 1 ? Kernels::kOneNode : Kernels::kSeveralNodes;
+  }
+  // [host] Launch one of them. Each is defined where it is compiled.
+  template <Kernels>
   void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
-  template <bool kWithExtras>
+  template <Kernels>
   void launch_combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
 
   // [host] Return the context of one launch. `is_second`: of two of its operation.
-  Context context_of(int64_t* wait_ns, [[maybe_unused]] bool is_second) const {
-    Context context = context_;
+  BufferContext context_of(int64_t* wait_ns, [[maybe_unused]] bool is_second) const {
+    BufferContext context = context_;
     context.wait_ns = wait_ns;
 #ifdef EP_STAMPS
     if (is_second && context.stamps)
@@ -141,18 +145,22 @@ class Engine {
   // [host] Return whether rows and sums go straight to all other nodes, or there is none.
   bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }
 
-  Context context_;
+  BufferContext context_;
   int num_sms_;
 };
 
 template <>
-void Engine::launch_dispatch<false>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
+void Engine::launch_dispatch<Kernels::kSeveralNodes>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
 template <>
-void Engine::launch_dispatch<true>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
+void Engine::launch_dispatch<Kernels::kOneNode>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
 template <>
-void Engine::launch_combine<false>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
+void Engine::launch_dispatch<Kernels::kExtras>(const DispatchArgs&, int32_t*, bool, bool, cudaStream_t) const;
 template <>
-void Engine::launch_combine<true>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
+void Engine::launch_combine<Kernels::kSeveralNodes>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
+void Engine::launch_combine<Kernels::kOneNode>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
+template <>
+void Engine::launch_combine<Kernels::kExtras>(const CombineArgs&, int32_t*, bool, bool, cudaStream_t) const;
 
 // [host] Return the bytes of pinned memory for the report of one rank, and the counted rows of its experts.
 inline size_t report_bytes(const Config& config) {

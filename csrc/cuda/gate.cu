@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kGateThreads, 1)
 }  // namespace
 
 void Engine::wait_until_begun(const Waves& waves, int num_groups, cudaStream_t stream) const {
-  launch(gate_kernel, 1, kGateThreads, 0, stream, context_, waves, num_groups);
+  launch(gate_kernel, 1, kGateThreads, 0, stream, Context{context_}, waves, num_groups);
 }
 
 }  // namespace ep::cuda

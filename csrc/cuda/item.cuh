@@ -1,6 +1,6 @@
 // Items: tokens of a source for one receiver. Also the order of a receiver's items, for movers and pushing blocks.
 #pragma once
-#include "cuda/context.h"
+#include "cuda/context.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
@@ -59,7 +59,7 @@ struct SourceOrder {
     for (int i = threadIdx.x % 32; i < context.num_ranks; i += 32) {
       const int nodes_on = i / locals;  // the one division: each takes some 30 instructions
       int node = context.node + nodes_on, local = context.local + i - nodes_on * locals;
-      if (node >= context.config.num_nodes) node -= context.config.num_nodes;
+      if (node >= context.num_nodes()) node -= context.num_nodes();
       if (local >= locals) local -= locals;
       const int rank = node * locals + local;
       ranks[i] = rank;

@@ -23,7 +23,7 @@ struct PullMemory {
   SourceOrder sources;  // order of pulls; unwritten with a direct plan
 
   // [host] [thread] Lay out the memory of all movers, or measure it. Return that of one mover.
-  EP_HOST_DEVICE static PullMemory carve(Cursor& c, const Context& context, const Pieces& pieces, int warp) {
+  EP_HOST_DEVICE static PullMemory carve(Cursor& c, const BufferContext& context, const Pieces& pieces, int warp) {
     PullMemory memory;
     memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
     memory.records = Records::carve(c, context.item_ints * 4, Movers::kWarps, warp);

@@ -8,7 +8,7 @@ namespace ep::cuda::EP_KERNELS {
 // [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
 // items. This rank raises the flags of all of them, also of empty ones: Call::num_chunks promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
-  return op.context.max_far_chunks + num_item_chunks(sizes.most_items);
+  return op.context.num_far_chunks() + num_item_chunks(sizes.most_items);
 }
 
 // The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them. A
@@ -52,7 +52,7 @@ struct FactorCopy {
 __device__ inline bool wait_for_factors(const Op& op) {
   const Context& context = op.context;
 #pragma unroll 1
-  for (int first = 0; context.config.num_nodes > 1 && first < op.num_ranks(); first += 32) {
+  for (int first = 0; context.num_nodes() > 1 && first < op.num_ranks(); first += 32) {
     const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
     const uint64_t* flag = context.own.staged + static_cast<size_t>(rank) * context.max_token_chunks;
     if (context.node_of(rank) == context.node) flag = nullptr;
@@ -108,7 +108,7 @@ struct FarItems {
         ends(memory.far_ends),
         shifts(memory.far_shifts),
         lane(threadIdx.x % 32),
-        num_sources(context.num_ranks - context.config.ranks_per_node) {
+        num_sources(kOneNode ? 0 : context.num_ranks - context.config.ranks_per_node) {
 #pragma unroll
     for (int i = 0; i < kRankWords; ++i) later[i] = 0;
     if (num_sources == 0) return;
@@ -161,7 +161,7 @@ struct FarItems {
   // [thread] Return the number of the first item of the lane's i-th source in `chunk` or a later one. `chunk` > 0.
   __device__ int first_of(int i, int chunk) const {
     const int count = items_of(i);
-    if (count == 0 || chunk >= context.max_far_chunks) return count;
+    if (count == 0 || chunk >= context.num_far_chunks()) return count;
     return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(lane + 32 * i));
   }
 };
@@ -363,7 +363,8 @@ struct Pusher {
     // Reach all chunks, also those without items of this block: every pushing block counts itself in for each. With
     // factors this rank has promised none before all ranks agree.
     if (params.agrees_first() && verdict == Verdict::kAgree) verdict = wait_for_verdict();
-    if (verdict == Verdict::kAgree || (verdict == Verdict::kDiffer && !params.agrees_first())) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    if (verdict == Verdict::kAgree || (verdict == Verdict::kDiffer && !params.agrees_first()))
+      preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
     return verdict;
   }
 };

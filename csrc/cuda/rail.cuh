@@ -31,7 +31,7 @@ struct RailWarp {
         lane(threadIdx.x % 32),
         warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
         num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
-        num_others(op.context.config.num_others()),
+        num_others(op.context.num_others()),
         num_senders(num_warps - num_others) {}
 
   // [warp] Return true in a relay, false in a sender.
@@ -39,7 +39,7 @@ struct RailWarp {
   // [warp] Return the number of this sender, from 0.
   __device__ int sender() const { return warp - num_others; }
   // [thread] Return the i-th other node. Every node begins with a different one.
-  __device__ int node(int i) const { return (context.node + 1 + i) % context.config.num_nodes; }
+  __device__ int node(int i) const { return (context.node + 1 + i) % context.num_nodes(); }
   __device__ Wire wire() const { return Wire{context}; }
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
   // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.

@@ -81,7 +81,7 @@ struct CombineRailWarp : RailWarp {
         const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + length);
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
-        const int summed = context.other(to) * context.max_far_chunks + (end - 1) / context.config.window_chunk;
+        const int summed = context.other(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
         if (!finish_and_wait(before, context.own.summed + summed, finish)) return false;
         const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
         finish_before(before, {to, chunk, crossed}, finish);

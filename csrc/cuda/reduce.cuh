@@ -22,7 +22,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       const int i = begin + 32 * u;
       if (i >= num) break;
       const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
-      const int node = chosen && context.config.num_nodes > 1 ? plan.k_node[first + i] : context.node;
+      const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
       const float* weights = node == context.node ? own_weights : context.rail_for(node, &RailArrays::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
@@ -41,7 +41,7 @@ struct TokenBatch {
 
 // [thread] Return the node of the n-th sum milestone. Each node begins with the next one.
 __device__ inline int node_of_sum(const Context& context, int n) {
-  return (context.node + 1 + n % context.config.num_others()) % context.config.num_nodes;
+  return (context.node + 1 + n % context.num_others()) % context.num_nodes();
 }
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
@@ -71,9 +71,9 @@ struct Reducer {
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
         pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
-        sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.config.num_others(), 0)),
+        sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.num_others(), 0)),
         order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
-        next_begin(context.config.num_nodes > 1 ? begin_of(order) : 0),
+        next_begin(context.num_nodes() > 1 ? begin_of(order) : 0),
         reached(order) {
     // These flags are about the rail peers, and the relay of this rank raises them.
     sums_here.rank = context.rail_peer(lane + (lane >= context.node));
@@ -138,16 +138,16 @@ struct Reducer {
 #pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) {
       const int number = has_token ? item_numbers[local] : -1;
-      const int chunk = is_own ? context.max_far_chunks + number / kItemChunk : far_chunk;
+      const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
       const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
       if (lane == local) chunk_of_lane = needed;
     }
     if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
     stamp(op, Step::kSums);
-    if (context.config.num_nodes == 1) return true;
+    if (context.num_nodes() == 1) return true;
     // Lane i finds the needed chunk of the i-th other node.
     const uint32_t all = __reduce_or_sync(~0u, nodes);
-    const bool awaited = lane < context.config.num_others() && (all >> (lane + (lane >= context.node)) & 1);
+    const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
     const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
     return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
@@ -160,7 +160,8 @@ struct Reducer {
   }
 
   // [warp] Queue the sums of a batch; its rows of the table begin at record n. Once all is written, wait for the
-  // addends. Return false after an abort of this rank: then nothing is queued. Without a usable plan the sums of own tokens have no addends: zeros.
+  // addends. Return false after an abort of this rank: then nothing is queued. Without a usable plan the sums of own
+  // tokens have no addends: zeros.
   __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
     const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
     records.wait(n);
@@ -168,7 +169,7 @@ struct Reducer {
     const bool has_token = usable && lane < tokens.num;
     const size_t token = tokens.begin + lane;
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
-    const uint32_t nodes = is_own && has_token && context.config.num_nodes > 1 ? params.plan.sent_nodes[token] : 0;
+    const uint32_t nodes = is_own && has_token && context.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
     bool here = false;  // all addends
     const auto wait = [&] { return here || (here = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
     // Leave out masked ranks. Wait first: the wait may mask more. Then read the mask once for the batch.

@@ -200,7 +200,7 @@ __device__ inline uint32_t other_nodes(const Context& context, const RankSet& ra
   const int locals = context.config.ranks_per_node;
   uint32_t nodes = 0;
 #pragma unroll 1
-  for (int node = 0; node < context.config.num_nodes; ++node)
+  for (int node = 0; node < context.num_nodes(); ++node)
     if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
   return nodes;
 }
@@ -222,7 +222,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
     // Count batch by batch. `finish` counts the tokens of each expert.
     for (int first = scan.begin; first < scan.end; first += 32) {
       const RankSet ranks = scan.load(first, true);
-      if (op.context.config.num_nodes > 1 && first + lane < scan.end)
+      if (op.context.num_nodes() > 1 && first + lane < scan.end)
         params.plan.sent_nodes[first + lane] = other_nodes(op.context, ranks);
       scan.finish(first);
 #pragma unroll 1
@@ -306,7 +306,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     const RankSet ranks = scan.load(first, false);
     // Number the items of the batch, rank by rank. Begin each item: its token, and its number of copies.
 #pragma unroll 1
-    for (int node = 0; node < config.num_nodes; ++node) {
+    for (int node = 0; node < op.context.num_nodes(); ++node) {
       int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                               config.max_tokens * context.table_ints
                                                    : context.rail_for(node, &RailArrays::table_out)) +
@@ -352,7 +352,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       }
     // Describe the token for senders and combine.
     if (token < scan.end) params.plan.sent_k[token] = used;
-    if (token < scan.end && config.num_nodes > 1) list_nodes(scan, params.plan, token);
+    if (token < scan.end && op.context.num_nodes() > 1) list_nodes(scan, params.plan, token);
     scan.finish(first);
   }
 }

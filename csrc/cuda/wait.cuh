@@ -1,7 +1,7 @@
 // Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. The one
 // exception is the wait for choices (take_choices): the wait for Calls ends it.
 #pragma once
-#include "cuda/context.h"
+#include "cuda/context.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/wire.cuh"
 
@@ -19,7 +19,9 @@ struct Op {
   __device__ int num_ranks() const { return context.num_ranks; }
   __device__ int ranks_per_node() const { return context.config.ranks_per_node; }
   // First rank of this node.
-  __device__ int first_local_rank() const { return context.node * context.config.ranks_per_node; }
+  __device__ int first_local_rank() const { return kOneNode ? 0 : context.node * context.config.ranks_per_node; }
+  // Whether this block is a rail block.
+  __device__ bool is_rail() const { return !kOneNode && block >= num_blocks; }
 };
 
 // [thread] Return whether this rank has aborted: a kernel or its host has set State::aborted.
@@ -59,7 +61,7 @@ __device__ __noinline__ inline void abort_rank(Op op, Phase phase, uint64_t late
   *static_cast<volatile uint32_t*>(&report->aborted) = 1;
   uint64_t* const aborted = context.own.aborted + context.config.rank;
   raise_on_node(context, aborted, late);
-  for (int node = 0; node < context.config.num_nodes; ++node)
+  for (int node = 0; node < context.num_nodes(); ++node)
     if (node != context.node) Wire{context}.signal(node, aborted, late);
 }
 

@@ -5,7 +5,7 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "cuda/context.h"
+#include "cuda/context.cuh"
 #include "cuda/wire_peer.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -62,7 +62,7 @@ struct NvshmemWire {
 
   // [thread] Wait until all puts of this rank are complete at their targets, so they have read their source.
   __device__ void quiet() const {
-    if (context.wire.mapped != (1u << context.config.num_nodes) - 1) nvshmem_quiet();
+    if (context.wire.mapped != (1u << context.num_nodes()) - 1) nvshmem_quiet();
   }
 
  private:

@@ -4,7 +4,7 @@
 // It can be paced, and then stands for a network card of this rate. A put is stored at once, but its flag rises later:
 // when this put and all earlier ones of the rank would have crossed (pace.h).
 #pragma once
-#include "cuda/context.h"
+#include "cuda/context.cuh"
 #include "cuda/copy.cuh"
 #include "cuda/pace.h"
 #include "cuda/ptx.cuh"
