@@ -2,6 +2,9 @@
 // the owner's rail peer here, chunk by chunk. The others reduce: they wait for chunks and sum the partial sums of each
 // token. Tokens of other nodes come first, and rail blocks send their sums to the owners. A pushing block reduces too,
 // after its last push. In decode layout the factors of all tokens travel first, and the pushes multiply by them.
+//
+// With few tokens most of the time goes to code that runs once. So steps run at the same time in different warps, and
+// the kernels for one node are compiled without the code for several (config.h).
 #include "cuda/combine.cuh"
 #include "cuda/launch.h"
 #include "cuda/push.cuh"
@@ -65,8 +68,8 @@ __device__ void agree_first(const Op& op, const CombineParams& params, const Com
   memory.verdict.post(verdict);
 }
 
-// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree,
-// or with agrees_first() for the verdict: before the first sum. If the block makes sums for other nodes too, it makes
+// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree;
+// with agrees_first() wait for the verdict before the first sum. If the block makes sums for other nodes too, it makes
 // the early ones between its pushes. The first of two launches ends with the pushes, and the second one makes the sums
 // that are left. Called in the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end.
 // Return kAborted after an abort of this rank, else the verdict of `agree`.
@@ -190,8 +193,10 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   }
   if (!__syncthreads_and(ok)) return;
   if (sends_factors) {
-    if (!is_free) factors.store(op);
-    if (!is_free) __syncthreads();
+    if (!is_free) {
+      factors.store(op);
+      __syncthreads();
+    }
     if (threadIdx.x < 32) announce_combine(op, params);
     stamp(op, Step::kSent);
   }

@@ -103,9 +103,9 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
   return true;
 }
 
-// [thread] Return whether this warp adds its waits to Context::wait_ns. One warp of a launch does. In a dispatch it is
-// the first mover of block 0, which plans. In a combine these are warps of the last block, which mostly reduces
-// from the start: warp 0 waits for free slots, a summing warp for Calls, and the preparing warp for sums.
+// [thread] Return whether this warp adds its waits to Context::wait_ns. One warp at a time does. In a dispatch it is
+// the first mover of block 0, which plans. In a combine it is a warp of the last block, which mostly reduces from the
+// start: warp 0 waits for free slots, then a summing or the preparing warp for Calls, then the preparing warp for sums.
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
