@@ -281,6 +281,32 @@ def test_mistakes_are_those_of_dispatch(pools, engine):
     pools(2).run(mistakes)
 
 
+def another_operation(rank: int) -> str:
+    """Rank 1 dispatches once more where rank 0 combines. Returns the error; the buffer works afterwards."""
+    device_of("cuda", rank)
+    given = layer_inputs(rank, "uniform", 2100, seed=0)
+    one_part = dict(num_parts=1)
+    with buffer_with(waves.SMS) as buffer:
+        plain = run_layer(buffer, given, overlap=False, **one_part)
+        with pytest.raises(ValueError) as error:
+            if rank == 0:
+                ep.moe_mlp(buffer, *given, **one_part)
+                torch.cuda.synchronize()
+                buffer.check()
+            else:
+                for _ in range(2):
+                    buffer.dispatch(*given[:3])
+        found = run_layer(buffer, given, **one_part)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("engine", [on("cuda")])
+def test_another_operation_beside_a_layer_is_an_error_on_all_ranks(pools, engine):
+    (text,) = set(pools(2).run(another_operation))
+    assert text.startswith("operation: rank 1 is in a dispatch, rank 0 is in a combine")
+
+
 def a_late_rank(rank: int, sms: waves.Sms) -> float:
     device_of("cuda", rank)
     buffer = make_buffer(timeout_s=LIMIT_S)

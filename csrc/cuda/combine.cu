@@ -60,8 +60,7 @@ __device__ void announce_combine(const Op& op, const CombineParams& params) {
 // [warp] Compare the Calls before the first sum, and post the verdict for the preparing warp. Called in one summing
 // warp. With factors wait for those of other nodes too.
 __device__ void agree_first(const Op& op, const CombineParams& params, const CombineMemory& memory) {
-  // The second of two launches does not keep a difference: the first one did.
-  Verdict verdict = agree(op, params.pushes);
+  Verdict verdict = agree(op);
   stamp(op, Step::kAgreed);
   if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
     verdict = Verdict::kAborted;
