@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, float8
-from ep_dispatcher.engines import CombineRequest
+from ep_dispatcher.engines import CombineRequest, EngineConfig
 from ep_dispatcher.engines.base import plain
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 
@@ -76,8 +76,7 @@ def dispatch(
     checks.one_of("scale_format", scale_format, SCALE_FORMATS)
     packs = scale_format == "ue8m0"
     if packs:
-        x = _with_powers_of_two(buffer, x, quantize)
-        quantize = None
+        _check_packed(config, quantize)
     out = buffer._checked_dispatch(
         partial(buffer._launch_dispatch, only_sends=return_hook, packs_scales=packs),
         x,
@@ -150,26 +149,13 @@ def _takes_sums(out: Tensor, y: Tensor) -> bool:
     return is_apart and out.is_contiguous() and not out.is_neg() and out.data_ptr() % checks.ROW_GRANULARITY == 0
 
 
-def _with_powers_of_two(
-    buffer: Buffer, x: Tensor | tuple[Tensor, Tensor], quantize: str | None
-) -> float8.QuantizedRows:
-    """Quantise the tokens with scales that are powers of two."""
-    config = buffer._config
+def _check_packed(config: EngineConfig, quantize: str | None) -> None:
+    """Check that the scales are made here, and fill whole integers."""
     if quantize is None:
         checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize='e4m3_1x128'")
     block = float8.BLOCK * float8.SCALES_OF_INT
     if config.hidden % block:
         checks.fail("scale_format", f"'ue8m0' with hidden={config.hidden}", f"it with a multiple of {block}")
-    checks.rows(
-        x,
-        hidden=config.hidden,
-        dtype=config.dtype,
-        device=buffer._live_engine().device,
-        max_tokens=config.max_tokens_per_rank,
-        quantize=quantize,
-    )
-    assert isinstance(x, Tensor)  # since quantize is given
-    return float8.quantize(x, powers_of_two=True)
 
 
 def _by_column(by_row: Tensor, packs: bool) -> tuple[Tensor, Callable[[], None]]:

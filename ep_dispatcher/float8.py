@@ -66,9 +66,9 @@ def quantize(x: Tensor, *, powers_of_two: bool = False) -> QuantizedRows:
 
 
 def next_power_of_two(scales: Tensor) -> Tensor:
-    """Round each scale up to a power of two: normal, positive float32 of any shape."""
+    """Round each scale up to a power of two: normal, positive float32 of any shape, or NaN, which stays NaN."""
     bits = scales.view(torch.int32) + _MANTISSA  # carries into the exponent unless the mantissa is 0
-    return (bits & ~_MANTISSA).view(torch.float32)
+    return (bits & ~_MANTISSA).view(torch.float32).where(scales < torch.inf, scales)
 
 
 def packed_exponents(scales: Tensor) -> Tensor:

@@ -207,6 +207,39 @@ def test_packed_scales(pools, engine, hidden):
             assert_same((exponents.float() - 127).exp2(), right_scales, f"rank {rank}, expert {e}: scales")
 
 
+def scales_of_any_magnitude(rank: int, engine: str) -> list[torch.Tensor]:
+    device = device_of(engine, rank)
+    sizes = dict(num_experts=2, num_topk=1, max_tokens_per_rank=8, hidden=512)
+    with ep.Buffer(engine=engine, timeout_s=30, **sizes) as buffer:
+        out = buffer.dispatch(
+            of_any_magnitude().to(device),
+            torch.zeros(2, 1, dtype=torch.int64, device=device),
+            layout="decode",
+            quantize="e4m3_1x128",
+            scale_format="ue8m0",
+        )
+        rows, packed = out.x
+        return [rows[0, :2].float().cpu(), packed[0, :2].flatten().cpu().view(torch.uint8).view(2, 4)]
+
+
+def of_any_magnitude() -> torch.Tensor:
+    """Two rows of four scale blocks, the first element of each block as large as it says."""
+    largest = torch.tensor([[0.0, 2.0**-130, 1.0, 450.0], [3e38, torch.inf, torch.nan, -448.0]])
+    x = torch.linspace(-1, 1, 128).expand(2, 4, 128) * largest.clamp_max(3e38).nan_to_num()[:, :, None]
+    x[:, :, 0] = largest
+    return x.flatten(1).bfloat16()
+
+
+def test_packed_scales_of_any_magnitude(pools, engine):
+    """Exponent e stands for 2^(e - 127). 255 is NaN in ue8m0, and stands for infinite scales too."""
+    right_rows, right_scales = float8.quantize(of_any_magnitude(), powers_of_two=True)
+    ((rows, exponents),) = pools(1).run(scales_of_any_magnitude, engine)
+    assert exponents.tolist() == [[1, 1, 119, 128], [247, 255, 255, 127]]
+    assert torch.equal(exponents.float() - 127, right_scales.log2().nan_to_num(128, posinf=128))
+    assert torch.equal(rows.isnan(), right_rows.float().isnan()) and rows.isnan().any()
+    assert torch.equal(rows.nan_to_num(), right_rows.float().nan_to_num())
+
+
 def test_powers_of_two_are_the_next_ones():
     x = torch.tensor([448.0, 449.0, 224.0, 0.0, 2.0**-130, 3e38])[:, None].repeat(1, 128)
     rows, scales = ep.quantize(x, powers_of_two=True)

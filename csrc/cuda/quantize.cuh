@@ -68,8 +68,8 @@ struct RowPart {
   }
 
   // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
-  // row.
-  __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks) const {
+  // row. With `powers_of_two` round each scale up to the next one.
+  __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks, bool powers_of_two) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
     // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
@@ -83,6 +83,10 @@ struct RowPart {
     const float amax = __uint_as_float(most << 16);
     float scale = __fdiv_rn(amax, kLargest);
     if (scale < kSmallest) scale = kSmallest;  // false for NaN
+    if (powers_of_two && scale < INFINITY) {   // the sum carries into the exponent unless the mantissa is 0
+      constexpr uint32_t kMantissa = 0x7fffff;
+      scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+    }
     const float reciprocal = __frcp_rn(scale);
     // Most rows lie in the range of `divide`.
     const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));

@@ -158,6 +158,7 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   char* const to = op.context.inbox_of(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
   const int num_scale_blocks = op.context.config.hidden / kScaleBlock;
+  const bool powers_of_two = params.args.packs_scales;
   RowPart next;
   const auto load = [&](const Share& at) {
     const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);
@@ -167,7 +168,7 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   stage_parts(op, params, share, chunks, [&](const Share& at, float* tail) {
     const RowPart part = next;
     load(at.next());
-    part.quantize(to + static_cast<size_t>(at.token) * stride, tail, at.part, num_scale_blocks);
+    part.quantize(to + static_cast<size_t>(at.token) * stride, tail, at.part, num_scale_blocks, powers_of_two);
   });
 }
 

@@ -158,7 +158,8 @@ class Engine(Protocol):
     def unreceived(self) -> str | None: ...
 
     # `only_sends`: `receive` will complete the operation.
-    # `packs_scales`: scales of decode layout are powers of two; an engine that writes them by column packs them.
+    # `packs_scales`: scales of decode layout are powers of two, also those that the engine makes; an engine that writes
+    # them by column packs them.
     # `by_expert`: make a plan for waves: rows of low experts arrive first, and those of high experts leave first.
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False

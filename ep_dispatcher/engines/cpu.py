@@ -141,7 +141,7 @@ class CpuEngine:
     ) -> Received:
         assert not by_expert  # this engine has no waves
         if request.quantize:
-            rows, scales = float8.quantize(request.rows)
+            rows, scales = float8.quantize(request.rows, powers_of_two=packs_scales)
             request = request._replace(rows=rows, scales=scales)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
