@@ -36,7 +36,7 @@ class Cursor {
   size_t offset_ = 0;
 };
 
-// [thread] Turn arrays that are offsets into arrays of the memory at `base`.
+// [host] [thread] Turn arrays that are offsets into arrays of the memory at `base`.
 template <class... T>
 EP_HOST_DEVICE void set_base(char* base, T*&... arrays) {
   ((arrays = reinterpret_cast<T*>(base + reinterpret_cast<size_t>(arrays))), ...);

@@ -92,6 +92,8 @@ struct CombineParams {
   // Tasks of this launch. With `pushes`: announce, and push partial sums. With `reduces`: compare the Calls, reduce,
   // send sums between nodes, complete the operation. With a hook there are two launches for one epoch.
   bool pushes, reduces;
+  float reduce_weight;  // time to reduce a row; the time to push a row is 1
+  float saturating;     // pushing blocks that saturate the links if they only store
 
   // [thread] Return whether kernels of experts run beside this launch, and write the rows of y meanwhile.
   __device__ bool has_waves() const { return kExtras && args.waves.done; }
@@ -99,8 +101,6 @@ struct CombineParams {
   __device__ bool shares_factors() const { return pushes && args.factors; }
   // [thread] Return whether the blocks need the verdict of `agree` before their first sum.
   __device__ bool agrees_first() const { return shares_factors() || !pushes; }
-  float reduce_weight;  // time to reduce a row; the time to push a row is 1
-  float saturating;     // pushing blocks that saturate the links if they only store
 };
 
 // Some blocks of a launch, and this block's position among them. Below 0, or num_blocks and more: not among them.
