@@ -62,26 +62,12 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
   const bool extras = args.by_expert || args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
-  switch (kernels_for(extras)) {
-    case Kernels::kSeveralNodes:
-      return launch_dispatch<Kernels::kSeveralNodes>(args, plan, stages, pulls, stream);
-    case Kernels::kOneNode:
-      return launch_dispatch<Kernels::kOneNode>(args, plan, stages, pulls, stream);
-    case Kernels::kExtras:
-      return launch_dispatch<Kernels::kExtras>(args, plan, stages, pulls, stream);
-  }
+  with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
 }
 
 void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
   const bool extras = args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
-  switch (kernels_for(extras)) {
-    case Kernels::kSeveralNodes:
-      return launch_combine<Kernels::kSeveralNodes>(args, plan, pushes, reduces, stream);
-    case Kernels::kOneNode:
-      return launch_combine<Kernels::kOneNode>(args, plan, pushes, reduces, stream);
-    case Kernels::kExtras:
-      return launch_combine<Kernels::kExtras>(args, plan, pushes, reduces, stream);
-  }
+  with_kernels(extras, [&](auto kernels) { launch_combine<kernels.value>(args, plan, pushes, reduces, stream); });
 }
 
 int64_t Engine::wait_for_counts(uint64_t ticket, double slice_s) const {

@@ -5,6 +5,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "cuda/context.h"
@@ -118,11 +119,17 @@ class Engine {
   }
 
  private:
-  // [host] Return which kernels to launch.
-  Kernels kernels_for(bool extras) const {
-    return extras ? Kernels::kExtras : context_.config.num_nodes == 1 ? Kernels::kOneNode : Kernels::kSeveralNodes;
+  // [host] Call `launch(kernels)`; `kernels.value` are those to launch.
+  template <class Launch>
+  void with_kernels(bool extras, const Launch& launch) const {
+    if (extras)
+      launch(std::integral_constant<Kernels, Kernels::kExtras>{});
+    else if (context_.config.num_nodes == 1)
+      launch(std::integral_constant<Kernels, Kernels::kOneNode>{});
+    else
+      launch(std::integral_constant<Kernels, Kernels::kSeveralNodes>{});
   }
-  // [host] Launch one of them. Each is defined where it is compiled.
+  // [host] Launch a kernel of these. Each function is defined where its kernels are compiled.
   template <Kernels>
   void launch_dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const;
   template <Kernels>
