@@ -34,7 +34,7 @@ WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # the most window chunks in max_tokens: each has counters in a block's shared memory
 
 STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
-CUDA_CALL_BYTES = 48  # sizeof(Call), csrc/cuda/call.h
+CUDA_CALL_BYTES = 80  # of a Call as tagged words, csrc/cuda/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
 CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
 COUNTS_START_BYTES = CPU_CALL_BYTES + 8  # sizeof(Counts::Start), csrc/cpu/region.h
@@ -329,6 +329,7 @@ def _carve_rail(c: Cursor, s: Shape) -> None:
     c.take("sums", s.max_tokens * s.slot_stride, LINE)
     c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
     c.take("tables", s.max_tokens * s.table_bytes)  # that go out
+    c.take(FLAGS, 2 * CUDA_CALL_BYTES)  # call
     c.take("tables", s.max_tokens * s.table_bytes)  # that come in
     c.take("weights", s.max_tokens * s.weights_bytes)
     c.take("slots", s.ranks_per_node * s.window_slots * s.slot_stride, LINE)
@@ -339,7 +340,7 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     others = s.num_nodes - 1
     token_chunks, item_chunks, sum_chunks = s.chunks(s.token_chunk), s.chunks(ITEM_CHUNK), s.chunks(s.sum_chunk)
     far_chunks = s.chunks(s.window_chunk) if others else 0
-    flags = [s.num_ranks] * (4 if s.masks else 3)  # aborted, excluded (with masks), called, listed
+    flags = [s.num_ranks] * (3 if s.masks else 2)  # aborted, excluded (with masks), listed
     flags += [s.num_ranks * token_chunks]  # staged
     flags += [s.ranks_per_node] * 2  # consumed, slots_free
     flags += [s.ranks_per_node * (far_chunks + item_chunks)]  # pushed
@@ -349,8 +350,11 @@ def _carve_cuda_region(c: Cursor, s: Shape) -> None:
     flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
     for count in flags:
         c.take(FLAGS, 8 * count)
-    c.take("choices", 2 * 4 * s.choices if s.plans_directly else 0)  # 4 of them and their epoch take 16 bytes
-    c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # calls
+    c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # called
+    # Four choices and their epoch take 16 bytes, as do two factors and theirs.
+    c.take("choices", 2 * 4 * s.choices if s.plans_directly else 0)
+    factor_words = -(-s.max_tokens * s.num_topk // 2)
+    c.take("factors", 2 * s.num_ranks * 16 * factor_words if s.plans_directly else 0)
     c.take(FLAGS, 2 * s.num_ranks * counts_bytes(s.num_ranks, s.num_experts))  # counts
     c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
     c.repeat(s.num_nodes, _carve_inbox, s)

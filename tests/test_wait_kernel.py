@@ -19,7 +19,7 @@ from ep_dispatcher.engines.aborts import rank_bits
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 HEADER = ROOT / "csrc" / "cuda" / "wait.cuh"
 LIMIT_MS = 500
-FREE_SLOTS, PARTIAL_SUMS, NODE_SUMS = 4, 5, 8  # of Phase in csrc/cuda/state.h
+COUNTS, FREE_SLOTS, PARTIAL_SUMS, NODE_SUMS = 1, 4, 5, 8  # of Phase in csrc/cuda/state.h
 
 
 class Result(NamedTuple):
@@ -108,6 +108,10 @@ CASES = {
         ["raise:0:50:1", "leave:1:50", f"wait:0:100:{PARTIAL_SUMS}:1"],
         [None, None],
     ),
+    # All ranks have announced the operation, and their words should be on their way.
+    "a word that does not come": ((1, 3), [f"word:0:0:{COUNTS}:2", f"word:1:200:{COUNTS}:2"], [[2], [2], None]),
+    "a word behind the limit": ((1, 2), [f"word:0:0:{COUNTS}:1", "send:0:900:1"], [None, None]),
+    "a word of a rank that has left": ((1, 2), [f"word:0:0:{COUNTS}:1", "leave:1:100"], [[1], None]),
     "the last of 64 ranks": ((8, 8), [f"wait:0:0:{PARTIAL_SUMS}:63/7,31/7"], [[31, 63], *[None] * 63]),
 }
 
@@ -124,13 +128,20 @@ def test_every_survivor_names_the_late_rank(results, name):
     result = results[name]
     assert result.late == CASES[name][-1]
     assert all(ms is None or ms < LIMIT_MS + 5000 for ms in result.waited_ms)
-    assert result.waits == [result.late[int(step.split(":")[1])] is None for step in CASES[name][1] if "wait" in step]
+    steps = [step.split(":") for step in CASES[name][1]]
+    assert result.waits == [result.late[int(rank)] is None for kind, rank, *_ in steps if kind in ("wait", "word")]
 
 
 def test_nobody_waits_for_a_rank_that_has_given_up(results):
     """Its limit is not over: it began later."""
     waited_ms = results["a late rank is passed on"].waited_ms
     assert waited_ms[0] < LIMIT_MS <= waited_ms[1]
+    assert results["a word of a rank that has left"].waited_ms[0] < LIMIT_MS
+
+
+def test_words_have_a_longer_limit(results):
+    """The wait for words may begin before that for the Calls."""
+    assert min(results["a word that does not come"].waited_ms[:2]) >= LIMIT_MS + 1000
 
 
 MISTAKES = {
@@ -141,6 +152,7 @@ MISTAKES = {
     "relay": ("is_relayed ||", "false ||", "a relay is late"),
     "slow": (": is_over ?", ": waits ?", "a rank that may still come is not late"),
     "itself": ("waits && named == 0 ? bit_of(rank) : 0", "0", "a rank that is named waits itself"),
+    "words": ("limit_ns(op.context, phase, true)", "limit_ns(op.context, phase, false)", "a word behind the limit"),
     "bits": ("bits >> 32", "bits >> 31", "the last of 64 ranks"),
 }
 

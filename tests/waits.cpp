@@ -4,6 +4,8 @@
 //   waits NUM_NODES RANKS_PER_NODE LIMIT_MS STEP...
 //     wait:RANK:AT_MS:PHASE:ABOUT[/RAISER],...   a warp of a rank begins to wait for flags about ranks, a lane each
 //     raise:RANK:AT_MS:ABOUT                     the flag about a rank rises at RANK
+//     word:RANK:AT_MS:PHASE:ABOUT                a thread of a rank begins to wait for a tagged word of another rank
+//     send:RANK:AT_MS:ABOUT                      the word of a rank arrives at RANK
 //     leave:RANK:AT_MS                           the host of a rank aborts it, as Aborts.run does
 //
 // Prints a line for each rank: the late ranks in its report and the milliseconds waited, or "-" without a report. Then
@@ -239,10 +241,18 @@ bool wait_in_warp(Rank& rank, Phase phase, const std::vector<Awaited>& awaited) 
     const Op op{rank.context, Operation::kCombine, 1, 0, 1};
     const unsigned lane = threadIdx.x;
     const Awaited mine = lane < awaited.size() ? awaited[lane] : Awaited{};
-    const uint64_t* flag = mine.rank < 0 ? nullptr : rank.context.own.called + mine.rank;
+    const uint64_t* flag = mine.rank < 0 ? nullptr : rank.context.own.listed + mine.rank;
     if (!wait_until(op, phase, flag, op.epoch, mine.rank, mine.raiser)) all = false;
   });
   return all;
+}
+
+bool wait_for_word(Rank& rank, Phase phase, int about) {
+  const Op op{rank.context, Operation::kCombine, 1, 0, 1};
+  const uint64_t since = ep::ptx::nanoseconds();
+  while (ep::ptx::load_acquire(&rank.context.own.called[about].epoch) < op.epoch)
+    if (is_too_late(op, phase, about, since)) return false;
+  return true;
 }
 
 }  // namespace
@@ -258,7 +268,11 @@ int main(int num_words, char** words) {
       Rank& rank = *ranks[std::stoi(parts[1])];
       std::this_thread::sleep_until(begin + std::chrono::milliseconds(std::stoi(parts[2])));
       if (parts[0] == "raise") {
-        ep::ptx::store_relaxed(rank.context.own.called + std::stoi(parts[3]), 1);
+        ep::ptx::store_relaxed(rank.context.own.listed + std::stoi(parts[3]), 1);
+      } else if (parts[0] == "send") {
+        ep::ptx::store_relaxed(&rank.context.own.called[std::stoi(parts[3])].epoch, 1);
+      } else if (parts[0] == "word") {
+        results[i] = wait_for_word(rank, static_cast<Phase>(std::stoi(parts[3])), std::stoi(parts[4]));
       } else if (parts[0] == "leave") {
         const int own = rank.context.config.rank;
         for (const auto& peer : ranks) ep::ptx::store_relaxed(peer->context.own.aborted + own, uint64_t{1} << own);

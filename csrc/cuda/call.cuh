@@ -11,9 +11,14 @@ __device__ inline void begin_waves(const Waves& waves) {
   if (kExtras && waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
 }
 
-// [thread] Return the Call of `rank` in this rank's memory, for this operation.
-__device__ inline Call* call_at(const Op& op, int rank) {
-  return op.context.own.calls + static_cast<int>(op.epoch % 2) * op.num_ranks() + rank;
+// [thread] Return the Call of `rank` in this rank's memory, for this operation: [Call::kNumWords].
+__device__ inline Tagged* call_at(const Op& op, int rank) {
+  return op.context.own.called + (static_cast<int>(op.epoch % 2) * op.num_ranks() + rank) * Call::kNumWords;
+}
+// [thread] Return a field of it. `agree` has seen the Call.
+__device__ inline int32_t field_of(const Op& op, int rank, Field field) {
+  const int which = static_cast<int>(field);
+  return __ldcg(reinterpret_cast<const int32_t*>(&call_at(op, rank)[which / 2].data) + which % 2);
 }
 
 // [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
@@ -24,18 +29,21 @@ __device__ inline Counts counts_at(const Op& op, int local, int source) {
 // [thread] Return the counts of `source` in this rank's memory.
 __device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
 
-// [team] Write this rank's Call to every rank of the node, and raise `called` there; one thread per rank does both.
-// Called in one block: by the movers of a dispatch, by warp 0 of a combine. Wait for nothing. `called` also covers
-// counts written before the team's last barrier, and choices sent before the block's first one. The senders wait for
-// `called` of this rank, then send Call and counts to other nodes.
+// [warp] Write this rank's Call to every rank of the node, in one warp of one block. Wait for nothing. All that this
+// rank did in earlier operations comes before this kernel, so it comes before the Call. With `covers` the Call also
+// covers what this warp did before in this operation, and what it has seen by a barrier: counts for example. This takes
+// a fence, and 1 to 2 us.
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
-// e - 1, and completed e - 2. The same holds for counts and choices.
-template <class Team>
-__device__ void announce(const Op& op, const Call& call) {
+// e - 1, and completed e - 2. The same holds for counts, choices and factors.
+__device__ inline void announce(const Op& op, const Call& call, bool covers) {
   const Context& context = op.context;
-  if (Team::thread() < op.ranks_per_node()) *context.peers.at(call_at(op, op.rank()), Team::thread()) = call;
-  team_raises<Team>(op, context.own.called + op.rank());
+  const int local = threadIdx.x % 32;
+  if (local >= op.ranks_per_node()) return;
+  if (covers) ptx::fence_system();
+  Tagged* const to = context.peers.at(call_at(op, op.rank()), local);
+#pragma unroll
+  for (int i = 0; i < Call::kNumWords; ++i) ptx::store_pair(to + i, op.epoch, call.word(i));
 }
 
 // The result of `agree`: all Calls are equal; some differ; this rank has aborted. Steps that compare nothing return
@@ -47,6 +55,19 @@ __device__ inline Phase phase_of_calls(const Op& op) {
   return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
 }
 
+// [warp] Wait for the Calls of all ranks. Return as wait_until.
+__device__ inline bool wait_for_calls(const Op& op) {
+  constexpr int kTogether = 32 / Call::kNumWords;  // ranks; a lane has a word of one rank
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += kTogether) {
+    const int rank = min(first + lane / Call::kNumWords, op.num_ranks() - 1);
+    const uint64_t* const flag = &call_at(op, rank)[lane % Call::kNumWords].epoch;
+    if (!wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
+  }
+  return true;
+}
+
 // [warp] With masks: decide once for all blocks which ranks take part in the operation. One warp of block 0 waits for
 // all ranks and decides, and all other callers wait for it. Called by every warp that compares the Calls. Return false
 // after an abort of this rank.
@@ -55,7 +76,7 @@ __device__ inline bool decide(const Op& op) {
   const auto has_decided = [&] { return ptx::load_acquire(&context.state->decided) >= op.epoch; };
   const bool decides = op.block == 0 && (op.operation == Operation::kCombine || threadIdx.x < 32);
   if (decides && !__any_sync(~0u, has_decided())) {
-    if (!wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch)) return false;
+    if (!wait_for_calls(op)) return false;
     if (aborts_if_excluded(op, phase_of_calls(op))) return false;
     const uint32_t absent = masked_ranks(op);
     if (threadIdx.x % 32 == 0) {
@@ -78,27 +99,29 @@ __device__ inline uint32_t absent_ranks(const Op& op) {
   return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
 }
 
-// [warp] Compare the Calls of all ranks: calls [num_ranks]. Return the first field that differs, and the first rank
-// that differs there. `called` of all ranks has arrived. Each lane compares one field of one rank at a time: this code
-// runs once, so short code is fast code.
-__device__ inline Difference find_difference(const Op& op, const Call* calls) {
-  constexpr int kTogether = 32 / kNumFields;  // ranks
-  const int lane = threadIdx.x % 32, field = lane % kNumFields;
-  const auto value_of = [&](int rank, int which) { return __ldcg(&calls[rank].fields[which]); };
+// [warp] Compare the Calls of all ranks, after wait_for_calls. Find the first field that differs, and the first rank
+// that differs there. A lane compares one word of one rank at a time: this code runs once, so short code is fast code.
+__device__ inline Difference find_difference(const Op& op) {
+  constexpr int kTogether = 32 / Call::kNumWords;  // ranks
+  const int lane = threadIdx.x % 32, which = lane % Call::kNumWords;
+  const auto load = [&](int rank) { return __ldcg(&call_at(op, rank)[which].data); };
   const uint32_t absent = absent_ranks(op);
   const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
-  const int32_t of_first = value_of(first_rank, field);
+  const uint64_t of_first = load(first_rank);
   int first = INT32_MAX;  // field * kMaxRanks + rank of the lane's first difference
 #pragma unroll 2
   for (int begin = 0; begin < op.num_ranks(); begin += kTogether) {
-    const int rank = min(begin + lane / kNumFields, op.num_ranks() - 1);
-    if (absent != 0 && (absent >> rank & 1)) continue;
-    if (value_of(rank, field) != of_first) first = min(first, field * kMaxRanks + rank);
+    const int rank = min(begin + lane / Call::kNumWords, op.num_ranks() - 1);
+    const uint64_t differs = load(rank) ^ of_first;
+    if (differs == 0 || (absent != 0 && (absent >> rank & 1))) continue;
+    const int field = 2 * which + (static_cast<uint32_t>(differs) == 0);
+    if (field < kNumCompared) first = min(first, field * kMaxRanks + rank);
   }
   first = __reduce_min_sync(~0u, first);
   if (first == INT32_MAX) return {};
-  const int which = first / kMaxRanks, rank = first % kMaxRanks;
-  return {true, which, rank, value_of(rank, which), first_rank, value_of(first_rank, which)};
+  const int rank = first % kMaxRanks, field = first / kMaxRanks;
+  const auto value_of = [&](int of) { return field_of(op, of, static_cast<Field>(field)); };
+  return {true, field, rank, value_of(rank), first_rank, value_of(first_rank)};
 }
 
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
@@ -109,16 +132,13 @@ __device__ inline Difference find_difference(const Op& op, const Call* calls) {
 // its own pushes first.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
-  // Wait for the Calls and compare. Compute their address before the wait: it needs loads from the Context.
-  const Call* const calls = call_at(op, 0);
-  if (has_masks(context) ? !decide(op) : !wait_for_ranks(op, phase_of_calls(op), context.own.called, op.epoch))
-    return Verdict::kAborted;
-  const Difference found = find_difference(op, calls);
+  if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
+  const Difference found = find_difference(op);
   if (!found.found) return Verdict::kAgree;
   if (!drains) return Verdict::kDiffer;
   // Keep the difference.
   const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
-  const int chunks = lane < op.ranks_per_node() ? __ldcg(&call_at(op, local_rank)->num_chunks) : 0;
+  const int chunks = lane < op.ranks_per_node() ? field_of(op, local_rank, Field::kNumChunks) : 0;
   if (keeps && op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
     int32_t* detail = context.state->facts.detail;
     detail[0] = found.field;
@@ -149,7 +169,12 @@ __device__ bool comes_too_late(const Op& op) {
 // [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
 // arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
 // may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
-// not for peers. With one node thread 0 raises the flags without a fence: last_block with kThenRaises has run one.
+// not for peers.
+//
+// The flags say that this rank has read memory of its peers, or its own slots. All these loads have ended: their values
+// were used, or their mbarriers have counted the bytes. Nothing that a peer stores after it sees the flag can change
+// them any more. So with one node the flags need no fence of the system, which takes 1.6 us even with nothing to order
+// (H100). With several nodes puts have read memory too; there the fence stays.
 template <class Block>
 __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
   const Context& context = op.context;

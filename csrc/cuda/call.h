@@ -2,11 +2,14 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cursor.h"
+
 namespace ep::cuda {
 
 enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
 
-// Fields that must be equal on all ranks, compared in this order. bindings_cuda.cpp names them for error messages.
+// Fields of a Call. The first kNumCompared must be equal on all ranks, compared in this order; bindings_cuda.cpp names
+// them for error messages.
 enum class Field : int32_t {
   kOperation = 0,
   kPlan = 1,  // epoch of the plan's dispatch, as in PlanHead::made; 0: a new plan. Errors call it "handle"
@@ -15,15 +18,22 @@ enum class Field : int32_t {
   kWeights = 4,  // 1: with topk_weights
   kRowBytes = 5,
   kScaleBytes = 6,
+  kMaxRows = 7,    // rows of the caller's output; -1: to be counted. May differ between ranks
+  kNumTokens = 8,  // tokens of the rank as a source
+  kNumChunks = 9,  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
 };
-constexpr int kNumFields = 7;
+constexpr int kNumCompared = 7;
 
-// Written by `announce` (call.cuh) to every rank of the node; relayed to other nodes. Read by all ranks after `called`.
-struct alignas(16) Call {
-  int32_t fields[kNumFields];
-  int32_t max_rows;    // rows of the caller's output; -1: to be counted. May differ between ranks
-  int32_t num_tokens;  // tokens of the rank as a source
-  int32_t num_chunks;  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
+// A Call before it is written. It travels as kNumWords Tagged words of two fields each.
+struct Call {
+  static constexpr int kNumWords = 5;
+
+  int32_t fields[2 * kNumWords];
+
+  EP_HOST_DEVICE void set(Field field, int32_t value) { fields[static_cast<int>(field)] = value; }
+  EP_HOST_DEVICE uint64_t word(int i) const {
+    return static_cast<uint32_t>(fields[2 * i]) | static_cast<uint64_t>(static_cast<uint32_t>(fields[2 * i + 1])) << 32;
+  }
 };
 
 // The first field in which some rank differs from the first rank that takes part, and the first rank that differs

@@ -28,7 +28,7 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params, const 
   // 1850 (4096 tokens, hidden 7168, at 50 GB/s, one H200). 10 are not: doing both took 1366 us instead of 1273.
   const Milestones milestones = milestones_of(op.context);
   if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
-  if (sizes.num_items == 0) return 1;  // it raises the flags promised by Call::num_chunks, also without items
+  if (sizes.num_items == 0) return 1;  // it raises the flags promised by Field::kNumChunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.
   if (op.context.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
   const float push = static_cast<float>(sizes.num_rows) + sizes.num_items;
@@ -40,25 +40,24 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params, const 
   return min(max(share, 1), op.num_blocks - 1);
 }
 
-// [warp] Write this rank's Call to every rank of the node, and raise `called` there. Called in warp 0 of block 0, once
-// slots are free: this block pushes.
-__device__ void announce_combine(const Op& op, const CombineParams& params) {
+// [warp] Announce this combine. Called in warp 0 of block 0, once slots are free: this block pushes. `covers` as in
+// announce.
+__device__ void announce_combine(const Op& op, const CombineParams& params, bool covers) {
   const PlanHead& head = *params.plan.head;
   Call call{};
-  const auto set = [&](Field field, int32_t value) { call.fields[static_cast<int>(field)] = value; };
+  const auto set = [&](Field field, int32_t value) { call.set(field, value); };
   set(Field::kOperation, static_cast<int32_t>(Operation::kCombine));
   set(Field::kPlan, head.made);
   set(Field::kWeights, params.args.topk_weights != nullptr);
-  call.num_tokens = params.args.num_tokens;
+  set(Field::kNumTokens, params.args.num_tokens);
   // With factors no rank pushes after a difference.
-  call.num_chunks = params.shares_factors() ? 0 : end_of_pushed(op, head);
-  // `Block` only numbers the threads here: warp 0 has one for each rank of the node. `announce` has no barrier, and no
-  // counts need one.
-  announce<Block>(op, call);
+  set(Field::kNumChunks, params.shares_factors() ? 0 : end_of_pushed(op, head));
+  announce(op, call, covers);
+  stamp(op, Step::kSent);
 }
 
-// [warp] Compare the Calls before the first sum, and post the verdict for the preparing warp. Called in one summing
-// warp. With factors wait for those of other nodes too.
+// [warp] Compare the Calls before the first sum, and post the verdict for the other warps. Called in one summing warp.
+// With factors wait for those of other nodes too.
 __device__ void agree_first(const Op& op, const CombineParams& params, const CombineMemory& memory) {
   Verdict verdict = agree(op);
   stamp(op, Step::kAgreed);
@@ -67,11 +66,11 @@ __device__ void agree_first(const Op& op, const CombineParams& params, const Com
   memory.verdict.post(verdict);
 }
 
-// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree;
-// with agrees_first() wait for the verdict before the first sum. If the block makes sums for other nodes too, it makes
-// the early ones between its pushes. The first of two launches ends with the pushes, and the second one makes the sums
-// that are left. Called in the preparing warp. Whatever the verdict, stop the other warps of the pipeline at the end.
-// Return kAborted after an abort of this rank, else the verdict of `agree`.
+// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree.
+// If the block makes sums for other nodes too, it makes the early ones between its pushes. The first of two launches
+// ends with the pushes, and the second one makes the sums that are left. Called in the preparing warp. Whatever the
+// verdict, stop the other warps of the pipeline at the end. Return kAborted after an abort of this rank, else the
+// verdict of `agree`.
 __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
                            CombineMemory& memory, int num_teams) {
   // Take the first items. This reads nothing of peers.
@@ -85,11 +84,13 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
     const bool has_pushed = until == Pusher::kAllSums;
     stamp(op, Step::kQueued);
-    if (verdict == Verdict::kAborted || (has_pushed && !params.reduces)) break;
-    if (has_pushed && !params.agrees_first()) {
+    if (verdict == Verdict::kAborted) break;
+    if (has_pushed && params.agrees_first())
+      verdict = memory.verdict.wait();
+    else if (has_pushed && params.reduces)
       verdict = agree(op);
-      stamp(op, Step::kAgreed);
-    }
+    stamp(op, Step::kAgreed);
+    if (has_pushed && !params.reduces) break;
     if (verdict == Verdict::kAgree && !reducer.run(preparer, until)) verdict = Verdict::kAborted;
     stamp(op, Step::kReduced);
     pusher.skip_sums(reducer.next_chunk());
@@ -157,31 +158,37 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // These loads overlap: factors, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire, so loads
   // after it would wait for it.
   const bool sends_factors = op.block == 0 && params.shares_factors();
+  const bool tags = context.plans_directly();  // factors are tagged words
   FactorCopy factors(op, params, sends_factors);
   const bool aborted = has_aborted(context);
   const PlanSizes sizes = *params.plan.head;
   const bool sees_free =
       !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
   const Part pushers{op.block, num_push_blocks(op, params, sizes)};
+  if (sends_factors && tags && !aborted) factors.send(op);
   // Leave after an abort: all threads of the block, or none.
   const bool is_free = !__syncthreads_or(aborted || !sees_free);
   if (!is_free && __syncthreads_or(aborted)) return;
-  const bool pushes = params.pushes && pushers.has_block(), is_rail = op.is_rail();
+  const bool pushes = params.pushes && pushers.has_block(), announces = op.block == 0 && params.pushes,
+             is_rail = op.is_rail();
   // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
   const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
   const Part for_others{op.block - first, op.num_blocks - first};
   CombineMemory memory = params.memory.in(shared);
 
-  // Wait for free slots before the first push, if they were not free at first sight, and announce; factors come first.
-  // Meanwhile the other warps initialise shared memory.
+  // Wait for free slots before the first push, if they were not free at first sight, and announce. Factors without tags
+  // come first. Meanwhile the other warps initialise shared memory.
   bool ok = true;
-  if (sends_factors && is_free) factors.store(op);
+  const bool stores_factors = sends_factors && !tags;
+  if (stores_factors && is_free) factors.store(op);
   if (threadIdx.x < 32) {
     if (pushes && !is_free)
       ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (params.pushes) stamp(op, Step::kFree);
-    if (ok && op.block == 0 && params.pushes && !params.shares_factors()) announce_combine(op, params);
+    // With masks a rank whose Call is here counts as present: then its factors must be on their way for good.
+    if (ok && announces && !stores_factors) announce_combine(op, params, sends_factors && has_masks(context));
   } else {
+    if (threadIdx.x == 32) ptx::barrier_init(memory.verdict.barrier, 1);
     if (Pipeline::role() == Pipeline::Role::kPrepare)
       memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
     constexpr int kStep = Pipeline::kThreads - 32;
@@ -191,13 +198,12 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
       memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
-  if (sends_factors) {
+  if (stores_factors) {
     if (!is_free) {
       factors.store(op);
       __syncthreads();
     }
-    if (threadIdx.x < 32) announce_combine(op, params);
-    stamp(op, Step::kSent);
+    if (threadIdx.x < 32) announce_combine(op, params, true);
   }
 
   // Push the weights: the chunk flags cover them.
@@ -213,7 +219,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   } else
     switch (Pipeline::role()) {
       case Pipeline::Role::kIssue:
-        Issuer(memory.pipeline, threadIdx.x / 32).run();
+        Issuer(memory.pipeline, threadIdx.x / 32).run([&](const Work& work, int at) {
+          return load_factor(op, memory.verdict, work, at);
+        });
         stamp(op, Step::kIssued);
         break;
       case Pipeline::Role::kPrepare:
@@ -221,8 +229,10 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         break;
       case Pipeline::Role::kSum:
         if (params.agrees_first() && threadIdx.x / 32 == Pipeline::kThreads / 32 - 1) agree_first(op, params, memory);
-        consume<Summing>(memory.pipeline,
-                         [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
+        consume<Summing>(
+            memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait() == Verdict::kAgree; },
+            [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
+        if (params.agrees_first()) verdict = memory.verdict.wait();  // load_factor may have aborted this rank
         stamp(op, Step::kSummed);
     }
 
@@ -231,7 +241,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   stamp(op, Step::kArrived);
   if (!params.reduces) return;
-  if (!last_block<Block, true>(&context.state->combine_done, gridDim.x)) return;
+  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
@@ -249,9 +259,11 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.args = args;
   params.plan = read_plan(config, plan);
   params.rail_blocks = is_straight() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
-  // Take few of few tokens, so that all blocks get some.
+  // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_blocks(args.waves) - params.rail_blocks;
-  params.own_batch = std::min(Reducer::kBatch, args.num_tokens / (2 * blocks) + 1);
+  const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
+  const int batches_of_block = share(blocks * Reducer::kBatch);
+  params.own_batch = share(blocks * batches_of_block);
   params.pushes = pushes;
   params.reduces = reduces;
   // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.

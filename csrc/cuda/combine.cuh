@@ -16,7 +16,8 @@ constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 
 // [thread] Return the order of all milestones.
 __device__ inline Milestones milestones_of(const Context& context) {
   const int far = context.num_far_chunks();
-  return {far, context.max_pushed_chunks - far, min(far, context.config.window_chunks), context.num_others()};
+  const int window = kOneNode ? 0 : min(far, context.config.window_chunks);
+  return {far, context.max_pushed_chunks - far, window, context.num_others()};
 }
 
 // [thread] Return the index of a slot in RailArrays::slots: of a rail peer's token, pushed by local rank `local`.
@@ -24,23 +25,26 @@ __device__ inline size_t window_slot(const Context& context, int local, int toke
   return static_cast<size_t>(local) * context.window_slots + token % context.window_slots;
 }
 
-// The verdict of `agree`, with CombineParams::agrees_first: one summing warp of each block compares the Calls, while
-// the preparing warp queues works.
+// The verdict of `agree`, with CombineParams::agrees_first: one summing warp of each block compares the Calls, and all
+// other warps wait for it before their first sum. Meanwhile the preparing warp queues works.
 struct PostedVerdict {
-  static constexpr int kBarrier = 1, kThreads = 64;  // a named barrier of the two warps
   Verdict* posted;
+  uint64_t* barrier;  // an mbarrier with one arrival
 
   // [warp] Post the verdict. Called once. Wait for nothing.
   __device__ void post(Verdict verdict) const {
-    if (threadIdx.x % 32 == 0) *posted = verdict;
-    ptx::named_barrier_arrive(kBarrier, kThreads);
+    if (threadIdx.x % 32 != 0) return;
+    *posted = verdict;
+    ptx::barrier_arrive(barrier);
   }
-  // [warp] Wait for the verdict. Called at most once. After kAgree the lanes may read all that `called` of the ranks
-  // covers.
+  // [thread] Wait for the verdict. After kAgree this thread may read all that the Calls cover. It may turn into
+  // kAborted later.
   __device__ Verdict wait() const {
-    ptx::named_barrier(kBarrier, kThreads);
-    return *posted;
+    ptx::barrier_wait(barrier, 0);
+    return *static_cast<volatile Verdict*>(posted);
   }
+  // [thread] Return whether there is a verdict.
+  __device__ bool is_posted() const { return ptx::barrier_ended_now(barrier, 0); }
 };
 
 struct CombineMemory {
@@ -67,6 +71,7 @@ struct CombineMemory {
     memory.items = Records::carve(c, context.item_ints * 4);
     memory.tokens = Records::carve(c, context.table_ints * 4);
     memory.verdict.posted = c.take<Verdict>(1);
+    memory.verdict.barrier = c.take<uint64_t>(1);
     memory.pushed = c.take<uint32_t>(context.max_pushed_chunks);
     memory.summed = c.take<uint32_t>(context.config.num_others() * context.max_far_chunks);
     return memory;
@@ -78,7 +83,7 @@ struct CombineMemory {
     memory.pipeline = pipeline.in(shared);
     set_base(shared, memory.positions, memory.sources.ranks, memory.sources.num_items, memory.far_ends,
              memory.far_shifts, memory.items.data, memory.items.barriers, memory.tokens.data, memory.tokens.barriers,
-             memory.verdict.posted, memory.pushed, memory.summed);
+             memory.verdict.posted, memory.verdict.barrier, memory.pushed, memory.summed);
     return memory;
   }
 };
@@ -97,7 +102,7 @@ struct CombineParams {
 
   // [thread] Return whether kernels of experts run beside this launch, and write the rows of y meanwhile.
   __device__ bool has_waves() const { return kExtras && args.waves.done; }
-  // [thread] Return whether this launch sends factors to the ranks with the experts, before it pushes.
+  // [thread] Return whether this launch gives factors to the ranks with the experts, before it pushes.
   __device__ bool shares_factors() const { return pushes && args.factors; }
   // [thread] Return whether the blocks need the verdict of `agree` before their first sum.
   __device__ bool agrees_first() const { return shares_factors() || !pushes; }

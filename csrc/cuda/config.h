@@ -78,6 +78,8 @@ struct Config {
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
   // Return the number of int16 per token in Region::choices: num_topk, rounded up to whole vectors.
   EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
+  // Return the number of tagged words for the factors of a rank, two in each (Region::factors).
+  EP_HOST_DEVICE int factor_words() const { return (max_tokens * num_topk + 1) / 2; }
   EP_HOST_DEVICE int token_chunk() const { return 1 << log_token_chunk; }
   EP_HOST_DEVICE int sum_chunk() const { return 1 << log_sum_chunk; }
   // Return the number of chunks of a rank's tokens; 1 without tokens. The last chunk also raises the flags of all empty

@@ -8,6 +8,8 @@ struct Context : BufferContext {
   // Sizes known to the compiler in kernels for one node.
   __device__ int num_nodes() const { return kOneNode ? 1 : config.num_nodes; }
   __device__ int num_others() const { return num_nodes() - 1; }  // other nodes
+  // Kernels for several nodes only have no code for factors as tagged words.
+  __device__ bool plans_directly() const { return (kOneNode || kExtras) && config.plans_directly; }
   __device__ int num_far_chunks() const { return kOneNode ? 0 : max_far_chunks; }
 
   // [thread] Return an array of this rank's own inbox for `node`: inbox_for(node, &Inbox::staging). Its source is the

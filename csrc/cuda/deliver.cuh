@@ -63,7 +63,7 @@ __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
 #pragma unroll 1
   for (int node = 0; node < context.num_nodes(); ++node) {
     if (node == context.node) continue;
-    const int num = __ldcg(&call_at(op, context.rail_peer(node))->num_tokens) * context.table_ints;
+    const int num = field_of(op, context.rail_peer(node), Field::kNumTokens) * context.table_ints;
     const int32_t* const from = context.rail_for(node, &RailArrays::table_in);
     int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
 #pragma unroll 1
@@ -92,7 +92,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
   const PlanHead& head = *plan_here(op, params, shared).head;
   const bool expert_layout = head.has_expert_layout();
   const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Helpers::kWarps;
-  int together = params.direct ? 4 : 32;  // items of a warp
+  int together = params.is_direct() ? 4 : 32;  // items of a warp
   while (together < 32 && together * num_warps < num_items) together *= 2;
   const int num_scales = args.scale_bytes / 4;
   const auto item_at = [&](int index) {
@@ -107,7 +107,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
     const float* tail = nullptr;
     int source = 0, token = -1;
     // Find the item's source, and keep the item in a new plan.
-    if (params.direct) {
+    if (params.is_direct()) {
       if (lane < num_here) find_item(params.direct_plan.in(shared), index, source, token);
       write_items(op, params, shared, source, token, item_at(index).data);
     } else if (lane < num_here) {

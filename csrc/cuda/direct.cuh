@@ -1,5 +1,5 @@
 // Direct plans, for few tokens. Every rank sends its choices of experts to all ranks of the node. From them each block
-// makes the whole plan of its rank, in shared memory. Choices carry their epoch, so no flag has to follow them: the
+// makes the whole plan of its rank, in shared memory. Choices are tagged words, so no flag has to follow them: the
 // planners (all movers but the first warp) take them as they arrive, while the first warp waits for the Calls and
 // compares them. No list travels, and no block waits for another one: this takes about half the time of make_plan.
 //
@@ -13,7 +13,7 @@ namespace ep::cuda::EP_KERNELS {
 // [thread] Return the plan of this dispatch, as far as this block may read it: a direct plan from its shared memory.
 __device__ inline Plan plan_here(const Op& op, const DispatchParams& params, char* shared) {
   Plan plan = params.plan;
-  if (!params.direct) return plan;
+  if (!params.is_direct()) return plan;
   const DirectPlan direct = params.direct_plan.in(shared);
   plan.head = direct.head;
   plan.expert_rows = direct.expert_rows;
@@ -28,17 +28,10 @@ constexpr int kDirectPlanBarrier = 3;
 using Planners = Team<4, 32, Movers::kThreads - 32>;
 
 // [thread] Return the choices of `source` in the memory of local rank `local`, for this operation.
-__device__ inline Choices* choices_at(const Op& op, int local, int source) {
+__device__ inline Tagged* choices_at(const Op& op, int local, int source) {
   const Config& config = op.context.config;
   const size_t index = (op.epoch % 2 * op.num_ranks() + source) * config.max_tokens * config.choices_per_token();
-  return op.context.peers.at(op.context.own.choices, local) + index / Choices::kNum;
-}
-
-// [thread] Return the number of lanes for the columns of one token: a power of two, up to 32.
-__device__ inline int lanes_for(int num_columns) {
-  int lanes = 32;
-  while (lanes / 2 >= num_columns) lanes /= 2;
-  return lanes;
+  return op.context.peers.at(op.context.own.choices, local) + index / kTaggedChoices;
 }
 
 // [block] Write this rank's choices to every rank of the node. Tokens behind its last one have no experts: the readers
@@ -48,7 +41,7 @@ __device__ inline int lanes_for(int num_columns) {
 //
 // A lane takes one entry of topk_idx. Every fourth lane stores the epoch and the choices of four lanes.
 __device__ inline void send_choices(const Op& op, const DispatchParams& params, bool aborted) {
-  static_assert(Choices::kNum == 4);
+  static_assert(kTaggedChoices == 4);
   const Config& config = op.context.config;
   const int num_topk = config.num_topk, per_token = config.choices_per_token(), width = lanes_for(per_token);
   const int lane = threadIdx.x % 32, k = lane & (width - 1), together = 32 / width;
@@ -76,20 +69,25 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     const uint32_t two = one | __shfl_down_sync(~0u, one, 1) << 16;
     const uint64_t four = two | static_cast<uint64_t>(__shfl_down_sync(~0u, two, 2)) << 32;
     if (aborted || k % 4 != 0 || k >= per_token || token >= config.max_tokens) continue;
-    const int at = (token * per_token + k) / Choices::kNum;
+    const int at = (token * per_token + k) / kTaggedChoices;
 #pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local)
       ptx::store_pair(choices_at(op, local, op.rank()) + at, op.epoch, four);
   }
 }
 
-// [team] Copy the choices of all ranks to shared memory as they arrive. After an abort, or if the ranks differ, missing
-// ones count as none: then nobody uses the plan. Called by the planners of a block, while the first warp waits for the
-// Calls. Its verdict ends every wait here, because `called` covers the choices. Ends with a barrier of the planners.
-__device__ __noinline__ inline void take_choices(Op op, const DispatchParams& params, char* shared) {
-  const DirectPlan plan = params.direct_plan.in(shared);
-  constexpr int kTogether = 4;  // loads of a thread under way
+// [team] Take the choices of all ranks as they arrive. Copy them to shared memory, and count them: for this rank's
+// experts, for this rank's tokens, and (except in decode layout) for all experts. After an abort, or if the ranks
+// differ, missing ones count as none: then nobody uses the plan. Called by the planners of a block, while the first
+// warp waits for the Calls; the counters are 0. After kAgree missing choices are on their way, and the wait for them
+// has a limit: it then aborts this rank, and the verdict becomes kAborted. Ends with a barrier of the planners.
+//
+// A warp takes a word of tokens at a time, a token per lane. Own tokens come first: their choices are here early, and
+// while those of other ranks travel, this code gets into the instruction cache.
+__device__ inline void count_choices(const Op& op, const DispatchParams& params, char* shared) {
+  static_assert(kMaxLocal <= 32, "a lane per rank, and a bit");
   constexpr int kAgreed = 1 + static_cast<int>(Verdict::kAgree);
+  const DirectPlan plan = params.direct_plan.in(shared);
   const auto decided = [&] { return *static_cast<volatile int*>(plan.decided); };
   // Choices of absent ranks may never arrive. The absent ranks are known once there is a verdict.
   uint32_t absent = 0;
@@ -99,61 +97,51 @@ __device__ __noinline__ inline void take_choices(Op op, const DispatchParams& pa
     ptx::fence_block();
     absent = absent_ranks(op);
   }
-  const Choices* const from = choices_at(op, op.context.local, 0);
-  const int of_source = op.context.config.max_tokens * plan.choices_per_token / Choices::kNum;
-  const int num = op.num_ranks() * of_source;
-#pragma unroll 1
-  for (int begin = Planners::thread(); begin < num; begin += kTogether * Planners::kThreads) {
-    uint32_t missing = 0;  // a bit per load
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) missing |= (begin + i * Planners::kThreads < num) << i;
-    while (missing != 0) {
-      const bool ends = decided() > kAgreed;
-      uint64_t epochs[kTogether], experts[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (missing >> i & 1) ptx::load_pair(from + begin + i * Planners::kThreads, epochs[i], experts[i]);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = begin + i * Planners::kThreads;
-        if ((missing >> i & 1) == 0) continue;
-        // A later epoch: a peer has masked this rank. Take none: both words of a token must be of one operation.
-        const bool none = ends || epochs[i] > op.epoch || (absent != 0 && (absent >> at / of_source & 1));
-        if (!none && epochs[i] < op.epoch) continue;
-        reinterpret_cast<uint64_t*>(plan.choices)[at] = none ? ~uint64_t{0} : experts[i];
-        missing &= ~(1u << i);
-      }
-    }
-  }
-  Planners::sync();
-}
-
-// [team] Count the choices: for this rank's experts, for this rank's tokens, and (except in decode layout) for all
-// experts. A warp takes a word of tokens at a time, a token per lane. Called by the planners of a block, after
-// take_choices; the counters are 0. Ends with a barrier of the planners.
-__device__ inline void count_choices(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
-  static_assert(kMaxLocal <= 32, "a lane per rank, and a bit");
   const Config& config = op.context.config;
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts, first_expert = op.rank() * num_local;
+  const int words_of_token = plan.choices_per_token / kTaggedChoices;  // an even number
   const bool counts_all = params.args.layout != Layout::kDecode;
   const uint32_t inverse = 0xffffffffu / num_local + 1;  // as in Scan
 #pragma unroll 1
-  for (int word = Planners::warp(); word < plan.words; word += Planners::kWarps) {
+  for (int i = Planners::warp(); i < plan.words; i += Planners::kWarps) {
+    int word = i + op.rank() * plan.source_words;
+    if (word >= plan.words) word -= plan.words;
     int source = 0, word_of_source = word;
 #pragma unroll 1
     for (; word_of_source >= plan.source_words; ++source) word_of_source -= plan.source_words;
     const int token = 32 * word_of_source + lane;
+    const Tagged* const from = choices_at(op, op.context.local, source) + token * words_of_token;
     uint32_t ranks = 0;  // a bit per rank with an expert of the token
-    if (token < config.max_tokens)
 #pragma unroll 1
-      for (int k = 0; k < config.num_topk; ++k) {
-        const int expert = plan.choices_of(op, source, token)[k];
+    for (int at = 0; token < config.max_tokens && at < words_of_token; at += 2) {
+      // Take two words.
+      uint64_t low, high, epoch_of_low, epoch_of_high, since = 0;
+      for (int turn = 1;; ++turn) {
+        const int verdict = decided();
+        ptx::load_pair(from + at, epoch_of_low, low);
+        ptx::load_pair(from + at + 1, epoch_of_high, high);
+        // A later epoch: a peer has masked this rank. Take none: both words must be of one operation.
+        bool none = verdict > kAgreed || (absent >> source & 1) || max(epoch_of_low, epoch_of_high) > op.epoch;
+        if (turn == kPatientTurns) since = ptx::nanoseconds();
+        if (turn % kPatientTurns == 0 && verdict == kAgreed && is_too_late(op, Phase::kCounts, source, since)) {
+          *plan.verdict = Verdict::kAborted;
+          none = true;
+        }
+        if (none) low = high = ~uint64_t{0};
+        if (none || min(epoch_of_low, epoch_of_high) == op.epoch) break;
+      }
+      reinterpret_cast<ulonglong2*>(plan.choices_of(op, source, token))[at / 2] = {low, high};
+      // Count them.
+#pragma unroll 1
+      for (int k = 0; k < 2 * kTaggedChoices; ++k, low = low >> 16 | high << 48, high >>= 16) {
+        const int expert = static_cast<int16_t>(low);
         if (expert < 0) continue;
         ranks |= 1u << (num_local == 1 ? expert : __umulhi(expert, inverse));
         if (counts_all) atomicAdd(plan.expert_tokens + expert, 1);
         if (static_cast<unsigned>(expert - first_expert) < static_cast<unsigned>(num_local))
           atomicOr(plan.chosen + word * num_local + (expert - first_expert), 1u << lane);
       }
+    }
     __syncwarp();
     uint32_t tokens = 0;  // a bit per token with an expert at rank `lane`
 #pragma unroll 1
@@ -166,6 +154,7 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
     if (source == op.rank()) plan.sent[lane * plan.source_words + word_of_source] = tokens;
     if (counts_all) atomicAdd(plan.rank_items + lane, __popc(tokens));
   }
+  stamp(op, Step::kChosen);
   Planners::sync();
 }
 
@@ -260,7 +249,7 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
   const Verdict verdict = agree(op, keeps);
   stamp(op, Step::kAgreed);
   const int lane = threadIdx.x % 32;
-  if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = __ldcg(&call_at(op, lane)->max_rows);
+  if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
   if (lane != 0) return;
   *plan.verdict = verdict;
   ptx::fence_block();  // planners read who is absent
@@ -294,9 +283,7 @@ __device__ inline void publish_plan(const Op& op, const DispatchParams& params, 
 // agree and the rows fit.
 __device__ inline void plan_choices(const Op& op, const DispatchParams& params, char* shared) {
   const DirectPlan plan = params.direct_plan.in(shared);
-  take_choices(op, params, shared);
-  stamp(op, Step::kChosen);
-  count_choices(op, params, plan);
+  count_choices(op, params, shared);
   sum_choices(op, params, plan);
   stamp(op, Step::kCounted);
   if (Planners::warp() == 0) lay_out(op, params, plan);
@@ -307,7 +294,10 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
 // block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = params.direct_plan.in(shared);
-  const bool sends = params.stages && op.block == 0;
+  // Block 1 announces, because block 0 is busy with the choices. With masks a rank whose Call is here counts as
+  // present: then its choices must be on their way for good, and the Call covers them.
+  const bool covers = has_masks(op.context);
+  const bool announces = params.stages && op.block == (covers ? 0 : min(1, op.num_blocks - 1));
   // Clear the counters: `chosen` to `rank_items`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
        word += Movers::kThreads)
@@ -315,11 +305,11 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   if (threadIdx.x == 0) *plan.decided = 0;
   // Announce. After an abort go on to the barrier below: the helpers wait for the movers there.
   Verdict verdict = Verdict::kAgree;
-  if (sends && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
+  if (announces && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
   Movers::sync();  // the counters are clear
-  if (verdict == Verdict::kAgree && sends) {
+  if (verdict == Verdict::kAgree && announces) {
     stamp(op, Step::kFree);
-    announce<Movers>(op, call_of(params));
+    if (Movers::warp() == 0) announce(op, call_of(params), covers);
     stamp(op, Step::kSent);
   }
   // Plan, and meanwhile compare the Calls.

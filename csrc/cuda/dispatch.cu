@@ -48,10 +48,10 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
 // is unusable or another launch pulls. In all cases no load of the movers is under way. `is_free` as in
 // wait_for_free_staging.
 __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
-  // Plan, or announce. Each way raises `called` only after its wait for free staging.
+  // Plan, or announce. Each way announces only after its wait for free staging.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
-  if (params.direct) {
+  if (params.is_direct()) {
     if (params.pulls) Puller::make_places(op, params, shared);
     verdict = make_direct_plan(op, params, shared, is_free);
     stamp(op, Step::kPlanned);
@@ -62,12 +62,12 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
     if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
-    announce<Movers>(op, call_of(params));
+    if (Movers::warp() == 0) announce(op, call_of(params), false);
     stamp(op, Step::kSent);
   }
   // Pull.
   if (verdict != Verdict::kAgree || !params.pulls) return verdict;
-  if (!params.direct) verdict = wait_for_items<Movers>(op, params, plans);
+  if (!params.is_direct()) verdict = wait_for_items<Movers>(op, params, plans);
   stamp(op, Step::kListed);
   if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
   return Puller(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
@@ -81,7 +81,7 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   if (params.stages) {
     if (!wait_for_free_staging<Helpers>(op, is_free)) {
       // The movers arrive at the barrier of a direct plan also after an abort.
-      if (params.direct && params.pulls) wait_for_direct_plan(params, shared);
+      if (params.is_direct() && params.pulls) wait_for_direct_plan(params, shared);
       return Verdict::kAborted;
     }
     stamp(op, Step::kFree);
@@ -91,17 +91,17 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   // Wait for the items. Without a usable plan, clear the output.
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict =
-      params.direct ? wait_for_direct_plan(params, shared) : wait_for_items<Helpers>(op, params, false);
+      params.is_direct() ? wait_for_direct_plan(params, shared) : wait_for_items<Helpers>(op, params, false);
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
-  if (params.direct && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
+  if (params.is_direct() && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
     publish_plan(op, params, params.direct_plan.in(shared));
   if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
     clear_from<Helpers>(op, params, 0);
     return verdict;
   }
   // Deliver, and clear.
-  if (params.direct)
+  if (params.is_direct())
     keep_direct_table(op, params, params.direct_plan.in(shared));
   else if (params.new_plan)
     keep_tables(op, params);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Send the choices for a direct plan. Look whether staging is free: mostly it is, and nobody has to wait. These loads
   // overlap. Then do the work of this warp. All threads of the block begin, or none.
   const bool aborted = has_aborted(context);
-  if (params.direct && params.stages && op.block == 0) send_choices(op, params, aborted);
+  if (params.is_direct() && params.stages && op.block == 0) send_choices(op, params, aborted);
   const bool is_free = __syncthreads_and(!params.stages ||
                                          is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!params.pulls) return;
   if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
-  if (!last_block<Block, true>(&context.state->pull_done, gridDim.x)) return;
+  if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
   stamp(op, Step::kLast);
   if (comes_too_late<Block>(op)) return;
   if (!differs) count_bytes(op, params);
@@ -185,6 +185,14 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
   params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
   params.rail_blocks = args.rail_blocks;
+  params.parts_of_row = args.quantizes ? RowPart::num_in_row(config.hidden / kScaleBlock) : 1;
+  // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
+  const int blocks = num_blocks(args.waves) - args.rail_blocks;
+  const auto turns = [&](int staging_blocks) {
+    const int warps = staging_blocks * Helpers::kWarps;
+    return (args.num_tokens * params.parts_of_row + warps - 1) / warps;
+  };
+  params.first_staging_block = params.is_direct() && blocks > 1 && turns(blocks - 1) == turns(blocks);
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
@@ -192,7 +200,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   // counters.
   const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
   size_t room = kUsableShared - counters, shared = 0;
-  if (params.direct) {
+  if (params.is_direct()) {
     Cursor c;
     params.direct_plan = DirectPlan::carve(c, config);
     shared = round_up(c.size(), kLine);

@@ -96,11 +96,13 @@ struct DispatchParams {
   // outputs, it launches twice for one epoch: stages, then pulls.
   bool stages, pulls;
   bool new_plan;                // planned by this launch, or by the one before it for the same operation
-  bool direct;                  // the new plan is a direct plan (direct.cuh): each launch makes it anew
+  bool direct;                  // read by is_direct()
   DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
   int rail_blocks;              // last blocks of the launch
   int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
   bool stages_rows;             // there are readers of this rank's staged rows
+  int parts_of_row;             // a row is staged in so many parts
+  int first_staging_block;      // earlier blocks stage nothing
   uint32_t row_stride;          // [bytes] from one staged row to the next
   uint32_t tail_bytes;          // [bytes] of one token
   int rows_per_group;           // decode layout: rows from one expert to the next; else 0
@@ -110,8 +112,11 @@ struct DispatchParams {
   uint32_t rings_at;            // [bytes] from the start of shared memory to the movers' memory for pulls
   uint32_t counters_at;         // [bytes] from the start of shared memory to the helpers' counters
 
+  // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew. Kernels for
+  // several nodes only have no code for it.
+  __host__ __device__ bool is_direct() const { return (kOneNode || kExtras) && direct; }
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
-  __host__ __device__ bool plans() const { return stages && new_plan && !direct; }
+  __host__ __device__ bool plans() const { return stages && new_plan && !is_direct(); }
   // [thread] Return whether kernels of experts run beside this launch, and wait for its rows.
   __device__ bool has_waves() const { return kExtras && args.waves.done; }
   // [thread] Return whether items are numbered by their experts.

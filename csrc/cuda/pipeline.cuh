@@ -18,13 +18,14 @@ namespace ep::cuda::EP_KERNELS {
 
 // One sum of rows, or of a piece of each row.
 struct alignas(16) Work {
-  char* to;           // address of the sum; null: no sum
-  uint32_t bytes;     // of the sum; 0: no sum
-  int16_t first_bay;  // of its rows; the others follow
-  int8_t num_rows;    // number of addends
-  bool stops;         // the last work of its team
-  bool has_factors;   // its addends are multiplied by Pipeline::factors
-  int32_t milestone;  // of the sum; before summing, the team's warps count themselves in for all lower milestones
+  char* to;             // address of the sum; null: no sum
+  const void* factors;  // memory with the factors of its addends (Pipeline::factor_at); null: it has none
+  uint32_t bytes;       // of the sum; 0: no sum
+  int32_t milestone;    // of the sum; before summing, the team's warps count themselves in for all lower milestones
+  int16_t first_bay;    // of its rows; the others follow
+  int8_t num_rows;      // number of addends
+  int8_t source;        // the rank that has written the factors
+  bool stops;           // the last work of its team
 };
 
 struct Pipeline {
@@ -54,14 +55,16 @@ struct Pipeline {
   int num_bays;
   uint32_t bay_bytes;
   // Four kinds of mbarriers. A round of each ends when:
-  uint64_t* full;        // [kQueue] the rows of the work have landed; with `factors`, the work has its factors too
+  uint64_t* full;        // [kQueue] the rows of the work have landed, and the work has its factors, if any
   uint64_t* empty;       // [kQueue] its team has read them, so its bays are free
   uint64_t* prepared;    // [kBatches] the batch is in the queue
   uint64_t* issued;      // [kBatches] its loads are issued, so its place in `batches` and `addends` is free
   Batch* batches;        // [kBatches]
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
-  float* factors;        // [kQueue, max_addends] of the rows of each work; null: there are none in this launch
+  // [kQueue, max_addends] of the rows of each work: first the index of the row's factor in Work::factors, then the
+  // factor, float. Null: there are none in this launch.
+  int32_t* factors;
   int max_addends;
   int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
 
@@ -80,7 +83,7 @@ struct Pipeline {
     p.issued = p.prepared + kBatches;
     p.batches = c.take<Batch>(kBatches);
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
-    p.factors = c.take<float>(has_factors ? kQueue * max_addends : 0);
+    p.factors = c.take<int32_t>(has_factors ? kQueue * max_addends : 0);
     if (!has_factors) p.factors = nullptr;
     return p;
   }
@@ -100,7 +103,7 @@ struct Pipeline {
     constexpr int kWarps = kThreads / 32 - 1;
     for (int i = threadIdx.x % 32 * kWarps + threadIdx.x / 32 - 1; i < 2 * (kQueue + kBatches); i += 32 * kWarps) {
       uint64_t* const barrier = full + i;
-      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps + (factors != nullptr)
+      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (factors != nullptr ? 2 : 1)
                                  : barrier < prepared ? kSummingWarps / num_teams
                                  : barrier < issued   ? 1
                                                       : kIssuingWarps);
@@ -108,6 +111,10 @@ struct Pipeline {
     ptx::fence_barrier_init();
   }
 
+  // [thread] Return the factors of the work at a place of the queue.
+  __device__ const float* factors_of(int place) const {
+    return reinterpret_cast<const float*>(factors + place * max_addends);
+  }
   // [thread] Return bay i of the ring; i may be up to one turn ahead.
   __device__ char* bay(int i) const { return bays + static_cast<size_t>(i >= num_bays ? i - num_bays : i) * bay_bytes; }
 };
@@ -121,11 +128,11 @@ struct Preparer {
   int num_works = 0, num_batches = 0;
   int next_bay = 0;
 
-  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to)` writes its addends. Sum `bytes`
-  // of each addend, from `offset` on. Wait until the second last batch is issued. Then its place is free, and so are
-  // the places of the works: by the limits above, works kQueue before them are done. Call `ready()` when all is
-  // written: after true the rows are loaded. After false nothing is queued; return false. In a launch with factors
-  // `complete` must follow.
+  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to, factors)` writes its addends,
+  // and with factors their indices. Sum `bytes` of each addend, from `offset` on. Wait until the second last batch is
+  // issued. Then its place is free, and so are the places of the works: by the limits above, works kQueue before them
+  // are done. Call `ready()` when all is written: after true the rows are loaded. After false nothing is queued; return
+  // false.
   template <class Fill, class Ready>
   __device__ bool prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill,
                           const Ready& ready) {
@@ -142,7 +149,8 @@ struct Preparer {
       work.first_bay = static_cast<int16_t>((next_bay + end - work.num_rows) % pipeline.num_bays);
       const int in_queue = QueueRing::place(num_works + lane);
       pipeline.queue[in_queue] = work;
-      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends);
+      fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends,
+           pipeline.factors + in_queue * pipeline.max_addends);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     if (!ready()) return false;
@@ -155,36 +163,17 @@ struct Preparer {
     return true;
   }
 
-  // [warp] Release the last `num` works to the teams. Rows load meanwhile. `give(factors)` first writes the factors of
-  // the lane's work; null: the lane has none. If it returns false, the works make no sums and reach no milestone;
-  // return false. In a launch without factors do nothing.
-  template <class Give>
-  __device__ bool complete(int num, const Give& give) {
-    if (pipeline.factors == nullptr) return true;
-    const int lane = threadIdx.x % 32, in_queue = QueueRing::place(num_works - num + lane);
-    const bool sums = give(lane < num ? pipeline.factors + in_queue * pipeline.max_addends : nullptr);
-    if (lane < num) {
-      // The issuing warps may be reading the work, but not these two.
-      if (!sums) pipeline.queue[in_queue].to = nullptr, pipeline.queue[in_queue].milestone = 0;
-      ptx::barrier_arrive(pipeline.full + in_queue);
-    }
-    return sums;
-  }
-
-  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `ready` as in `prepare`, `give`
-  // as in `complete`. Only the last piece has the work's own milestone, earlier ones have that of the first lane: a
-  // milestone is reached after all pieces of the works before it. Return false once one of them has: then no further
-  // piece is queued.
-  template <class Fill, class Ready, class Give>
-  __device__ bool prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Ready& ready,
-                               const Give& give) {
+  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `ready` as in `prepare`. Only the
+  // last piece has the work's own milestone, earlier ones have that of the first lane: a milestone is reached after all
+  // pieces of the works before it. Return false once `ready` has: then no further piece is queued.
+  template <class Fill, class Ready>
+  __device__ bool prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Ready& ready) {
     const int milestone = work.milestone;
     work.milestone = __shfl_sync(~0u, milestone, 0);
     for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.bay_bytes) {
       const uint32_t rest = row_bytes - offset;
       if (rest <= pipeline.bay_bytes) work.milestone = milestone;
       if (!prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill, ready)) return false;
-      if (!complete(num, give)) return false;
     }
     return true;
   }
@@ -195,15 +184,14 @@ struct Preparer {
     Work work{};
     work.milestone = milestone;
     work.stops = stops;
-    prepare(work, num_teams, 0, 0, [](const char**) {}, [] { return true; });
-    complete(num_teams, [](float*) { return true; });
+    prepare(work, num_teams, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
   }
 
   // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. As the other
   // functions here, wait only for places in the queue.
   __device__ void end() {
     reach(0, true);
-    prepare(Work{}, 0, 0, 0, [](const char**) {}, [] { return true; });
+    prepare(Work{}, 0, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
   }
 };
 
@@ -285,8 +273,22 @@ struct Issuer {
     }
   }
 
-  // [warp] Issue all works, up to the empty batch at the end. Wait for batches, and for free bays.
-  __device__ void run() {
+  // [warp] Load the factors of all works with `here` in their lanes. This comes before their rows: later, loads would
+  // wait behind the stores of sums to other ranks.
+  template <class LoadFactor>
+  __device__ void load_factors(const Load& load, bool here, const LoadFactor& load_factor) const {
+    if (pipeline.factors == nullptr) return;
+    const Work& work = pipeline.queue[load.place];
+    int32_t* const factor = pipeline.factors + load.place * pipeline.max_addends + load.first + lane_of_work * kWarps;
+    if (here && load.addend && work.factors != nullptr) *factor = __float_as_int(load_factor(work, *factor));
+    __syncwarp();
+    if (here && lane_of_work == 0) ptx::barrier_arrive(pipeline.full + load.place);
+  }
+
+  // [warp] Issue all works, up to the empty batch at the end. Wait for batches, for free bays, and for what
+  // `load_factor(work, at)` waits for: called by some lanes at once, it returns a factor of a work.
+  template <class LoadFactor>
+  __device__ void run(const LoadFactor& load_factor) {
     for (int n = 0;; ++n) {
       const int place = BatchRing::place(n);
       ptx::barrier_wait(pipeline.prepared + place, BatchRing::parity(n));
@@ -296,6 +298,7 @@ struct Issuer {
       for (int begin = 0; begin < batch.num; begin += together) {
         const int here = min(together, batch.num - begin);
         const Load load = find(batch, place, begin, here);
+        load_factors(load, nth < here, load_factor);
         const int end = inclusive_sum(load.num_rows, 1 << log_width);  // bays of these works, up to the lane's work
         for (int count = 0; count < here;) {                           // of these works, issued
           const bool fits = nth >= count && nth < here && used + end <= pipeline.num_bays &&
@@ -318,9 +321,10 @@ struct Issuer {
 };
 
 // [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. Called in summing warps.
+//   sums(): whether to make sums and to reach milestones; asked once for each work. Once it is false it stays so
 //   finish(milestone): called by lane 0 of each warp for each milestone in turn, after the warp's stores for it
-template <class Summing, class Finish>
-__device__ void consume(const Pipeline& pipeline, const Finish& finish) {
+template <class Summing, class Sums, class Finish>
+__device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
   const int thread = threadIdx.x % Summing::kThreads;  // in the team, in some order
   int milestone = 0;                                   // first one not yet finished
@@ -328,8 +332,9 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));
     const Work work = pipeline.queue[place];
+    const bool makes_sum = __all_sync(~0u, sums());
     // Finish the milestones before this work.
-    for (; milestone < work.milestone; ++milestone) {
+    for (; makes_sum && milestone < work.milestone; ++milestone) {
       __syncwarp();
       if (threadIdx.x % 32 == 0) finish(milestone);
     }
@@ -338,12 +343,11 @@ __device__ void consume(const Pipeline& pipeline, const Finish& finish) {
       if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
     };
     // Sum, and release the bays as soon as they are read.
-    if (work.to != nullptr) {
+    if (makes_sum && work.to != nullptr) {
       const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.bay(work.first_bay + j)); };
       auto* to = reinterpret_cast<uint4*>(work.to);
-      if (work.has_factors)
-        sum_rows<Summing>(row, pipeline.factors + place * pipeline.max_addends, work.num_rows, work.bytes / 16, to,
-                          thread, release);
+      if (work.factors != nullptr)
+        sum_rows<Summing>(row, pipeline.factors_of(place), work.num_rows, work.bytes / 16, to, thread, release);
       else
         sum_rows<Summing>(row, NoFactors{}, work.num_rows, work.bytes / 16, to, thread, release);
     } else {

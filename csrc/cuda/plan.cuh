@@ -77,7 +77,7 @@ __device__ __noinline__ void number_by_expert(const Op& op, const DispatchParams
 __device__ inline Call call_of(const DispatchParams& params) {
   const DispatchArgs& args = params.args;
   Call call{};
-  const auto set = [&](Field field, int32_t value) { call.fields[static_cast<int>(field)] = value; };
+  const auto set = [&](Field field, int32_t value) { call.set(field, value); };
   set(Field::kOperation, static_cast<int32_t>(Operation::kDispatch));
   set(Field::kPlan, params.new_plan ? 0 : params.plan.head->made);
   set(Field::kLayout, static_cast<int32_t>(args.layout));
@@ -85,8 +85,8 @@ __device__ inline Call call_of(const DispatchParams& params) {
   set(Field::kWeights, args.topk_weights != nullptr);
   set(Field::kRowBytes, static_cast<int32_t>(args.row_bytes));
   set(Field::kScaleBytes, static_cast<int32_t>(args.scale_bytes));
-  call.max_rows = args.num_rows;
-  call.num_tokens = args.num_tokens;
+  set(Field::kMaxRows, args.num_rows);
+  set(Field::kNumTokens, args.num_tokens);
   return call;
 }
 
@@ -106,7 +106,7 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
   });
   if (params.numbers_by_expert()) number_by_expert(op, params);
   Movers::sync();
-  announce<Movers>(op, call_of(params));
+  if (Movers::warp() == 0) announce(op, call_of(params), true);
 }
 
 // [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the movers of a planning block, after
@@ -176,7 +176,7 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
     const auto items_of = [&](int source) {
       return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
     };
-    const int max_rows = __ldcg(&call_at(op, rank)->max_rows);
+    const int max_rows = field_of(op, rank, Field::kMaxRows);
     int items[kRankWords];
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word) items[word] = items_of(32 * word + lane);

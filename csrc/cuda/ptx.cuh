@@ -60,13 +60,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   }
 }
 
-// [thread] Start to copy a float to shared memory, without a register for it.
-__device__ __forceinline__ void start_copy(float* shared, const float* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-// [thread] Wait until all copies of this thread have landed. They are visible to it then.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // Bulk copies. Addresses and sizes are multiples of 16 bytes. They use the asynchronous proxy: fences order them with
 // ordinary accesses.
 

@@ -11,6 +11,7 @@ struct alignas(16) Origin {
   const char *row, *scales;
   int32_t index;   // of the item in the plan; in rank layout its output row
   int32_t source;  // source rank of the item
+  int32_t token;   // its token there
   int32_t chunk;   // chunk of its token, to be waited for; -1: the row need not be staged
 };
 
@@ -81,7 +82,7 @@ struct Puller {
         num_items(plan_here(op, params, shared).head->num_items),
         num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
         room(pieces.num_places) {
-    if (params.direct) {
+    if (params.is_direct()) {
       memory.records.num = num;  // they are written here, not loaded: they need no mbarriers
       return;
     }
@@ -94,7 +95,7 @@ struct Puller {
   static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
     const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
-    if (params.direct) return memory;
+    if (params.is_direct()) return memory;
     const PlanHead& head = *plan_here(op, params, shared).head;
     memory.sources.fill(op.context, [&](int source) { return head.items_of(source); });
     return memory;
@@ -113,28 +114,31 @@ struct Puller {
     return ItemOrder(memory.sources, op.context).at(params.has_waves() ? num_items - 1 - at : at, step);
   }
 
-  // [warp] Write the next batch of items of a direct plan, and their sources. Items have the order of the plan, but
-  // each rank begins with its own tokens. So at any time different ranks read from different sources.
-  __device__ void write_batch() {
+  // [warp] Find the next batch of items of a direct plan. Items have the order of the plan, but each rank begins with
+  // its own tokens. So at any time different ranks read from different sources.
+  __device__ void find_batch() {
     const DirectPlan plan = params.direct_plan.in(shared);
     memory.records.fill([&](int n) {
-      int source = 0, token = -1;
-      if (n >= 0) {
-        const int at = plan.head->item_begin[op.rank()] + first + n * step;
-        const int index = at < num_items ? at : at - num_items;
-        find_item(plan, index, source, token);
-        Origin& origin = origin_of(n);
-        origin.index = index;
-        origin.source = source;
-      }
-      write_items(op, params, shared, source, token, n < 0 ? nullptr : item_at(n).data);
+      if (n < 0) return;
+      Origin& origin = origin_of(n);
+      const int at = plan.head->item_begin[op.rank()] + first + n * step;
+      origin.index = at < num_items ? at : at - num_items;
+      find_item(plan, origin.index, origin.source, origin.token);
     });
   }
 
+  // [warp] Write a batch of items of a direct plan: items n and following. Their rows load meanwhile.
+  __device__ void write_batch(int n) {
+    n += lane;
+    const bool has_item = lane < kBatch && n < num;
+    write_items(op, params, shared, has_item ? origin_of(n).source : 0, has_item ? origin_of(n).token : -1,
+                has_item ? item_at(n).data : nullptr);
+  }
+
   // [warp] Start to load the next batch of items: of a new plan from the inboxes, otherwise from the plan. With a
-  // direct plan write the items.
+  // direct plan find the items.
   __device__ void fetch_items() {
-    if (params.direct) return write_batch();
+    if (params.is_direct()) return find_batch();
     const PlanHead& head = *params.plan.head;
     memory.records.fetch([&](int n) -> const int32_t* {
       const ItemOrder::Position position = position_of(n);
@@ -146,13 +150,13 @@ struct Puller {
     });
   }
 
-  // [warp] Find the origins of a batch: of items n and following. Its items have landed.
+  // [warp] Find the origins of a batch: of items n and following. Its items have landed, or are found.
   __device__ void find_rows(int n) {
     n += lane;
     if (lane < kBatch && n < num) {
       const DispatchArgs& args = params.args;
       Origin& origin = origin_of(n);
-      const int token = item_at(n).token();
+      const int token = params.is_direct() ? origin.token : item_at(n).token();
       const bool at_home = origin.source == op.rank() && params.reads_own_rows();
       origin.chunk = at_home ? -1 : token >> op.context.config.log_token_chunk;
       const char *rows = at_home ? args.rows : op.context.inbox_of(origin.source, &Inbox::staging),
@@ -249,6 +253,7 @@ struct Puller {
     while (store.item < num) {
       ok = fill_ring();
       if (!ok) break;
+      if (params.is_direct() && store.piece == 0 && store.item % kBatch == 0) write_batch(store.item);
       // Wait for a piece and store it. One bulk store may stay under way: the place of the piece before is free again.
       ptx::barrier_wait(memory.full + store.ring.place, store.ring.parity);
       if (kStamps && store.item == 0) stamp(op, Step::kLanded);

@@ -6,19 +6,28 @@
 namespace ep::cuda::EP_KERNELS {
 
 // [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
-// items. This rank raises the flags of all of them, also of empty ones: Call::num_chunks promises it.
+// items. This rank raises the flags of all of them, also of empty ones: Field::kNumChunks promises it.
 __device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
   return op.context.num_far_chunks() + num_item_chunks(sizes.most_items);
 }
 
-// The factors of own tokens on their way to this rank's inbox, where the ranks of the node and the senders read them. A
-// factor is the weight of a row in decode layout. The first ones are loaded to registers during the wait for slots.
+// [thread] Return the factors of `source` in the memory of local rank `local`, for this operation: two in each word.
+// Only with Config::plans_directly.
+__device__ inline Tagged* factors_at(const Op& op, int local, int source) {
+  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * op.context.config.factor_words();
+  return op.context.peers.at(op.context.own.factors, local) + index;
+}
+
+// The factors of own tokens. A factor is the weight of a row in decode layout. With few tokens they go to every rank of
+// the node at once, as tagged words. Else they go to this rank's inbox, where the ranks of the node and the senders
+// read them. The first ones are loaded to registers during the wait for slots.
 struct FactorCopy {
-  static constexpr int kTogether = 4, kStep = kTogether * Pipeline::kThreads;  // loads of a thread under way
+  static constexpr int kTogether = 2;                           // pairs of factors of a thread under way
+  static constexpr int kStep = kTogether * Pipeline::kThreads;  // pairs of a block
 
   const float* const from;
-  const int num;
-  float values[kTogether];
+  const int num;  // factors
+  float2 values[kTogether];
 
   // [thread] Start to load the first factors. `has_any`: whether this block writes them.
   __device__ FactorCopy(const Op& op, const CombineParams& params, bool has_any)
@@ -26,26 +35,74 @@ struct FactorCopy {
     load(threadIdx.x);
   }
 
-  // [block] Write all factors. Called in block 0, once slots are free: then nobody reads factors of an earlier combine.
-  // `called` covers them.
+  // [block] Send all factors to the ranks of the node. Called in block 0, unless this rank has aborted. Wait for
+  // nothing: `announce` says why.
+  __device__ void send(const Op& op) {
+    for_each([&](int pair, const float2& value) {
+      const uint64_t data = __float_as_uint(value.x) | static_cast<uint64_t>(__float_as_uint(value.y)) << 32;
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        ptx::store_pair(factors_at(op, local, op.rank()) + pair, op.epoch, data);
+    });
+  }
+
+  // [block] Write all factors to the inbox. Called in block 0, once slots are free: then nobody reads factors of an
+  // earlier combine. The Call covers them.
   __device__ void store(const Op& op) {
     float* const to = op.context.inbox_for(op.context.node, &Inbox::weights);
-#pragma unroll 1
-    for (int begin = threadIdx.x; begin < num; begin += kStep) {
-      if (begin >= kStep) load(begin);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i)
-        if (begin + i * Pipeline::kThreads < num) to[begin + i * Pipeline::kThreads] = values[i];
-    }
+    for_each([&](int pair, const float2& value) {
+      to[2 * pair] = value.x;
+      if (2 * pair + 1 < num) to[2 * pair + 1] = value.y;
+    });
   }
 
  private:
   __device__ void load(int begin) {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i)
-      if (begin < num) values[i] = __ldg(from + min(begin + i * Pipeline::kThreads, num - 1));
+    for (int i = 0; i < kTogether; ++i) {
+      const int at = 2 * (begin + i * Pipeline::kThreads);
+      if (2 * begin < num) values[i] = {__ldg(from + min(at, num - 1)), __ldg(from + min(at + 1, num - 1))};
+    }
+  }
+  template <class Write>
+  __device__ void for_each(const Write& write) {
+#pragma unroll 1
+    for (int begin = threadIdx.x; 2 * begin < num; begin += kStep) {
+      if (begin >= kStep) load(begin);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (2 * (begin + i * Pipeline::kThreads) < num) write(begin + i * Pipeline::kThreads, values[i]);
+    }
   }
 };
+
+// [thread] Return the memory with the factors of `source`, for Work::factors.
+__device__ inline const void* factors_of(const Op& op, int source) {
+  if (op.context.plans_directly()) return factors_at(op, op.context.local, source);
+  return op.context.inbox_of(source, &Inbox::weights);
+}
+
+// [thread] Load a factor of a work. A tagged one may arrive before all ranks are known to agree. Wait for it, or for a
+// verdict other than kAgree, then return anything: no sum is made. After kAgree the wait has a limit: it then aborts
+// this rank, and the verdict becomes kAborted.
+__device__ inline float load_factor(const Op& op, const PostedVerdict& verdict, const Work& work, int at) {
+  if (!op.context.plans_directly())
+    return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(work.factors) + at) : 0;
+  // With masks the factors of an absent rank may never arrive, and nobody reads its sums.
+  if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> work.source & 1))) return 0;
+  const Tagged* const from = static_cast<const Tagged*>(work.factors) + at / 2;
+  uint64_t epoch, data, since = 0;
+  for (int turn = 1;; ++turn) {
+    ptx::load_pair(from, epoch, data);
+    if (epoch >= op.epoch) break;
+    if (turn == kPatientTurns) since = ptx::nanoseconds();
+    if (turn % kPatientTurns != 0 || !verdict.is_posted()) continue;
+    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, work.source, since))
+      *verdict.posted = Verdict::kAborted;
+    if (verdict.wait() != Verdict::kAgree) break;
+  }
+  return __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2)));
+}
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
 // Calls. Return false after an abort of this rank.
@@ -246,13 +303,6 @@ struct Pusher {
     return {num, takes_own ? milestones.far : far.chunk};
   }
 
-  // [warp] With factors wait until all ranks agree. Not called again after another verdict.
-  __device__ Verdict wait_for_verdict() {
-    const Verdict verdict = agreed ? Verdict::kAgree : memory.verdict.wait();
-    agreed = verdict == Verdict::kAgree;
-    return verdict;
-  }
-
   // [warp] Prepare to push a far chunk, or own items: wait until the ranks of the node have freed its slots. If this
   // block has to make sums before that, set `until` as run() does, and wait for nothing. After a difference nobody
   // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
@@ -292,10 +342,9 @@ struct Pusher {
   // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
 
-  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. With factors the
-  // rows load at once, and the sums wait until all ranks agree: return kDiffer, without sums, if they do not. Return
-  // kAborted after an abort of this rank.
-  __device__ Verdict queue(Preparer& preparer, const Batch& batch, int n) {
+  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
+  // an abort of this rank.
+  __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
     stamp(op, Step::kFetched);
     const Milestones milestones = milestones_of(context);
@@ -313,40 +362,27 @@ struct Pusher {
       work.to = context.peers.at(slots, owner) + slot * context.slot_stride;
       work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
       work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
-      work.has_factors = params.args.factors != nullptr;
+      work.source = static_cast<int8_t>(position.source);
+      if (params.args.factors) work.factors = factors_of(op, position.source);
     }
-    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return Verdict::kAborted;
+    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
-    const auto fill = [&](const char** addends) {
+    const auto fill = [&](const char** addends, int32_t* factors) {
 #pragma unroll 1
-      for (int j = 0; j < work.num_rows; ++j)
+      for (int j = 0; j < work.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
+        if (work.factors) factors[j] = item.token() * context.config.num_topk + item.k(j);
+      }
     };
-    Verdict verdict = Verdict::kAgree;
-    const auto give = [&](float* factors) {
-      verdict = wait_for_verdict();
-      if (verdict != Verdict::kAgree || factors == nullptr) return verdict == Verdict::kAgree;
-      // Read again: few registers are left.
-      const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
-      const int source = memory.positions[(n + lane) % (2 * kBatch)].source;
-      const float* const weights =
-          context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * context.config.num_topk;
-      // A factor lies at the source, more than a microsecond away: load all of them together.
-#pragma unroll 1
-      for (int j = 0; j < item.num_copies(); ++j) ptx::start_copy(factors + j, weights + item.k(j));
-      ptx::wait_for_copies();
-      return true;
-    };
-    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; }, give);
-    return verdict;
+    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; });
+    return true;
   }
 
   // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
   // and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called after
   // begin(), once slots are free. Wait for own loads, for room in the queue, for free slots of far chunks behind the
-  // window, and with factors for the verdict. Return kDiffer if the rest is not pushed because the ranks differ; all
-  // promised flags rise all the same. Return kAborted after an abort of this rank. Loads of items may be under way: at
-  // the end, call Records::drain.
+  // window. Return kDiffer if the rest is not pushed because the ranks differ; all promised flags rise all the same.
+  // Return kAborted after an abort of this rank. Loads of items may be under way: at the end, call Records::drain.
   __device__ Verdict run(Preparer& preparer, int& until) {
     until = kAllSums;
     Verdict verdict = Verdict::kAgree;
@@ -354,17 +390,13 @@ struct Pusher {
       verdict = enter(preparer, batch.chunk, until);
       if (until != kAllSums) return verdict;
       if (batch.num == 0 || verdict != Verdict::kAgree) break;
-      verdict = queue(preparer, batch, num_queued);
-      if (verdict != Verdict::kAgree) break;
+      if (!queue(preparer, batch, num_queued)) return Verdict::kAborted;
       num_queued += kBatch;
       batch = next;
       if (batch.num > 0) next = take();
     }
-    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each. With
-    // factors this rank has promised none before all ranks agree.
-    if (params.agrees_first() && verdict == Verdict::kAgree) verdict = wait_for_verdict();
-    if (verdict == Verdict::kAgree || (verdict == Verdict::kDiffer && !params.agrees_first()))
-      preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
+    if (verdict != Verdict::kAborted) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
     return verdict;
   }
 };

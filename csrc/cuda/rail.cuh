@@ -4,7 +4,7 @@
 //
 //   sender                                           relay for node m, on the receiving rank
 //   `inbox_free` -> rail peers                       (senders wait for it)
-//   Call (and counts) -> rail peers                  Call and counts -> ranks of the node, `called`
+//   Call (and counts) -> rail peers                  Counts, then Call -> ranks of the node
 //   rows and tails, chunk by chunk -> rail peers     `staged`
 //   items and tables, between two chunks             `listed`
 //   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
@@ -171,41 +171,53 @@ struct RailWarp {
     }
   }
 
+  static constexpr uint32_t kCallBytes = Call::kNumWords * sizeof(Tagged);
+
+  // [thread] Return the Call of this operation in RailArrays::call.
+  __device__ Tagged* arriving_call(Tagged* calls) const { return calls + op.epoch % 2 * Call::kNumWords; }
+
   // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; the senders take the peers in turn.
   // Wait until this rank has announced them, then signal `call_arrived` behind them. Return false after an abort of
   // this rank. Called in senders.
   __device__ bool send_call(bool has_counts) const {
     if (sender() >= num_others) return true;
-    if (!wait_for_self(context.own.called + op.rank())) return false;
+    const Tagged* const call = call_at(op, op.rank());
+    if (!wait_for_self(&call[min(lane, Call::kNumWords - 1)].epoch)) return false;
+#pragma unroll 1
     for (int i = sender(); i < num_others; i += num_senders) {
-      Call* const call = call_at(op, op.rank());
       const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
       int32_t* const counts = own_counts(op, op.rank()).data;
-      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), counts_bytes + sizeof(Call));
+      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
-      wire().put(node(i), call, call, sizeof(Call));
+      wire().put(node(i), arriving_call(op.context.rail_at_peer(node(i), &RailArrays::call)), call, kCallBytes);
       signal_alone(node(i), flag_at(node(i), context.own.call_arrived), crossed);
     }
     return true;
   }
 
-  // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the other
-  // ranks of this node, and raise `called` at all of them and here. Return false after an abort of this rank. Called in
+  // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the ranks of
+  // this node, the Call last: it covers the counts. Return false after an abort of this rank. Called in
   // a relay. If the peer makes no new plan, the copied counts are stale: the Calls differ, so no rank reads them.
   __device__ bool relay_call(int node, bool has_counts) const {
     if (!wait_for_peer(phase_of_calls(op), node, context.own.call_arrived)) return false;
     const int source = context.rail_peer(node);
-    for (int local = 0; local < op.ranks_per_node(); ++local) {
+#pragma unroll 1
+    for (int local = 0; has_counts && local < op.ranks_per_node(); ++local) {
       if (local == context.local) continue;
-      Call* const call = call_at(op, source);
-      copy_words<uint4, 1>(reinterpret_cast<uint4*>(context.peers.at(call, local)), reinterpret_cast<uint4*>(call),
-                           sizeof(Call));
-      if (!has_counts) continue;
       int32_t* const counts = own_counts(op, source).data;
       copy_words<uint4, 2>(reinterpret_cast<uint4*>(context.peers.at(counts, local)), reinterpret_cast<uint4*>(counts),
                            context.counts_ints * sizeof(int32_t));
     }
-    raise(context.own.called + source);
+    __syncwarp();
+    if (lane < Call::kNumWords) {  // a lane for each word
+      const uint64_t data = __ldcg(&arriving_call(context.rail_for(node, &RailArrays::call))[lane].data);
+      Tagged* const to = call_at(op, source) + lane;
+      ptx::fence_system();
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        ptx::store_pair(context.peers.at(to, local), op.epoch, data);
+    }
+    __syncwarp();
     return true;
   }
 

@@ -176,7 +176,7 @@ struct DispatchRailWarp : RailWarp {
       if (!wait_for_self(context.own.listed + op.rank())) return Verdict::kAborted;  // then PlanHead::usable is written
     }
     const bool usable = params.plan.head->usable;
-    const int num_chunks = context.config.num_token_chunks(__ldcg(&call_at(op, source)->num_tokens));
+    const int num_chunks = context.config.num_token_chunks(field_of(op, source, Field::kNumTokens));
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return Verdict::kAborted;
       // The last chunk stands for all chunks without tokens too.

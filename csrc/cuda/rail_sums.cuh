@@ -78,7 +78,7 @@ struct CombineRailWarp : RailWarp {
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
         const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
-        const int end = min(__ldcg(&call_at(op, context.rail_peer(to))->num_tokens), begin + length);
+        const int end = min(field_of(op, context.rail_peer(to), Field::kNumTokens), begin + length);
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed = context.other(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;

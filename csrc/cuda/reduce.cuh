@@ -45,7 +45,7 @@ __device__ inline int node_of_sum(const Context& context, int n) {
 }
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
-// the order of Milestones. Then come this rank's own tokens: each block takes the next batch as soon as it can.
+// the order of Milestones. Then come this rank's own tokens.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
@@ -60,6 +60,7 @@ struct Reducer {
   int reached;                   // sum milestones before which this block has no tokens left
   TokenBatch tokens{}, next{};   // to be queued, and behind it; from the first run() on
   int num_queued = -kBatch;      // records before those of `tokens`; below 0 before the first run()
+  bool has_taken = false;        // whether this block has taken its only batch of own tokens
 
   // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
@@ -107,7 +108,7 @@ struct Reducer {
     for (; order < milestones().num_sums(); ++order, next_begin = begin_of(order)) {
       const int node = node_of_sum(context, order), length = context.config.window_chunk;
       const int first = order / milestones().others * length;
-      const int end = min(__ldcg(&call_at(op, context.rail_peer(node))->num_tokens), first + length);
+      const int end = min(field_of(op, context.rail_peer(node), Field::kNumTokens), first + length);
       const int begin = first + next_begin;
       if (begin >= end) continue;
       next_begin += for_others.num_blocks * kBatch;
@@ -116,12 +117,17 @@ struct Reducer {
     return {-1, 0, 0, milestones().num_sums()};
   }
 
-  // [warp] Take the next batch of own tokens from the counter shared by all blocks, or none. The first of two launches
-  // leaves them to the second one.
+  // [warp] Take this block's next batch of own tokens, or none. With few tokens each block has one batch; else all
+  // blocks take theirs from a shared counter. The first of two launches leaves the tokens to the second one.
   __device__ TokenBatch take_own() {
     int begin = params.reduces ? 0 : num_tokens;
-    if (params.reduces && lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
-    begin = __shfl_sync(~0u, begin, 0);
+    if (params.reduces && num_tokens <= params.own_batch * op.num_blocks) {
+      begin = has_taken ? num_tokens : op.block * params.own_batch;
+      has_taken = true;
+    } else if (params.reduces) {
+      if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
+      begin = __shfl_sync(~0u, begin, 0);
+    }
     if (begin >= num_tokens) return {-1, 0, 0, milestones().num_sums()};
     return {context.node, begin, min(params.own_batch, num_tokens - begin), milestones().num_sums()};
   }
@@ -188,7 +194,7 @@ struct Reducer {
     for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_addend(local);
     if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
     const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
-    const auto fill = [&](const char** addends) {
+    const auto fill = [&](const char** addends, int32_t*) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
@@ -204,8 +210,7 @@ struct Reducer {
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
     };
-    const auto give = [](float*) { return true; };
-    if (!preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, wait, give)) return false;
+    if (!preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, wait)) return false;
     if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
     return true;
   }

@@ -24,14 +24,12 @@ struct Counts {
 #endif
 };
 
-// Four choices of a token, and the epoch of their operation. Stored and loaded as one: a thread that sees the epoch has
-// the choices.
-struct alignas(16) Choices {
-  static constexpr int kNum = 4;
-
-  uint64_t epoch;
-  int16_t experts[kNum];  // -1 for none
+// Eight bytes of data, and the epoch of their operation. Stored and loaded as one: a thread that sees the epoch has the
+// data. So a tagged word is its own flag.
+struct alignas(16) Tagged {
+  uint64_t epoch, data;
 };
+constexpr int kTaggedChoices = 4;  // choices in a tagged word: int16, -1 for none
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
 // another node. A rail peer writes through the wire. For receivers on its own node a rank writes items, staging and
@@ -53,6 +51,7 @@ struct RailArrays {
   int32_t* items_out;  // [ranks_per_node, max_tokens, item_ints] items for that node, by receiver and number
   int32_t* table_out;  // [max_tokens, table_ints] their numbers by token and receiver, -1 for none
   // Written by the rail peer, read by this rank.
+  Tagged* call;       // [2, Call::kNumWords] by parity of the epoch: its Call, for this rank's relay
   int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
   char*
       sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; straight ones come from all its blocks
@@ -63,10 +62,10 @@ struct RailArrays {
 };
 
 // All memory of one rank for peers. A flag is a uint64 in the region of the rank waiting for it. It holds the epoch of
-// the last operation with this flag raised; only `aborted` and `excluded` hold none. Choices carry the epoch beside
-// their data, and need no flag. A flag about a rank of this node is raised by the rank itself. A flag about a rank of
-// another node is raised by the rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of
-// a rail peer needs no relay: the rail peer raises it through the wire.
+// the last operation with this flag raised; only `aborted` and `excluded` hold none. A tagged word is its own flag. A
+// flag about a rank of this node is raised by the rank itself. A flag about a rank of another node is raised by the
+// rank's relay here, after the wire has delivered the data (rail.cuh). Only `aborted` of a rail peer needs no relay:
+// the rail peer raises it through the wire.
 struct Region {
   // About a rank. Raised by the rank or by its relay (`aborted`: by the rank or its host), read by this rank.
   // [num_ranks] not 0: the rank, or its host, has aborted: flags missing from this raiser may never rise. A bit for
@@ -74,16 +73,17 @@ struct Region {
   uint64_t* aborted;
   // [num_ranks] not 0: the rank has masked this one. Only with Config::masks; raised by the rank or its host.
   uint64_t* excluded;
-  uint64_t* called;  // [num_ranks] the rank's Call is in `calls`, the counts of its new plan in `counts`
   uint64_t* listed;  // [num_ranks] the rank's items are in its inbox on this node
   uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
   uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and tails it needs
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
   uint64_t* pushed;  // [ranks_per_node, max_pushed_chunks] the rank's partial sums of a chunk are in this rank's slots
   uint64_t* freed;   // [ranks_per_node, max_far_chunks] the rank has read its slots of a chunk of other nodes' tokens
-  // [2, num_ranks, max_tokens, choices_per_token / 4] by parity of the epoch: experts of the rank's tokens. Written by
-  // the rank, read by this one. Each is its own flag: it holds the epoch. Only with Config::plans_directly.
-  Choices* choices;
+  // Tagged words about a rank. [2] by parity of the epoch: a peer can be one operation ahead.
+  Tagged* called;  // [2, num_ranks, Call::kNumWords] the rank's Call; its counts of a new plan are in `counts`. Relayed
+  Tagged* choices;  // [2, num_ranks, max_tokens, choices_per_token / kTaggedChoices] experts of the rank's tokens. Only
+                    // with Config::plans_directly, as the next
+  Tagged* factors;  // [2, num_ranks, factor_words] factors of the rank's tokens: two float
   // About another node. Raised by this rank, read by this rank.
   uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
   uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
@@ -94,8 +94,7 @@ struct Region {
   uint64_t* items_arrived;  // [num_others] its items and table are here
   uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and tails of a chunk are here
   uint64_t* sums_arrived;   // [num_others, max_sum_chunks] its sums and weights of a chunk are here
-  // About a rank, as the first flags: written by the rank or by its relay, read by this rank.
-  Call* calls;      // [2, num_ranks] by parity of the epoch: a peer can be one operation ahead
+  // About a rank: written by the rank or by its relay, read by this rank.
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
   char* slots;  // [ranks_per_node, max_tokens, slot_stride] partial sums of this rank's tokens, by receiver and number.
                 // Written by the receivers, read by this rank
@@ -123,19 +122,20 @@ inline RailArrays carve_rail(Cursor& c, const Config& config) {
   rail.sums = c.take<char>(tokens * config.slot_stride(), kLine);
   rail.items_out = c.take<int32_t>(locals * tokens * config.item_ints());
   rail.table_out = c.take<int32_t>(tokens * config.table_ints());
+  rail.call = c.take<Tagged>(2 * Call::kNumWords);
   rail.table_in = c.take<int32_t>(tokens * config.table_ints());
   rail.weights = c.take<float>(tokens * config.num_topk);
   rail.slots = c.take<char>(locals * config.window_slots() * config.slot_stride(), kLine);
   return rail;
 }
 
-// [host] Lay out a region, or measure it. All flags lie before `calls`: flag_bytes relies on this.
+// [host] Lay out a region, or measure it. All flags and tagged words lie before `counts`: flag_bytes
+// relies on this.
 inline Region carve_region(Cursor& c, const Config& config) {
   const size_t ranks = config.num_ranks(), locals = config.ranks_per_node, others = config.num_others();
   Region region{};
   region.aborted = c.take<uint64_t>(ranks);
   region.excluded = c.take<uint64_t>(config.masks ? ranks : 0);
-  region.called = c.take<uint64_t>(ranks);
   region.listed = c.take<uint64_t>(ranks);
   region.staged = c.take<uint64_t>(ranks * config.max_token_chunks());
   region.consumed = c.take<uint64_t>(locals);
@@ -149,9 +149,10 @@ inline Region carve_region(Cursor& c, const Config& config) {
   region.items_arrived = c.take<uint64_t>(others);
   region.rows_arrived = c.take<uint64_t>(others * config.max_token_chunks());
   region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
-  const size_t choices = ranks * config.max_tokens * config.choices_per_token() / Choices::kNum;
-  region.choices = c.take<Choices>(config.plans_directly ? 2 * choices : 0);
-  region.calls = c.take<Call>(2 * ranks);
+  const size_t few_tokens = config.plans_directly ? config.max_tokens : 0;
+  region.called = c.take<Tagged>(2 * ranks * Call::kNumWords);
+  region.choices = c.take<Tagged>(2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);
+  region.factors = c.take<Tagged>(config.plans_directly ? 2 * ranks * config.factor_words() : 0);
   region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
   region.slots = c.take<char>(locals * config.max_tokens * config.slot_stride(), kLine);
   // Inboxes and rail arrays, of which there are several, begin and end at a line.
@@ -169,10 +170,11 @@ inline Region carve_region(Cursor& c, const Config& config) {
   return region;
 }
 
-// [host] Return the number of bytes of all flags, at the start of a region. They must be 0 before its first use.
+// [host] Return the number of bytes of all flags and tagged words, at the start of a region. They must be 0 before its
+// first use.
 inline size_t flag_bytes(const Config& config) {
   Cursor c;
-  return reinterpret_cast<size_t>(carve_region(c, config).calls);
+  return reinterpret_cast<size_t>(carve_region(c, config).counts);
 }
 
 // [host] Return the number of bytes of a region.

@@ -35,19 +35,20 @@ struct StagedChunks {
   }
 };
 
-// The part of a row that a warp stages next. All helpers of the launch take parts in turn. A row staged in one go has
-// one part.
+// The part of a row that a warp stages next. The helpers of the blocks from DispatchParams::first_staging_block on take
+// parts in turn. A row staged in one go has one part.
 struct Share {
   int token, part;
   int num_tokens, parts_of_row;
   int step_tokens, step_parts;
 
   // [warp] Find this warp's first part.
-  __device__ Share(const Op& op, int num_tokens, int parts_of_row)
-      : num_tokens(num_tokens), parts_of_row(parts_of_row) {
-    const int first = op.block + op.num_blocks * Helpers::warp(), step = op.num_blocks * Helpers::kWarps;
-    token = first, step_tokens = step, part = step_parts = 0;
-    if (parts_of_row == 1) return;  // a division is slow
+  __device__ Share(const Op& op, const DispatchParams& params)
+      : num_tokens(params.args.num_tokens), parts_of_row(params.parts_of_row) {
+    const int block = op.block - params.first_staging_block, num_blocks = op.num_blocks - params.first_staging_block;
+    const int first = block + num_blocks * Helpers::warp(), step = num_blocks * Helpers::kWarps;
+    token = block < 0 ? num_tokens : first, step_tokens = step, part = step_parts = 0;
+    if (parts_of_row == 1 || block < 0) return;  // a division is slow
     token = first / parts_of_row, part = first % parts_of_row;
     step_tokens = step / parts_of_row, step_parts = step % parts_of_row;
   }
@@ -180,8 +181,7 @@ __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_
   for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
   Helpers::sync();
   // Stage.
-  const int parts_of_row = params.args.quantizes ? RowPart::num_in_row(op.context.config.hidden / kScaleBlock) : 1;
-  const Share share(op, params.args.num_tokens, parts_of_row);
+  const Share share(op, params);
   const StagedChunks chunks(op, counters, params.args.num_tokens);
   if (params.args.quantizes)
     stage_quantized(op, params, share, chunks);

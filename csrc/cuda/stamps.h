@@ -24,7 +24,7 @@ enum class Step {
 };
 // Their names for Python, in the same order.
 constexpr const char* kStepNames[] = {
-    "dispatch", "combine", "memory free", "announced", "choices here", "agreed", "choices counted", "planned", "items known",
+    "dispatch", "combine", "memory free", "announced", "choices counted", "agreed", "rows counted", "planned", "items known",
     "items fetched", "rows staged by all", "first row landed", "rows landed", "rows stored", "staged", "table kept",
     "tails delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
     "partial sums here", "sums queued", "sums stored", "calls exchanged", "first chunk sent",

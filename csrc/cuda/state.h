@@ -23,7 +23,7 @@ enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooMa
 // Facts of one mistake. Written by its finder (mistake.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
-//   kTooFewRows   rows[r]: needed rows and Call::max_rows of rank r
+//   kTooFewRows   rows[r]: needed rows and Field::kMaxRows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
 struct MistakeFacts {

@@ -44,8 +44,8 @@ __device__ bool team_waits(const Op& op, Phase phase, const uint64_t* flags, uin
 
 // [team] Count this block in, and reset the counter in the last of `num_blocks` blocks. Return true in the last one:
 // its team sees all earlier stores of the other blocks' teams. No block waits for another one. Two barriers of the
-// team. `kThenRaises`: flags raised by thread 0 of the team afterwards cover all these stores without another fence.
-template <class Team, bool kThenRaises = false>
+// team.
+template <class Team>
 __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
   __shared__ bool last;
   Team::sync();
@@ -55,11 +55,8 @@ __device__ bool last_block(uint32_t* counter, uint32_t num_blocks) {
     ptx::fence_gpu();
     last = atomicAdd(counter, 1u) == num_blocks - 1;
     if (last) {
+      ptx::fence_gpu();
       *counter = 0;
-      if constexpr (kThenRaises)
-        ptx::fence_system();
-      else
-        ptx::fence_gpu();
     }
   }
   Team::sync();

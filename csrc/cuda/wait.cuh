@@ -1,5 +1,5 @@
-// Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. The one
-// exception is the wait for choices (take_choices): the wait for Calls ends it.
+// Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. Only the waits
+// for choices and factors do not (count_choices, load_factor): the wait for Calls or is_too_late ends them.
 #pragma once
 #include "cuda/context.cuh"
 #include "cuda/ptx.cuh"
@@ -193,6 +193,21 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     // Leave after an abort by another warp, or by the host.
     if (__any_sync(~0u, has_aborted(context))) return false;
   }
+}
+
+// Looks at a tagged word before a thread first looks at the clock. After kAgree a word is on its way.
+constexpr int kPatientTurns = 1024;
+
+// [thread] Return whether a wait for tagged words of `rank` has to end: this rank has aborted, the limit is over, or
+// the other rank has aborted. In the last two cases abort this rank. Called after kAgree: the words are on their way,
+// unless their rank has died behind its Call. The wait began at `since`, maybe before that for the Calls, so its limit
+// is longer.
+__device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, uint64_t since) {
+  const uint64_t waited = ptx::nanoseconds() - since;
+  const uint64_t named = ptx::load_acquire(op.context.own.aborted + rank) & ~bit_of(op.rank());
+  if (named != 0 || waited > limit_ns(op.context, phase, true))
+    abort_rank(op, phase, named != 0 ? named : bit_of(rank), waited);
+  return has_aborted(op.context);
 }
 
 // [warp] Wait for one flag about each rank: flags [num_ranks]. Return as wait_until.

@@ -17,6 +17,13 @@ __device__ __forceinline__ T inclusive_sum(T value, int stride = 1, int num_lane
   return value;
 }
 
+// [thread] Return the number of lanes that share one token, or one item, with a column each: a power of two, up to 32.
+__device__ inline int lanes_for(int num_columns) {
+  int lanes = 32;
+  while (lanes / 2 >= num_columns) lanes /= 2;
+  return lanes;
+}
+
 // A position in a ring of `num` places, advanced one by one. `parity` is for the mbarrier of this place, in this round.
 struct RingPlace {
   uint32_t place, parity;

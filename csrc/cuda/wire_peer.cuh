@@ -25,7 +25,7 @@ struct PeerWire {
   // [warp] Copy vectors of 16 bytes, of any type. The copy has read its source when it returns.
   template <class T>
   __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
-    copy_words<uint4, 14>(reinterpret_cast<uint4*>(at(node, there)), static_cast<const uint4*>(here), bytes);
+    copy_words<uint4, 8>(reinterpret_cast<uint4*>(at(node, there)), static_cast<const uint4*>(here), bytes);
   }
 
   // [warp] Copy `num` words from `here` of each lane with `has` set.
