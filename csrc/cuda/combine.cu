@@ -232,7 +232,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         consume<Summing>(
             memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait() == Verdict::kAgree; },
             [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
-        if (params.agrees_first()) verdict = memory.verdict.wait();  // load_factor may have aborted this rank
+        // load_factor may have aborted this rank meanwhile. All factors are loaded before the last work, so its verdict
+        // is known here.
+        if (params.agrees_first()) verdict = memory.verdict.wait();
         stamp(op, Step::kSummed);
     }
 

@@ -19,7 +19,7 @@ namespace ep::cuda::EP_KERNELS {
 // One sum of rows, or of a piece of each row.
 struct alignas(16) Work {
   char* to;             // address of the sum; null: no sum
-  const void* factors;  // memory with the factors of its addends (Pipeline::factor_at); null: it has none
+  const void* factors;  // memory with the factors of its addends (Pipeline::factors); null: it has none
   uint32_t bytes;       // of the sum; 0: no sum
   int32_t milestone;    // of the sum; before summing, the team's warps count themselves in for all lower milestones
   int16_t first_bay;    // of its rows; the others follow

@@ -278,7 +278,7 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
 
 // [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. `is_free`:
 // they had done so when this block began (is_free_at_first_sight). Then there is no wait, and no barrier. Return false
-// after an abort of this rank. Called by the helpers of each block, and by the movers about to raise `called`.
+// after an abort of this rank. Called by the helpers of each block, and by the movers about to announce.
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op, bool is_free) {
   return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
