@@ -4,9 +4,10 @@
 //   waits NUM_NODES RANKS_PER_NODE LIMIT_MS STEP...
 //     wait:RANK:AT_MS:PHASE:ABOUT[/RAISER],...   a warp of a rank begins to wait for flags about ranks, a lane each
 //     raise:RANK:AT_MS:ABOUT                     the flag about a rank rises at RANK
-//     word:RANK:AT_MS:PHASE:ABOUT                a thread of a rank begins to wait for a tagged word of another rank
+//     word:RANK:AT_MS:PHASE:ABOUT[:PAUSE_MS]     a thread of a rank begins to wait for a tagged word of another rank;
+//                                                it pauses behind each look at the word
 //     send:RANK:AT_MS:ABOUT                      the word of a rank arrives at RANK
-//     leave:RANK:AT_MS                           the host of a rank aborts it, as Aborts.run does
+//     leave:RANK:AT_MS[:NAMED]                   the host of a rank aborts it, as Aborts.run does, and names NAMED
 //
 // Prints a line for each rank: the late ranks in its report and the milliseconds waited, or "-" without a report. Then
 // a line with the result of each wait, 1 or 0.
@@ -247,11 +248,14 @@ bool wait_in_warp(Rank& rank, Phase phase, const std::vector<Awaited>& awaited) 
   return all;
 }
 
-bool wait_for_word(Rank& rank, Phase phase, int about) {
+bool wait_for_word(Rank& rank, Phase phase, int about, int pause_ms) {
   const Op op{rank.context, Operation::kCombine, 1, 0, 1};
+  const Tagged* const word = rank.context.own.called + about;
   const uint64_t since = ep::ptx::nanoseconds();
-  while (ep::ptx::load_acquire(&rank.context.own.called[about].epoch) < op.epoch)
-    if (is_too_late(op, phase, about, since)) return false;
+  while (ep::ptx::load_acquire(&word->epoch) < op.epoch) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+    if (is_too_late(op, phase, about, word, 1, since)) return false;
+  }
   return true;
 }
 
@@ -272,10 +276,12 @@ int main(int num_words, char** words) {
       } else if (parts[0] == "send") {
         ep::ptx::store_relaxed(&rank.context.own.called[std::stoi(parts[3])].epoch, 1);
       } else if (parts[0] == "word") {
-        results[i] = wait_for_word(rank, static_cast<Phase>(std::stoi(parts[3])), std::stoi(parts[4]));
+        const int pause_ms = parts.size() > 5 ? std::stoi(parts[5]) : 0;
+        results[i] = wait_for_word(rank, static_cast<Phase>(std::stoi(parts[3])), std::stoi(parts[4]), pause_ms);
       } else if (parts[0] == "leave") {
         const int own = rank.context.config.rank;
-        for (const auto& peer : ranks) ep::ptx::store_relaxed(peer->context.own.aborted + own, uint64_t{1} << own);
+        const uint64_t named = uint64_t{1} << (parts.size() > 3 ? std::stoi(parts[3]) : own);
+        for (const auto& peer : ranks) ep::ptx::store_relaxed(peer->context.own.aborted + own, named);
       } else {
         std::vector<Awaited> awaited;
         for (const std::string& word : split(parts[4], ',')) {

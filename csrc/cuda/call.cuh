@@ -15,10 +15,16 @@ __device__ inline void begin_waves(const Waves& waves) {
 __device__ inline Tagged* call_at(const Op& op, int rank) {
   return op.context.own.called + (static_cast<int>(op.epoch % 2) * op.num_ranks() + rank) * Call::kNumWords;
 }
-// [thread] Return a field of it. `agree` has seen the Call.
+// [thread] Return one word of it. `agree` has seen the Call. The word of an absent rank may be of an older operation.
+__device__ inline uint64_t word_of_call(const Op& op, int rank, int word) {
+  uint64_t epoch, data;
+  ptx::load_pair(call_at(op, rank) + word, epoch, data);
+  return data;
+}
+// [thread] Return a field of it, as word_of_call.
 __device__ inline int32_t field_of(const Op& op, int rank, Field field) {
   const int which = static_cast<int>(field);
-  return __ldcg(reinterpret_cast<const int32_t*>(&call_at(op, rank)[which / 2].data) + which % 2);
+  return static_cast<int32_t>(word_of_call(op, rank, which / 2) >> 32 * (which % 2));
 }
 
 // [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
@@ -55,16 +61,24 @@ __device__ inline Phase phase_of_calls(const Op& op) {
   return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
 }
 
-// [warp] Wait for the Calls of all ranks. Return as wait_until.
+// [warp] Wait for the Calls of all ranks. Return as wait_until. A lane waits for one word. If all words need several
+// waits, wait for one word of each rank first: each wait has the limit anew, and names only late ranks of its own.
 __device__ inline bool wait_for_calls(const Op& op) {
-  constexpr int kTogether = 32 / Call::kNumWords;  // ranks; a lane has a word of one rank
+  constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32;
+  const auto wait = [&](int rank, int word) {
+    rank = min(rank, op.num_ranks() - 1);
+    const uint64_t* const flag = &call_at(op, rank)[word].epoch;
+    return wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.context.raiser_of(rank));
+  };
+  // Wait for one word of each rank.
 #pragma unroll 1
-  for (int first = 0; first < op.num_ranks(); first += kTogether) {
-    const int rank = min(first + lane / Call::kNumWords, op.num_ranks() - 1);
-    const uint64_t* const flag = &call_at(op, rank)[lane % Call::kNumWords].epoch;
-    if (!wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.context.raiser_of(rank))) return false;
-  }
+  for (int first = 0; op.num_ranks() > kTogether && first < op.num_ranks(); first += 32)
+    if (!wait(first + lane, Call::kNumWords - 1)) return false;
+  // Wait for all words.
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += kTogether)
+    if (!wait(first + lane / Call::kNumWords, lane % Call::kNumWords)) return false;
   return true;
 }
 
@@ -104,7 +118,7 @@ __device__ inline uint32_t absent_ranks(const Op& op) {
 __device__ inline Difference find_difference(const Op& op) {
   constexpr int kTogether = 32 / Call::kNumWords;  // ranks
   const int lane = threadIdx.x % 32, which = lane % Call::kNumWords;
-  const auto load = [&](int rank) { return __ldcg(&call_at(op, rank)[which].data); };
+  const auto load = [&](int rank) { return word_of_call(op, rank, which); };
   const uint32_t absent = absent_ranks(op);
   const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
   const uint64_t of_first = load(first_rank);

@@ -78,7 +78,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   Pusher pusher(op, params, memory, pushers, for_others.has_block());
   if (pushers.has_block()) pusher.begin();
   Reducer reducer(op, params, memory.tokens, for_others);
-  Verdict verdict = params.agrees_first() && !pushers.has_block() ? memory.verdict.wait() : Verdict::kAgree;
+  Verdict verdict = params.agrees_first() && !pushers.has_block() ? memory.verdict.wait_in_warp() : Verdict::kAgree;
   for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
     until = Pusher::kAllSums;
     if (pushers.has_block()) verdict = pusher.run(preparer, until);
@@ -86,7 +86,7 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
     stamp(op, Step::kQueued);
     if (verdict == Verdict::kAborted) break;
     if (has_pushed && params.agrees_first())
-      verdict = memory.verdict.wait();
+      verdict = memory.verdict.wait_in_warp();
     else if (has_pushed && params.reduces)
       verdict = agree(op);
     stamp(op, Step::kAgreed);

@@ -43,6 +43,10 @@ struct PostedVerdict {
     ptx::barrier_wait(barrier, 0);
     return *static_cast<volatile Verdict*>(posted);
   }
+  // [warp] Wait for the verdict. Return the same in all lanes.
+  __device__ Verdict wait_in_warp() const {
+    return static_cast<Verdict>(__shfl_sync(~0u, static_cast<int>(wait()), 0));
+  }
   // [thread] Return whether there is a verdict.
   __device__ bool is_posted() const { return ptx::barrier_ended_now(barrier, 0); }
 };

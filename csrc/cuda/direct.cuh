@@ -80,7 +80,8 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
 // experts, for this rank's tokens, and (except in decode layout) for all experts. After an abort, or if the ranks
 // differ, missing ones count as none: then nobody uses the plan. Called by the planners of a block, while the first
 // warp waits for the Calls; the counters are 0. After kAgree missing choices are on their way, and the wait for them
-// has a limit: it then aborts this rank, and the verdict becomes kAborted. Ends with a barrier of the planners.
+// has a limit: it then aborts this rank, and the verdict becomes kAborted, also for the other planners. Ends with a
+// barrier of the planners.
 //
 // A warp takes a word of tokens at a time, a token per lane. Own tokens come first: their choices are here early, and
 // while those of other ranks travel, this code gets into the instruction cache.
@@ -116,16 +117,18 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
     for (int at = 0; token < config.max_tokens && at < words_of_token; at += 2) {
       // Take two words.
       uint64_t low, high, epoch_of_low, epoch_of_high, since = 0;
-      for (int turn = 1;; ++turn) {
+      for (uint32_t turn = 1;; ++turn) {
         const int verdict = decided();
         ptx::load_pair(from + at, epoch_of_low, low);
         ptx::load_pair(from + at + 1, epoch_of_high, high);
         // A later epoch: a peer has masked this rank. Take none: both words must be of one operation.
         bool none = verdict > kAgreed || (absent >> source & 1) || max(epoch_of_low, epoch_of_high) > op.epoch;
-        if (turn == kPatientTurns) since = ptx::nanoseconds();
-        if (turn % kPatientTurns == 0 && verdict == kAgreed && is_too_late(op, Phase::kCounts, source, since)) {
-          *plan.verdict = Verdict::kAborted;
-          none = true;
+        if (turn % kPatientTurns == 0 && verdict == kAgreed) {
+          if (since == 0) since = ptx::nanoseconds();
+          if (is_too_late(op, Phase::kCounts, source, from + at, 2, since)) {
+            plan.post(Verdict::kAborted);
+            none = true;
+          }
         }
         if (none) low = high = ~uint64_t{0};
         if (none || min(epoch_of_low, epoch_of_high) == op.epoch) break;
@@ -250,10 +253,7 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
   stamp(op, Step::kAgreed);
   const int lane = threadIdx.x % 32;
   if (verdict == Verdict::kAgree && lane < op.num_ranks()) plan.max_rows[lane] = field_of(op, lane, Field::kMaxRows);
-  if (lane != 0) return;
-  *plan.verdict = verdict;
-  ptx::fence_block();  // planners read who is absent
-  *static_cast<volatile int*>(plan.decided) = 1 + static_cast<int>(verdict);
+  if (lane == 0) plan.post(verdict);
 }
 
 // [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a

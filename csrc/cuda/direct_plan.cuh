@@ -60,6 +60,13 @@ struct DirectPlan {
     return p;
   }
 
+  // [thread] Write the verdict: for the movers and helpers, then for the planners.
+  __device__ void post(Verdict value) const {
+    *verdict = value;
+    ptx::fence_block();  // planners read who is absent
+    *static_cast<volatile int*>(decided) = 1 + static_cast<int>(value);
+  }
+
   // [thread] Return the choices of one token.
   __device__ int16_t* choices_of(const Op& op, int source, int token) const {
     return choices + (static_cast<size_t>(source) * op.context.config.max_tokens + token) * choices_per_token;

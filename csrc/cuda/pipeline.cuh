@@ -63,8 +63,9 @@ struct Pipeline {
   Work* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
   // [kQueue, max_addends] of the rows of each work: first the index of the row's factor in Work::factors, then the
-  // factor, float. Null: there are none in this launch.
+  // factor, float.
   int32_t* factors;
+  bool has_factors;  // whether this launch has any; else `factors` has no room
   int max_addends;
   int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
 
@@ -74,6 +75,7 @@ struct Pipeline {
     p.num_bays = num_bays;
     p.bay_bytes = bay_bytes;
     p.max_addends = max_addends;
+    p.has_factors = has_factors;
     for (p.log_lanes = 0; kIssuingWarps << p.log_lanes < max_addends;) ++p.log_lanes;
     p.bays = c.take<char>(static_cast<size_t>(num_bays) * bay_bytes, kLine);
     p.queue = c.take<Work>(kQueue);
@@ -84,15 +86,13 @@ struct Pipeline {
     p.batches = c.take<Batch>(kBatches);
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
     p.factors = c.take<int32_t>(has_factors ? kQueue * max_addends : 0);
-    if (!has_factors) p.factors = nullptr;
     return p;
   }
 
   // [thread] Return the pipeline in the shared memory of a block. The arrays of this one are offsets.
   __device__ Pipeline in(char* shared) const {
     Pipeline p = *this;
-    set_base(shared, p.bays, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends);
-    if (factors) set_base(shared, p.factors);
+    set_base(shared, p.bays, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends, p.factors);
     return p;
   }
 
@@ -103,7 +103,7 @@ struct Pipeline {
     constexpr int kWarps = kThreads / 32 - 1;
     for (int i = threadIdx.x % 32 * kWarps + threadIdx.x / 32 - 1; i < 2 * (kQueue + kBatches); i += 32 * kWarps) {
       uint64_t* const barrier = full + i;
-      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (factors != nullptr ? 2 : 1)
+      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (has_factors ? 2 : 1)
                                  : barrier < prepared ? kSummingWarps / num_teams
                                  : barrier < issued   ? 1
                                                       : kIssuingWarps);
@@ -277,7 +277,7 @@ struct Issuer {
   // wait behind the stores of sums to other ranks.
   template <class LoadFactor>
   __device__ void load_factors(const Load& load, bool here, const LoadFactor& load_factor) const {
-    if (pipeline.factors == nullptr) return;
+    if (!pipeline.has_factors) return;
     const Work& work = pipeline.queue[load.place];
     int32_t* const factor = pipeline.factors + load.place * pipeline.max_addends + load.first + lane_of_work * kWarps;
     if (here && load.addend && work.factors != nullptr) *factor = __float_as_int(load_factor(work, *factor));

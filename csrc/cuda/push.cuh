@@ -83,8 +83,8 @@ __device__ inline const void* factors_of(const Op& op, int source) {
 }
 
 // [thread] Load a factor of a work. A tagged one may arrive before all ranks are known to agree. Wait for it, or for a
-// verdict other than kAgree, then return anything: no sum is made. After kAgree the wait has a limit: it then aborts
-// this rank, and the verdict becomes kAborted.
+// verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts this
+// rank, and the verdict becomes kAborted.
 __device__ inline float load_factor(const Op& op, const PostedVerdict& verdict, const Work& work, int at) {
   if (!op.context.plans_directly())
     return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(work.factors) + at) : 0;
@@ -92,16 +92,17 @@ __device__ inline float load_factor(const Op& op, const PostedVerdict& verdict, 
   if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> work.source & 1))) return 0;
   const Tagged* const from = static_cast<const Tagged*>(work.factors) + at / 2;
   uint64_t epoch, data, since = 0;
-  for (int turn = 1;; ++turn) {
+  for (uint32_t turn = 1;; ++turn) {
     ptx::load_pair(from, epoch, data);
     if (epoch >= op.epoch) break;
-    if (turn == kPatientTurns) since = ptx::nanoseconds();
     if (turn % kPatientTurns != 0 || !verdict.is_posted()) continue;
-    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, work.source, since))
+    if (since == 0) since = ptx::nanoseconds();
+    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, work.source, from, 1, since))
       *verdict.posted = Verdict::kAborted;
     if (verdict.wait() != Verdict::kAgree) break;
   }
-  return __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2)));
+  // A later epoch: a peer has masked this rank.
+  return epoch == op.epoch ? __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2))) : 0;
 }
 
 // [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
@@ -313,7 +314,7 @@ struct Pusher {
     const bool waits = milestones.needs_slots(chunk);
     if (!waits && !reduces) return Verdict::kAgree;
     if (!agreed) {
-      const Verdict verdict = params.agrees_first() ? memory.verdict.wait() : agree(op, false, false);
+      const Verdict verdict = params.agrees_first() ? memory.verdict.wait_in_warp() : agree(op, false, false);
       if (verdict != Verdict::kAgree) return verdict;
       agreed = true;
     }

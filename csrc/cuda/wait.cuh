@@ -195,18 +195,26 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
   }
 }
 
-// Looks at a tagged word before a thread first looks at the clock. After kAgree a word is on its way.
-constexpr int kPatientTurns = 1024;
+// Looks at a tagged word between two looks at the clock. After kAgree a word is on its way.
+constexpr uint32_t kPatientTurns = 1024;
 
-// [thread] Return whether a wait for tagged words of `rank` has to end: this rank has aborted, the limit is over, or
-// the other rank has aborted. In the last two cases abort this rank. Called after kAgree: the words are on their way,
-// unless their rank has died behind its Call. The wait began at `since`, maybe before that for the Calls, so its limit
-// is longer.
-__device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, uint64_t since) {
+// [thread] Return whether a wait for `num` tagged words of `rank` has to end: this rank has aborted, the limit is over,
+// or the other rank has aborted. In the last two cases abort this rank, unless the words have arrived by now.
+// Called after kAgree: the words are on their way, unless their rank has died behind its Call. `since`: the thread's
+// first look at the clock after kAgree, so the wait for the Calls does not shorten the limit.
+__device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
+                                                uint64_t since) {
   const uint64_t waited = ptx::nanoseconds() - since;
-  const uint64_t named = ptx::load_acquire(op.context.own.aborted + rank) & ~bit_of(op.rank());
-  if (named != 0 || waited > limit_ns(op.context, phase, true))
-    abort_rank(op, phase, named != 0 ? named : bit_of(rank), waited);
+  const uint64_t named = ptx::load_acquire(op.context.own.aborted + rank);
+  if (named != 0 || waited > op.context.timeout_ns) {
+    // The rank may have sent the words before it aborted: read them again, after `aborted`.
+    int arrived = 0;
+    while (arrived < num && ptx::load_acquire(&words[arrived].epoch) >= op.epoch) ++arrived;
+    if (arrived == num) return false;
+    // Abort. If the rank names only this one, it is late itself: its words are missing.
+    const uint64_t others = named & ~bit_of(op.rank());
+    abort_rank(op, phase, others != 0 ? others : bit_of(rank), waited);
+  }
   return has_aborted(op.context);
 }
 
