@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,7 +197,7 @@ class Buffer(LowLatency):
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
                 given = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-                routing = Routing(*cast(tuple[Any, Any, Any], given), topk_idx, topk_weights)  # it refuses None
+                routing = Routing(*given, topk_idx, topk_weights)  # it refuses None
                 made = received = dispatch(
                     pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
                 )

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
 from ep_dispatcher.integrations.deep_ep.layout import check_same_routing, is_of_one_layout, routing_of_ranks
@@ -62,6 +61,9 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
     key = Key(rows.kind, num_experts, idx.shape[1])
     sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
+    # Make these before the launch: after a wait for counts the device may wait for the host.
+    plans = Plans(pool, routing.is_token_in_rank, sized.max_tokens, num_worst_tokens=num_worst_tokens)
+    handle = DispatchHandle.make(plans)
     out = sized.buffer.dispatch(
         rows.data,
         idx,
@@ -70,16 +72,20 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
         expert_alignment=expert_alignment,
         max_recv_rows=num_worst_tokens or None,
     )
-    plans = Plans(pool, routing.is_token_in_rank, sized, key, out, num_worst_tokens=num_worst_tokens)
-    everyone = None if by_topk and not exact else _gather(pool, routing)
-    prefix = None if everyone is None else everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
-    return Dispatched(
-        x=rows.restore(out.x),
-        topk_idx=out.topk_idx if by_topk else None,
-        topk_weights=out.topk_weights,
-        num_tokens_per_expert=[] if num_worst_tokens else _counts(pool, out, by_topk, everyone, expert_alignment),
-        handle=DispatchHandle.make(plans, prefix, sources(plans) if exact else None),
-    )
+    plans.begin(key, sized.buffer, out)
+    everyone = None
+    if exact or not by_topk:
+        everyone = _gather(pool, routing)
+        prefix = everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
+        handle = DispatchHandle.make(plans, prefix, sources(plans) if exact else None)
+    if num_worst_tokens:
+        counts: list[int] = []
+    elif by_topk:
+        counts = out.rows_on_host.tolist()  # the host has waited for them
+    else:
+        assert everyone is not None  # without topk_idx
+        counts = _counts(pool, everyone, expert_alignment)
+    return Dispatched(rows.restore(out.x), out.topk_idx if by_topk else None, out.topk_weights, counts, handle)
 
 
 def _gather(pool: Pool, routing: Routing) -> Tensor:
@@ -91,13 +97,8 @@ def _gather(pool: Pool, routing: Routing) -> Tensor:
     return everyone
 
 
-def _counts(
-    pool: Pool, out: ep.DispatchOutput, by_topk: bool, everyone: Tensor | None, expert_alignment: int
-) -> list[int]:
-    """Return the rows of every local expert, rounded up to the alignment. The host has waited for them."""
-    if by_topk:
-        return out.rows_on_host.tolist()
+def _counts(pool: Pool, everyone: Tensor, expert_alignment: int) -> list[int]:
+    """Return the rows of every local expert, rounded up to the alignment, from every rank's counts."""
     num_ranks = pool.group.size()
-    assert everyone is not None  # without topk_idx
     mine = everyone[:, num_ranks:].sum(0).view(num_ranks, -1)[pool.group.rank()]
     return [-(-count // expert_alignment) * expert_alignment for count in mine.tolist()]

@@ -9,7 +9,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS
 from ep_dispatcher.integrations.deep_ep.layout import routing_of_ranks
-from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, Sized
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 
 _QUEUES = "it is a position in DeepEP's queues, and this engine has none"
@@ -26,11 +26,11 @@ class Unavailable:
     """
 
     def __init__(self, name: str, reason: str, carried: object = None):
-        self.__dict__.update(_what=f"handle: {name} is not available: {reason}", carried=carried)
+        self._what, self.carried = f"handle: {name} is not available: {reason}", carried
 
     def carrying(self, carried: object) -> Unavailable:
         carrier = object.__new__(Unavailable)  # not by __init__, which formats a text: every dispatch makes one
-        carrier.__dict__.update(self.__dict__, carried=carried)
+        carrier._what, carrier.carried = self._what, carried
         return carrier
 
     def __repr__(self) -> str:
@@ -64,29 +64,25 @@ class Plans:
     """The routing of one dispatch, and its plans in the buffers of the pool, by kind of rows.
 
     DeepEP's handle serves rows of any size. Ours makes a plan for another kind by a dispatch with ``is_token_in_rank``.
+    It is made before the dispatch, and ``begin`` completes it.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        is_token_in_rank: Tensor,
-        sized: Sized,
-        key: Key,
-        out: ep.DispatchOutput,
-        *,
-        num_worst_tokens: int,
-    ):
-        handle = out.handle
-        assert out.topk_idx is not None  # in rank layout
-        # [num_recv_tokens, num_topk], -1 for experts of other ranks. The program has it too, and may change it. The
-        # version shows changes, but tensors of torch.inference_mode() have none.
-        self._topk_idx = out.topk_idx.clone() if out.topk_idx.is_inference() else out.topk_idx
-        self._version = None if out.topk_idx.is_inference() else out.topk_idx._version
+    def __init__(self, pool: Pool, is_token_in_rank: Tensor, max_tokens: int, *, num_worst_tokens: int):
         self.pool = pool
         self.is_token_in_rank = is_token_in_rank
+        self._max_tokens, self._max_rows = max_tokens, num_worst_tokens or None
+
+    def begin(self, key: Key, buffer: ep.Buffer, out: ep.DispatchOutput) -> None:
+        """Take the plan that the dispatch has made. No other method works before."""
+        handle, topk_idx = out.handle, out.topk_idx
+        assert topk_idx is not None  # in rank layout
+        is_inference = topk_idx.is_inference()
+        # [num_recv_tokens, num_topk], -1 for experts of other ranks. The program has it too, and may change it. The
+        # version shows changes, but tensors of torch.inference_mode() have none.
+        self._topk_idx = topk_idx.clone() if is_inference else topk_idx
+        self._version = None if is_inference else topk_idx._version
         self.num_tokens, self.num_rows = handle.num_tokens, handle.num_rows
-        self._max_tokens, self._max_rows = sized.max_tokens, num_worst_tokens or None
-        self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (sized.buffer, handle)}
+        self._known: dict[Kind, tuple[ep.Buffer, ep.Handle]] = {key.kind: (buffer, handle)}
         # A combine returns weights with rows of this kind, this many for each; none without topk_idx.
         self._weights_of = None if out.topk_weights is None else (key.kind, key.num_topk)
 
@@ -159,7 +155,7 @@ class DispatchHandle(tuple):
     plans: Plans
 
     @classmethod
-    def make(cls, plans: Plans, prefix: Tensor | None, src_idx: Tensor | None) -> DispatchHandle:
+    def make(cls, plans: Plans, prefix: Tensor | None = None, src_idx: Tensor | None = None) -> DispatchHandle:
         if plans.pool.group.size() <= NVL_PEERS:
             items: tuple[object, ...] = (
                 _NO_PREFIX if prefix is None else prefix,

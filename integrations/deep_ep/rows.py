@@ -35,17 +35,22 @@ class Rows:
         rows = self._x
         if not isinstance(rows, Tensor) or rows.dim() != 2:
             checks.fail("x", getattr(rows, "shape", type(rows).__name__), "a tensor [num_tokens, hidden], or a pair")
-        self.num_tokens, self.device = rows.shape[0], rows.device
+        (self.num_tokens, hidden), self.device, dtype = rows.shape, rows.device, rows.dtype
         self._one_scale = isinstance(self._scales, Tensor) and self._scales.dim() == 1
         if self._one_scale:
             self._scales = cast(Tensor, self._scales)[:, None]
+        # Whether the engine takes x and returns its like as they are. Found here and not in `restore`: after a wait for
+        # counts the device may wait for the host.
+        self._as_is: bool
         if pair:
-            self._check_pair()
-            self.kind = Kind(rows.shape[1], torch.bfloat16)
-        elif rows.dtype in checks.DTYPES:
-            self.kind = Kind(rows.shape[1], rows.dtype)
+            self._as_is = self._check_pair() and not self._one_scale
+            self.kind = Kind(hidden, torch.bfloat16)
+        elif dtype in checks.DTYPES:
+            self._as_is = True
+            self.kind = Kind(hidden, dtype)
         else:
-            num_bytes = rows.shape[1] * rows.element_size()
+            self._as_is = False
+            num_bytes = hidden * rows.element_size()
             if num_bytes % checks.ROW_GRANULARITY:
                 checks.fail("x", f"rows of {num_bytes} bytes", f"a multiple of {checks.ROW_GRANULARITY} bytes")
             self.kind = Kind(num_bytes // 2, torch.bfloat16)
@@ -54,11 +59,13 @@ class Rows:
     def data(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rows for the engine. Call it in the stream of the operation: it may copy."""
         if self._data is None:  # Python 3.11's cached_property takes a lock, which costs the host 3 us
-            x = self._x
-            if self._scales is not None:
-                self._data = _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
+            x, scales = self._x, self._scales
+            if self._as_is:
+                self._data = x if scales is None else (x, scales.contiguous())
+            elif scales is None:
+                self._data = x.contiguous().view(torch.bfloat16)
             else:
-                self._data = x if x.dtype in checks.DTYPES else x.contiguous().view(torch.bfloat16)
+                self._data = _seen_as(x, torch.float8_e4m3fn), self._wide_scales()
         return self._data
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -67,27 +74,33 @@ class Rows:
     def restore(self, received: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         if self._scales is None:
             assert isinstance(received, Tensor)  # as what was sent
-            return _seen_as(received, self._x.dtype)
+            return received if self._as_is else received.view(self._x.dtype)
         rows, scales = received
+        if self._as_is:
+            return rows, scales
         num_scales = self._scales.shape[1]
         if scales.shape[1] != num_scales:
             scales = scales[:, :num_scales].contiguous()
         scales = _seen_as(scales, self._scales.dtype)
         return _seen_as(rows, self._x.dtype), scales[:, 0] if self._one_scale else scales
 
-    def _check_pair(self) -> None:
+    def _check_pair(self) -> bool:
+        """Refuse a pair that the engine cannot move. Return whether its dtypes and columns are the engine's."""
         x, scales = self._x, self._scales
         assert scales is not None  # of a pair
-        if x.element_size() != 1 or x.shape[1] % BLOCK or scales.dim() != 2 or scales.element_size() != 4:
+        (num_tokens, hidden), sizes = x.shape, scales.shape
+        if x.element_size() != 1 or hidden % BLOCK or len(sizes) != 2 or scales.element_size() != 4:
             raise NotImplementedError(
-                f"x: a pair of {list(x.shape)} {x.dtype} and {list(scales.shape)} {scales.dtype}; the engine moves "
+                f"x: a pair of {list(x.shape)} {x.dtype} and {list(sizes)} {scales.dtype}; the engine moves "
                 f"rows of one-byte elements, a multiple of {BLOCK}, with scales [num_tokens, n] or "
                 "[num_tokens] of four bytes"
             )
-        if scales.shape[0] != x.shape[0]:
-            checks.fail("x[1]", f"scales of {scales.shape[0]} tokens", f"of the {x.shape[0]} tokens of x[0]")
-        if scales.shape[1] > x.shape[1] // BLOCK:
-            raise NotImplementedError(f"x[1]: {scales.shape[1]} scales a row; the engine moves {x.shape[1] // BLOCK}")
+        if sizes[0] != num_tokens:
+            checks.fail("x[1]", f"scales of {sizes[0]} tokens", f"of the {num_tokens} tokens of x[0]")
+        if sizes[1] > hidden // BLOCK:
+            raise NotImplementedError(f"x[1]: {sizes[1]} scales a row; the engine moves {hidden // BLOCK}")
+        dtypes = x.dtype, scales.dtype
+        return dtypes == (torch.float8_e4m3fn, torch.float32) and sizes[1] == hidden // BLOCK
 
     def _wide_scales(self) -> Tensor:
         """Return the bits of the scales as float32, with columns of zeros up to one per 128 elements."""
