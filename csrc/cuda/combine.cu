@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
       case Pipeline::Role::kSum:
         if (params.agrees_first() && threadIdx.x / 32 == Pipeline::kThreads / 32 - 1) agree_first(op, params, memory);
         consume<Summing>(
-            memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait() == Verdict::kAgree; },
+            memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait_in_warp() == Verdict::kAgree; },
             [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
         // load_factor may have aborted this rank meanwhile. All factors are loaded before the last work, so its verdict
         // is known here.

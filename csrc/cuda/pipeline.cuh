@@ -321,7 +321,8 @@ struct Issuer {
 };
 
 // [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. Called in summing warps.
-//   sums(): whether to make sums and to reach milestones; asked once for each work. Once it is false it stays so
+//   sums(): whether to make sums and to reach milestones, the same in all lanes; asked once for each work. Once it is
+//     false it stays so
 //   finish(milestone): called by lane 0 of each warp for each milestone in turn, after the warp's stores for it
 template <class Summing, class Sums, class Finish>
 __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish& finish) {
@@ -332,7 +333,7 @@ __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));
     const Work work = pipeline.queue[place];
-    const bool makes_sum = __all_sync(~0u, sums());
+    const bool makes_sum = sums();
     // Finish the milestones before this work.
     for (; makes_sum && milestone < work.milestone; ++milestone) {
       __syncwarp();

@@ -103,14 +103,15 @@ __device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors,
   constexpr bool kHasFactors = !std::is_same_v<Factors, NoFactors>;
   constexpr int kVectors = Summing::kVectors, kStep = kVectors * Summing::kThreads;
   for (int begin = 0; begin < num_vectors; begin += kStep) {
-    const auto at = [&](int i) { return begin + thread + i * Summing::kThreads; };
+    const int first = begin + thread, left = num_vectors - first;  // first vector of this thread; those from it on
+    const auto has = [&](int i) { return i * Summing::kThreads < left; };
     float total[kVectors][T::kElements] = {};
     uint4 vectors[kVectors];
     for (int j = 0; j < num_rows; ++j) {
-      const uint4* from = row(j);
+      const uint4* from = row(j) + first;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
-        if (at(i) < num_vectors) vectors[i] = from[at(i)];
+        if (has(i)) vectors[i] = from[i * Summing::kThreads];
       if (num_rows == 1 && !kHasFactors) break;  // one row needs no float32
       float factor = 1;
       if constexpr (kHasFactors) factor = factors[j];
@@ -126,8 +127,9 @@ __device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors,
     if (begin + kStep >= num_vectors) release();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
-      if (at(i) < num_vectors)
-        to[at(i)] = num_rows == 1 && !kHasFactors ? plus_zero<T>(vectors[i]) : T::round(total[i]);
+      if (has(i))
+        to[first + i * Summing::kThreads] =
+            num_rows == 1 && !kHasFactors ? plus_zero<T>(vectors[i]) : T::round(total[i]);
   }
 }
 
