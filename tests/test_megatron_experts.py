@@ -40,7 +40,7 @@ EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
 @contextlib.contextmanager
 def switched_on(switch: str = SWITCH):
     """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone."""
-    from ep_dispatcher.integrations.megatron import experts, register, unregister
+    from ep_dispatcher.integrations.megatron import eligibility, register, unregister
 
     unregister()
     printed = io.StringIO()
@@ -50,7 +50,7 @@ def switched_on(switch: str = SWITCH):
             contextlib.redirect_stdout(printed),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(experts, "DTYPES_ON_GPU", (torch.float32,))
+            patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.float32,))
             register()
             yield printed
     finally:
@@ -305,6 +305,7 @@ def ddp_of(layer, config, **settings):
 
 def line_of_copies(rank: int) -> None:
     """Where no distributed optimizer lays weights side by side, or a bucket's padding parts them, kernels copy them."""
+    from ep_dispatcher import grouped_gemm
     from ep_dispatcher.integrations.megatron import experts
 
     use_layout(EP2)
@@ -316,7 +317,7 @@ def line_of_copies(rank: int) -> None:
             layer = make_grouped_layer(config)
             assert not printed.getvalue(), "the weights may still move"
             kept = layer if settings is None else ddp_of(layer, config, **settings)
-            patch.setattr(experts.grouped_gemm, "has_kernels", lambda rows: True)
+            patch.setattr(grouped_gemm, "has_kernels", lambda rows: True)
             for _ in range(2):
                 assert experts.is_grouped(layer.experts), kept
         lines = [line for line in printed.getvalue().splitlines() if "copies" in line]
@@ -325,7 +326,7 @@ def line_of_copies(rank: int) -> None:
 
     head = "ep_dispatcher copies weights of experts for each GEMM: layer 1: " * (rank == 0)
     apart = "each lies by itself, and --use-distributed-optimizer puts them side by side" * (rank == 0)
-    parted = "padding of buckets parts them, and a larger --ddp-bucket-size parts fewer" * (rank == 0)
+    parted = "padding between buckets separates them, and a larger --ddp-bucket-size separates fewer" * (rank == 0)
     side_by_side = dict(use_distributed_optimizer=True)
     assert said_of(None) == said_of({}) == head + apart
     assert said_of(side_by_side) == ""

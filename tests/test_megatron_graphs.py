@@ -429,13 +429,13 @@ def take_grads(layer) -> dict[str, torch.Tensor]:
 def replayed(rank: int) -> None:
     """Replays of a layer's forward and backward give what an eager layer gives, bit by bit, whatever the routing."""
     from ep_dispatcher import grouped_gemm
-    from ep_dispatcher.integrations.megatron import experts, graphs
+    from ep_dispatcher.integrations.megatron import eligibility, graphs
 
     use_layout(EP2)
     x = tokens_of(rank, dtype=torch.bfloat16)
     limit = {FACTOR: "1.6", "EP_DISPATCHER_MAX_TOKENS_PER_RANK": str(x[..., 0].numel())}
     with environment(**LIMIT | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
+        patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
         eager, layer = make_bfloat16_layer(graphs=False), make_bfloat16_layer(graphs=True)
         first = step(eager, x.clone())["output"]
         seen = [eager.token_dispatcher.topk_idx.clone()]

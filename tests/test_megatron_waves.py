@@ -481,13 +481,13 @@ def test_what_cannot_run_so_is_named_with_its_reason():
 
 def settings_that_forbid(rank: int) -> None:
     """Pipelines whose sends overlap, and CUDA graphs with one connection; either half of a condition alone is none."""
-    from ep_dispatcher.integrations.megatron import experts
+    from ep_dispatcher.integrations.megatron import eligibility, experts
 
     def reason(connections: str = "1", **settings) -> str | None:
         with pytest.MonkeyPatch.context() as patch, environment(CUDA_DEVICE_MAX_CONNECTIONS=connections):
             for name, value in settings.items():
                 patch.setattr(layer.config, name, value)
-            return experts.why_no_waves(layer.experts, experts._layers[layer.experts])
+            return eligibility.why_no_waves(layer.experts, experts._layers[layer.experts])
 
     use_layout(EP2)
     pipeline = dict(pipeline_model_parallel_size=2, overlap_p2p_comm=True)
@@ -584,9 +584,9 @@ def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | No
     variables |= dict(EP_DISPATCHER_RANKS_PER_NODE=per_node)
     for switch in (SWITCH, WAVES):
         with switched_on(switch) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
-            from ep_dispatcher.integrations.megatron import experts
+            from ep_dispatcher.integrations.megatron import eligibility
 
-            patch.setattr(experts, "DTYPES_ON_GPU", (torch.bfloat16,))
+            patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.bfloat16,))
             patch.setattr(place, name, lambda *given, **options: calls.append(1) or call(*given, **options))
             by_autograd = "moe_shared_expert_intermediate_size" in settings
             if by_autograd:
