@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_WITHOUT_EPOCH = ("suspend", "resume", "unmask")  # operations on a buffer that have no epoch
+
 
 class PeerTimeoutError(RuntimeError):
     """Peers did not arrive within the limit. The process survives; the buffer can only be destroyed.
@@ -33,28 +35,39 @@ class PeerTimeoutError(RuntimeError):
         self.operation, self.epoch, self.phase = operation, epoch, phase
         self.rank, self.late_ranks, self.waited_s = rank, tuple(late_ranks), waited_s
         self.reason, self.note = reason, ""
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        parts = (f"{self._where()}, phase '{self.phase}': {self._waited()}", self.reason, self._advice())
+        return " ".join(filter(None, parts))
+
+    def _where(self) -> str:
+        if self.operation == "buffer":
+            return "making a buffer"
+        if self.operation in _WITHOUT_EPOCH:
+            return self.operation
+        return f"{self.operation}, epoch {self.epoch}"
+
+    def _waited(self) -> str:
+        rank = self.rank
         late = ", ".join(str(r) for r in self.late_ranks)
         ranks = f"rank{'s' * (len(self.late_ranks) > 1)} {late}"
-        waited = f"rank {rank} waited {waited_s:.1f} s for {ranks}."
-        if operation != "buffer":
-            where = operation if operation in ("suspend", "resume", "unmask") else f"{operation}, epoch {epoch}"
-            if self.late_ranks == (rank,):
-                waited = (
-                    f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
-                )
-            then = "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
-            if operation == "unmask":
-                then = "No mask has changed; all ranks can call it again."
-        elif rank in self.late_ranks:
-            where, waited = "making a buffer", f"rank {rank} came too late; the others gave up waiting for {ranks}."
-            then = "No rank has this buffer; all ranks can make a new one."
-        else:
-            where = "making a buffer"
-            then = (
-                "No rank has this buffer; all ranks can make a new one, or the ranks that are left one on a smaller "
-                "group."
-            )
-        super().__init__(" ".join(filter(None, (f"{where}, phase '{phase}': {waited}", reason, then))))
+        if self.operation == "buffer" and rank in self.late_ranks:
+            return f"rank {rank} came too late; the others gave up waiting for {ranks}."
+        if self.operation != "buffer" and self.late_ranks == (rank,):
+            return f"rank {rank} came too late: the other ranks have given up waiting for it. It was slow, or stopped."
+        return f"rank {rank} waited {self.waited_s:.1f} s for {ranks}."
+
+    def _advice(self) -> str:
+        if self.operation == "unmask":
+            return "No mask has changed; all ranks can call it again."
+        if self.operation != "buffer":
+            return "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+        if self.rank in self.late_ranks:
+            return "No rank has this buffer; all ranks can make a new one."
+        return (
+            "No rank has this buffer; all ranks can make a new one, or the ranks that are left one on a smaller group."
+        )
 
     def __str__(self) -> str:
         return f"{self.note}: {super().__str__()}" if self.note else super().__str__()

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -58,6 +58,15 @@ class PeersLate(RuntimeError):
     def __init__(self, text: str, ranks: Sequence[int]):
         super().__init__(text)
         self.ranks = tuple(ranks)
+
+
+class _Offer(NamedTuple):
+    """The outcome of one rank's step, as the other ranks get it."""
+
+    attempts: int  # of the rank with this group
+    result: Any  # of ``produce``; if kind is PeersLate, the ranks that it waited for
+    kind: type[RuntimeError | ValueError] | None = None  # of the error
+    text: str | None = None  # of the error
 
 
 class StoreHangs(RuntimeError):
@@ -163,21 +172,13 @@ class Gather:
         a rank does not arrive. ``waits_for_peers``: so does ``produce``, with the same limit (see PeersLate).
         """
         self._step += 1
-        waited_for: tuple[int, ...] = ()
         started = time.monotonic()
-        try:
-            offer: tuple[Any, type[RuntimeError | ValueError] | None, str | None] = (produce(), None, None)
-        except PeersLate as late:
-            waited_for = late.ranks
-            offer = (waited_for, PeersLate, str(late))
-        except ValueError as error:
-            offer = (None, ValueError, str(error))
-        except Exception as error:
-            offer = (None, RuntimeError, f"{type(error).__name__}: {error}")
+        offer = self._make_offer(produce)
+        waited_for: tuple[int, ...] = offer.result if offer.kind is PeersLate else ()
         limit_s = GRACE_S if waited_for else self._limit_s + GRACE_S * waits_for_peers
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            message = pickle.dumps((self._history.attempts, *offer))
+            message = pickle.dumps(tuple(offer))  # a plain tuple: another version can load it too
             decision, offers = in_thread(partial(self._exchange, message, limit_s), limit_s + GRACE_S + STORE_S)
         except RuntimeError as error:  # the store is gone, and with it the answer to who is late
             self._given_up = self._store_is_gone = True
@@ -189,22 +190,36 @@ class Gather:
         if "stopped" in decision:
             what = "making a buffer" if self._operation == "buffer" else self._operation
             raise RuntimeError(f"{what}, phase '{phase}': rank {decision['stopped']} left: {decision['by']}")
-        attempts = [attempts for attempts, *_ in offers]
+        attempts = [offer.attempts for offer in offers]
         self._history.attempts = max(attempts)
         behind = [rank for rank, number in enumerate(attempts) if number < max(attempts)]
         if behind:
             raise self._timeout(phase, behind, started)
-        self._raise_failures(phase, [offer[1:] for offer in offers], started)
+        self._raise_failures(phase, offers, started)
         self._together = False
-        return [result for _, result, *_ in offers]
+        return [offer.result for offer in offers]
 
-    def _raise_failures(self, phase: str, offers: list[tuple], started: float) -> None:
-        failed = [(rank, kind, text) for rank, (_, kind, text) in enumerate(offers) if kind not in (None, PeersLate)]
+    def _make_offer(self, produce: Callable[[], T]) -> _Offer:
+        """Call ``produce`` and return the outcome."""
+        try:
+            result = produce()
+        except PeersLate as late:
+            return _Offer(self._history.attempts, late.ranks, PeersLate, str(late))
+        except ValueError as error:
+            return _Offer(self._history.attempts, None, ValueError, str(error))
+        except Exception as error:
+            return _Offer(self._history.attempts, None, RuntimeError, f"{type(error).__name__}: {error}")
+        return _Offer(self._history.attempts, result)
+
+    def _raise_failures(self, phase: str, offers: list[_Offer], started: float) -> None:
+        """Raise the first rank's error, if any rank has one. Otherwise PeerTimeoutError if any rank waited in vain."""
+        failed = {rank: offer for rank, offer in enumerate(offers) if offer.kind not in (None, PeersLate)}
         if failed:
-            rank, kind, text = failed[0]
-            everywhere = len(failed) == self._size and len({text for *_, text in failed}) == 1
-            raise kind(text if everywhere else f"{text} (on rank {rank})")
-        waited = {rank: ranks for rank, (ranks, kind, _) in enumerate(offers) if kind is PeersLate}
+            rank, first = next(iter(failed.items()))
+            assert first.kind is not None  # since it failed
+            everywhere = len(failed) == self._size and len({offer.text for offer in failed.values()}) == 1
+            raise first.kind(first.text if everywhere else f"{first.text} (on rank {rank})")
+        waited = {rank: offer.result for rank, offer in enumerate(offers) if offer.kind is PeersLate}
         if waited:
             named = sorted(set().union(*waited.values()))
             raise self._timeout(phase, [rank for rank in named if rank not in waited] or named, started)
@@ -241,8 +256,8 @@ class Gather:
     def _key(self, step: int, name: str | int) -> str:
         return f"{self._round}/{step}/{name}"
 
-    def _exchange(self, offer: bytes, limit_s: float) -> tuple[dict, list]:
-        """Bring this rank's offer. Return the decision and, when it is "complete", every rank's offer."""
+    def _exchange(self, message: bytes, limit_s: float) -> tuple[dict, list[_Offer]]:
+        """Bring this rank's offer, pickled. Return the decision and, when it is "complete", every rank's offer."""
         if self._store is None:
             connection, idle = _connect()
             self._put_back = partial(idle.append, connection)
@@ -250,15 +265,15 @@ class Gather:
             self._round = self._store.add("round", 0)
         step, store = self._step, self._store
         self._raise_if_left()
-        store.set(self._key(step, self._rank), offer)  # type: ignore[arg-type]  # bytes too, which the stubs lack
+        store.set(self._key(step, self._rank), message)  # type: ignore[arg-type]  # bytes too, which the stubs lack
         if store.add(self._key(step, "arrived"), 1) == self._size:
             decision = self._decide(store, step, {"complete": True})
         else:
             decision = self._await_decision(store, step, limit_s)
         if "complete" not in decision:
             return decision, []
-        offers = store.multi_get([self._key(step, rank) for rank in range(self._size)])
-        return decision, [pickle.loads(each) for each in offers]
+        messages = store.multi_get([self._key(step, rank) for rank in range(self._size)])
+        return decision, [_Offer(*pickle.loads(each)) for each in messages]
 
     def _await_decision(self, store: Store, step: int, limit_s: float) -> dict:
         key, late = self._key(step, "decision"), []
