@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ep_dispatcher.envs import MAX_TIMEOUT_S
 from ep_dispatcher.errors import TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 32
-MAX_TIMEOUT_S = 1e9
 QUANTIZE = (None, "e4m3_1x128")
 BLOCK = 128  # elements of a row that share a scale
 MAX_INT = 2**31 - 1  # the engines count in int32
@@ -183,8 +183,13 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
         if quantize is not None and (dtype != torch.bfloat16 or hidden % BLOCK):
             allowed = f"None, unless rows are bfloat16 and hidden is a multiple of {BLOCK}"
             fail("quantize", repr(quantize), f"{allowed}; here: {dtype}, {hidden}")
-    if x.shape[0] > max_tokens:
-        fail("x", f"{x.shape[0]} rows", f"at most max_tokens_per_rank = {max_tokens}")
+    num_tokens("x", x.shape[0], max_tokens)
+
+
+def num_tokens(argument: str, given: int, max_tokens: int) -> None:
+    """Raise ValueError if a rank has more tokens than its buffer takes."""
+    if given > max_tokens:
+        fail(argument, f"{given} rows", f"at most max_tokens_per_rank = {max_tokens}")
 
 
 def handle(handle: Handle, buffer_id: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ep_dispatcher.checks import MAX_TIMEOUT_S
+MAX_TIMEOUT_S = 1e9  # the longest limit of an operation
 
 
 @dataclass(frozen=True)

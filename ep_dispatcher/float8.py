@@ -28,11 +28,8 @@ class QuantizedRows(tuple):
         pair.anchor = anchor
         return pair
 
-    def __reduce__(
-        self,
-    ) -> tuple[
-        type, tuple[Tensor, Tensor]
-    ]:  # copies and pickles are without the anchor, which is part of an autograd graph
+    def __reduce__(self) -> tuple[type, tuple[Tensor, Tensor]]:
+        # Copies and pickles are without the anchor, which is part of an autograd graph.
         return QuantizedRows, (self.rows, self.scales)
 
     @property
@@ -90,8 +87,8 @@ def dequantize(pair: tuple[Tensor, Tensor], dtype: torch.dtype = torch.bfloat16)
 
     Raises ValueError for another pair.
     """
+    _check_pair(pair)
     rows, scales = pair
-    _check_pair(rows, scales)
     x = (rows.detach().float().unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
     anchor = getattr(pair, "anchor", None)
     return x if anchor is None else x + anchor.to(dtype)
@@ -109,7 +106,10 @@ def _check_floating(x: Tensor) -> None:
     checks.fail("x", given, f"a floating point tensor [n, hidden], hidden a multiple of {BLOCK}")
 
 
-def _check_pair(rows: Tensor, scales: Tensor) -> None:
+def _check_pair(pair: tuple[Tensor, Tensor]) -> None:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)):
+        checks.fail("pair", type(pair).__name__, "two tensors (rows, scales), as ep.quantize returns them")
+    rows, scales = pair
     if rows.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and rows.dim() > 0:
         hidden = rows.shape[-1]
         if hidden % BLOCK == 0 and scales.shape == (*rows.shape[:-1], hidden // BLOCK):

@@ -80,6 +80,7 @@ def test_without_pytorch_it_still_reports():
     result = run_as_file(hide=("torch",))
     assert result.returncode == 1 and not result.stderr
     assert "!!  PyTorch" in result.stdout and "pip install 'torch>=2.9'" in result.stdout
+    assert "!!  switches" not in result.stdout  # they can be read all the same
     assert "self-test" not in result.stdout  # it cannot work, so it is not tried
 
 

@@ -65,3 +65,17 @@ def test_compiled_whole(powers_of_two):
         x = torch.randn(n, 256)
         assert all(torch.equal(ours.float(), right.float()) for ours, right in zip(compiled(x), round_trip(x)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    "pair, given",
+    [
+        (torch.zeros(2, 128), "Tensor"),
+        (None, "NoneType"),
+        ((torch.zeros(1, 128),), "tuple"),
+        ((torch.zeros(1), 3), "tuple"),
+    ],
+)
+def test_dequantize_refuses_what_is_no_pair(pair, given):
+    with pytest.raises(ValueError, match=f"^pair: given {given}, allowed: two tensors"):
+        ep.dequantize(pair)
