@@ -112,7 +112,7 @@ def write(page: Path, folder: Path) -> int:
     """Rewrite the part between the two marks, and draw its charts. Return 1 if there are no marks, else 0."""
     text = page.read_text() if page.exists() else ""
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
-        print(f"{page}: given without the lines {BEGIN} and {END}, allowed with each of them once")
+        print(f"{page}: given without the lines {BEGIN} and {END}, allowed: with each of them once")
         return 1
     groups = load(folder)
     before, _, rest = text.partition(BEGIN)

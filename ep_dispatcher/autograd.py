@@ -177,7 +177,7 @@ def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if is_observed(request):
         return Received(*dispatch_op(*request, buffer.id, None))
-    if not torch.is_grad_enabled() and _needs_no_autograd():
+    if _needs_no_autograd():
         return _launch_dispatch(buffer, request)
     made: list[Received] = []
     _eager_dispatch(request.rows, request.topk_weights, request, buffer, made)
@@ -187,7 +187,7 @@ def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
     if is_observed(request):
         return Combined(*combine_op(*request, buffer.id, None))
-    if not torch.is_grad_enabled() and _needs_no_autograd():
+    if _needs_no_autograd():
         return buffer._launch_combine(request)
     return Combined(*_eager_combine(request.y, request.topk_weights, request, buffer))
 
@@ -266,17 +266,7 @@ def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -
         topk_weights = None
     elif topk_weights is None:
         topk_weights = plan.new_zeros(ctx.num_tokens, config.num_topk, dtype=torch.float32)
-    request = DispatchRequest(
-        rows=x,
-        scales=None,
-        topk_idx=None,
-        topk_weights=topk_weights,
-        plan=plan,
-        layout=ctx.layout,
-        expert_alignment=1,
-        num_rows=ctx.num_rows,
-        quantize=False,
-    )
+    request = DispatchRequest(x, topk_weights=topk_weights, plan=plan, layout=ctx.layout, num_rows=ctx.num_rows)
     received = _run_dispatch(buffer, request)
     return received.rows, received.topk_weights if ctx.has_weights else None
 

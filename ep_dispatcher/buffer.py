@@ -111,54 +111,24 @@ class Buffer:
         self._engine: engines.Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self._sent: object = None  # stands for the last operation with a hook
-        if not dist.is_initialized():
-            given = "None" if group is None else type(group).__name__
-            checks.fail(
-                "group",
-                f"{given} while torch.distributed is not initialised",
-                "a group, or None for the default one, after torch.distributed.init_process_group",
-            )
-        group = group if group is not None else dist.group.WORLD
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            checks.fail("group", "one that this process is not a member of", "a group on its members alone")
-        if not isinstance(group, ProcessGroup):
-            checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
+        group = _checked_group(group)
         import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
-        def own_config() -> dict[str, Any]:
-            name = engines.choose(envs.engine() if engine == "auto" else engine)
-            per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
-            if per_node is not None:
-                per_node = checks.integer("ranks_per_node", per_node, 1)
-            limit_s = envs.timeout_s() if timeout_s is None else timeout_s
-            sms = envs.num_sms() if num_sms is None else num_sms
-            same = checks.buffer_config(
-                num_ranks=group.size(),
-                hidden=hidden,
-                num_experts=num_experts,
-                num_topk=num_topk,
-                max_tokens_per_rank=max_tokens_per_rank,
-                dtype=dtype,
-                timeout_s=limit_s,
-                num_sms=sms,
-            )
-            return dict(
-                sizes=same,
-                same=same
-                | dict(
-                    engine=name,
-                    ranks_per_node=per_node,
-                    wire=envs.wire().removesuffix("-puts"),  # some ranks may only put
-                    suspendable=checks.boolean("suspendable", suspendable),
-                    mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
-                    version=__version__,
-                ),
-                timeout_s=limit_s,
-                num_sms=None if sms is None else int(sms),
-                host=host_id(),
-                buffer_id=secrets.randbits(62),
-            )
-
+        own_config = partial(
+            _own_config,
+            num_ranks=group.size(),
+            hidden=hidden,
+            num_experts=num_experts,
+            num_topk=num_topk,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=dtype,
+            engine=engine,
+            ranks_per_node=ranks_per_node,
+            timeout_s=timeout_s,
+            num_sms=num_sms,
+            suspendable=suspendable,
+            mask_late_ranks=mask_late_ranks,
+        )
         try:
             with Gather(group, _limit_s(timeout_s)) as gather:
                 everyone = gather("configuration", own_config)
@@ -329,12 +299,12 @@ class Buffer:
             topk_idx, "num_tokens", layout, expert_alignment, max_recv_rows
         )
         num_tokens = topk_idx.shape[0]
-        if num_tokens > config.max_tokens_per_rank:
-            allowed = f"at most max_tokens_per_rank = {config.max_tokens_per_rank}"
-            checks.fail("topk_idx", f"{num_tokens} rows", allowed)
+        checks.num_tokens("topk_idx", num_tokens, config.max_tokens_per_rank)
         with self._when_asked(async_finish, topk_idx):
             rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
-            request = DispatchRequest(rows, None, topk_idx, None, None, layout, expert_alignment, num_rows, False)
+            request = DispatchRequest(
+                rows, topk_idx=topk_idx, layout=layout, expert_alignment=expert_alignment, num_rows=num_rows
+            )
             return self._launch_new(self._launch_dispatch, request)[1]
 
     def combine(
@@ -529,9 +499,9 @@ class Buffer:
         """Let all ranks in again. Collective: all ranks of the group call it, the masked ones too.
 
         It waits for all ranks and their operations under way. An operation that waits for its hook is dropped. Handles
-        and captured graphs are valid again. If a rank does not come within timeout_s, PeerTimeoutError names it, the
+        and captured graphs are valid again. If a rank does not arrive within timeout_s, PeerTimeoutError names it, the
         masks stay, and operations go on with them. If a rank is gone for good, no rank can be let in: make a new buffer
-        on a smaller group. If a rank fails after all have come, the buffer ends on all of them, with a RuntimeError.
+        on a smaller group. If a rank fails after all have arrived, the buffer ends on all of them, with a RuntimeError.
         """
         engine, config = self._masking_engine(), self._config
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
@@ -607,7 +577,7 @@ class Buffer:
 
     def _live_engine(self) -> engines.Engine:
         if self._engine is None:
-            raise ValueError("buffer: given one that was destroyed, allowed: a living buffer")
+            checks.fail("buffer", "one that was destroyed", "a living buffer")
         return self._engine
 
     def _checked_dispatch(
@@ -646,7 +616,7 @@ class Buffer:
             tokens_per_expert=received.tokens_per_expert,
             rows_per_expert=received.rows_per_expert,
             handle=handle,
-            event=self._live_engine().event(self._explaining),
+            event=self._event(),
         )
 
     def _checked_request(
@@ -737,7 +707,7 @@ class Buffer:
             checks.tensor("topk_weights", topk_weights, _FLOATS, shape, device)
         combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
         weights = None if topk_weights is None else combined.topk_weights
-        return CombineOutput.of(x=combined.x, topk_weights=weights, event=engine.event(self._explaining))
+        return CombineOutput.of(x=combined.x, topk_weights=weights, event=self._event())
 
     def _launch_dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
@@ -789,6 +759,59 @@ class Buffer:
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
         return error
+
+
+def _checked_group(group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group of a buffer, the default one for None. ValueError if this process cannot have a buffer there."""
+    if not dist.is_initialized():
+        given = "None" if group is None else type(group).__name__
+        checks.fail(
+            "group",
+            f"{given} while torch.distributed is not initialised",
+            "a group, or None for the default one, after torch.distributed.init_process_group",
+        )
+    group = group if group is not None else dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        checks.fail("group", "one that this process is not a member of", "a group on its members alone")
+    if not isinstance(group, ProcessGroup):
+        checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
+    return group
+
+
+def _own_config(
+    *,
+    engine: str,
+    ranks_per_node: int | None,
+    timeout_s: float | None,
+    num_sms: int | None,
+    suspendable: bool,
+    mask_late_ranks: bool,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Check the arguments of a buffer, and return this rank's part. Entries of "same" must be equal on all ranks."""
+    name = engines.choose(envs.engine() if engine == "auto" else engine)
+    per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
+    if per_node is not None:
+        per_node = checks.integer("ranks_per_node", per_node, 1)
+    limit_s = envs.timeout_s() if timeout_s is None else timeout_s
+    sms = envs.num_sms() if num_sms is None else num_sms
+    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=sms, **sizes)
+    same = dict(
+        engine=name,
+        ranks_per_node=per_node,
+        wire=envs.wire().removesuffix("-puts"),  # some ranks may only put
+        suspendable=checks.boolean("suspendable", suspendable),
+        mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
+        version=__version__,
+    )
+    return dict(
+        sizes=sizes,
+        same=sizes | same,
+        timeout_s=limit_s,
+        num_sms=None if sms is None else int(sms),
+        host=host_id(),
+        buffer_id=secrets.randbits(62),
+    )
 
 
 def _limit_s(timeout_s: float | None) -> float:

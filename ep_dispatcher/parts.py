@@ -182,7 +182,7 @@ class _Mlp(torch.autograd.Function):
             sent: list[Any] = [None, None]
             for i in (1, 0):
                 num_rows = kept[i].rows.shape[0]
-                given = DispatchRequest(cut(grad)[i], None, None, None, plans[i], "expert", 1, num_rows, False)
+                given = DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows)
                 sent[i] = lane.dispatch(given)
             for i in (1, 0):
                 of_out = lane.take(*sent[i]).rows

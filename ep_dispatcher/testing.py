@@ -285,10 +285,9 @@ class RankPool:
 
 
 def run_ranks(num_ranks: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
-    """Make a RankPool, run ``fn`` in it and close it. ``options`` are those of RankPool and of ``run``."""
-    run_options = {key: options.pop(key) for key in ("allow_dead",) if key in options}
+    """Make a RankPool, run ``fn`` in it and close it. ``options`` are those of RankPool."""
     with RankPool(num_ranks, **options) as pool:
-        return pool.run(fn, *args, **run_options)
+        return pool.run(fn, *args)
 
 
 def device_of(engine: str, rank: int) -> str:
@@ -335,9 +334,9 @@ def make_routing(
     same shape, in (0, 1] (also beside -1), or None without ``weights``.
     """
     if kind not in ROUTINGS:
-        raise ValueError(f"kind: given {kind!r}, allowed {ROUTINGS}")
+        raise ValueError(f"kind: given {kind!r}, allowed: {ROUTINGS}")
     if not 0 < num_topk <= num_experts:
-        raise ValueError(f"num_topk: given {num_topk}, allowed 1 to num_experts = {num_experts}")
+        raise ValueError(f"num_topk: given {num_topk}, allowed: 1 to num_experts = {num_experts}")
     generator = torch.Generator().manual_seed(seed)
     score = torch.rand(num_tokens, num_experts, generator=generator).clamp(1e-7, 1 - 1e-7)
     if kind == "skewed":  # adding Gumbel noise to log(popularity) draws without replacement in proportion to it

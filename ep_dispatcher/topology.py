@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """The same for two processes if they can open each other's shared memory: one kernel, one process namespace."""
+    """Return an id that two processes share if they can open each other's shared memory: one kernel and namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -22,7 +22,7 @@ class Topology:
 
     @staticmethod
     def make(rank: int, host_of: list[str], ranks_per_node: int | None) -> Topology:
-        """Nodes of ``ranks_per_node`` consecutive ranks, or (None) one node per host.
+        """Group the ranks into nodes of ``ranks_per_node`` consecutive ranks, or (None) one node per host.
 
         Raises ValueError when the ranks cannot be split so.
         """

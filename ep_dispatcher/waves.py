@@ -223,7 +223,7 @@ class _Mlp(torch.autograd.Function):
         (w1, w2), buffer, kernels = call.saved(weights), buffer_of(ctx), grouped_gemm.kernels()
         check_saved_plan(plan)
         has_waves = buffer._live_engine().has_waves
-        sent = DispatchRequest(grad, None, None, None, plan, "expert", 1, rows.shape[0], False)
+        sent = DispatchRequest(grad, plan=plan, num_rows=rows.shape[0])
         of_activated = rows.new_empty(rows.shape[0], hidden_rows.shape[1] // 2)
         of_rows = torch.empty_like(rows) if dispatch_goes_back(ctx) else None
         combined: Combined | tuple[None, None] = (None, None)

@@ -128,24 +128,24 @@ def test_cases_of_gpus(four_gpus):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--ranks 0", "--ranks: given 0, allowed 1 or more"),
-        ("--experts 6", "--experts: given 6, allowed multiples of the 4 ranks"),
-        ("--topk 65", "--topk: given 65, allowed at most the 64 experts"),
-        ("--ranks-per-node 4 3", "--ranks-per-node: given 3, allowed divisors of the 4 ranks"),
-        ("--warmup -1", "--warmup: given -1, allowed 0 or more"),
-        ("--engine cuda --sms 8,0", "--sms: given 0, allowed 1 or more"),
-        ("--engine cuda --ranks 8", "--ranks: given 8, allowed at most the 4 GPUs"),
-        ("--engine cuda --ranks 2 --ranks-per-node 3", "--ranks-per-node: given 3, allowed divisors of the 2 ranks"),
-        ("--engine cuda --suite x --topk 2", "--topk: given beside --suite, allowed without it"),
-        ("--engine cuda --suite x --no-baseline", "--baseline: given beside --suite, allowed without it"),
+        ("--ranks 0", "--ranks: given 0, allowed: 1 or more"),
+        ("--experts 6", "--experts: given 6, allowed: multiples of the 4 ranks"),
+        ("--topk 65", "--topk: given 65, allowed: at most the 64 experts"),
+        ("--ranks-per-node 4 3", "--ranks-per-node: given 3, allowed: divisors of the 4 ranks"),
+        ("--warmup -1", "--warmup: given -1, allowed: 0 or more"),
+        ("--engine cuda --sms 8,0", "--sms: given 0, allowed: 1 or more"),
+        ("--engine cuda --ranks 8", "--ranks: given 8, allowed: at most the 4 GPUs"),
+        ("--engine cuda --ranks 2 --ranks-per-node 3", "--ranks-per-node: given 3, allowed: divisors of the 2 ranks"),
+        ("--engine cuda --suite x --topk 2", "--topk: given beside --suite, allowed: without it"),
+        ("--engine cuda --suite x --no-baseline", "--baseline: given beside --suite, allowed: without it"),
         ("--routing hot_rank --experts 8 --topk 3", "num_topk: given 3, of which 100% to one rank, allowed:"),
-        ("--sms 8", "--sms: given with --engine cpu, allowed with --engine cuda"),
+        ("--sms 8", "--sms: given with --engine cpu, allowed: with --engine cuda"),
         ("--suite x", "--suite: given with --engine cpu"),
         ("--graph", "--graph: given with --engine cpu"),
         ("--tokens a", "argument --tokens: invalid numbers value: 'a'"),
-        ("--out setup.py", "--out: given setup.py, allowed a folder"),
-        ("--compare setup.py nowhere", "--compare: given nowhere, allowed JSON files of this benchmark"),
-        ("--compare . . --tolerance -1", "--tolerance: given -1.0, allowed 0 or more"),
+        ("--out setup.py", "--out: given setup.py, allowed: a folder"),
+        ("--compare setup.py nowhere", "--compare: given nowhere, allowed: JSON files of this benchmark"),
+        ("--compare . . --tolerance -1", "--tolerance: given -1.0, allowed: 0 or more"),
     ],
 )
 def test_bad_arguments(arguments, message, four_gpus, capsys):
@@ -158,7 +158,7 @@ def test_cuda_needs_gpus_and_no_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit):
         bench.parse_args(["--engine", "cuda"], None)
-    assert "--engine: given cuda, allowed cpu: there is no GPU" in capsys.readouterr().err
+    assert "--engine: given cuda, allowed: cpu: there is no GPU" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench.parse_args(["--engine", "cuda"], 1)
-    assert "--engine: given cuda under torchrun, allowed without torchrun" in capsys.readouterr().err
+    assert "--engine: given cuda under torchrun, allowed: without torchrun" in capsys.readouterr().err

@@ -38,9 +38,8 @@ class Aborts:
     def run(self) -> None:
         self._late.fill_(rank_bits(self.named() or [self._rank]))
         one, late, stream = self._one.data_ptr(), self._late.data_ptr(), self._stream.cuda_stream
-        with torch.cuda.device(
-            self._stream.device
-        ):  # copies, no kernels: these might have to wait for a multiprocessor
+        # Copy, and launch no kernels: these might have to wait for a multiprocessor.
+        with torch.cuda.device(self._stream.device):
             if self._own_flag:
                 self._copy(self._own_flag, one, 4, stream)
             for flag in self._flags:

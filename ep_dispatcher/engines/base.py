@@ -48,14 +48,14 @@ class DispatchRequest(NamedTuple):
     """The checked arguments of one dispatch. The custom operator takes these fields, in this order."""
 
     rows: Tensor  # [num_tokens, hidden]
-    scales: Tensor | None  # [num_tokens, hidden / 128]
-    topk_idx: Tensor | None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
-    topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
-    plan: Tensor | None  # of an earlier dispatch; None: make a new one
-    layout: str
-    expert_alignment: int
-    num_rows: int  # of the output; -1: as many as arrive
-    quantize: bool  # bfloat16 rows travel as ep_dispatcher.quantize makes them
+    scales: Tensor | None = None  # [num_tokens, hidden / 128]
+    topk_idx: Tensor | None = None  # int64 (or int32, before ``plain``) [num_tokens, num_topk]; None: the plan is given
+    topk_weights: Tensor | None = None  # float32 [num_tokens, num_topk]
+    plan: Tensor | None = None  # of an earlier dispatch; None: make a new one
+    layout: str = "expert"
+    expert_alignment: int = 1
+    num_rows: int = -1  # of the output; -1: as many as arrive
+    quantize: bool = False  # bfloat16 rows travel as ep_dispatcher.quantize makes them
 
     @property
     def counts(self) -> bool:
@@ -146,31 +146,32 @@ class Combined(NamedTuple):
 
 
 class Engine(Protocol):
+    """What a buffer asks of an engine. Operations, `unmask`, `suspend` and `resume` are collective."""
+
     device: str  # device type of its tensors
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
-
     has_waves: bool  # whether it takes `by_expert` and `waves`; only some CUDA engines do
 
-    # The operation that has only sent, until `receive` completes it or the engine ends. No other may begin before.
     @property
-    def unreceived(self) -> str | None: ...
+    def unreceived(self) -> str | None:
+        """The operation that has only sent, until `receive` completes it or the engine ends. No other may begin."""
 
-    # `only_sends`: `receive` will complete the operation.
-    # `packs_scales`: scales of decode layout are powers of two, also those that the engine makes; an engine that writes
-    # them by column packs them.
-    # `by_expert`: make a plan for waves: rows of low experts arrive first, and those of high experts leave first.
     def dispatch(
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
-    ) -> Received: ...
+    ) -> Received:
+        """Send rows to the ranks of their experts, and receive.
 
-    # Raise ValueError for an invalid entry, if the host can read it without a wait.
-    def check_routing(self, topk_idx: Tensor) -> None: ...
+        only_sends: `receive` will complete the operation
+        packs_scales: scales of decode layout are powers of two, also those that the engine makes; an engine that
+            writes them by column packs them
+        by_expert: make a plan for waves: rows of low experts arrive first, and those of high experts leave first
+        """
 
-    # `weights`: float32 [num_tokens, num_topk], as `plain` returns it; only with a plan of decode layout.
-    # `out`: contiguous memory for the sums, not that of y. None: new memory.
-    # `waves`: number of blocks. With `only_sends` and counters rows of y leave as soon as they are written.
+    def check_routing(self, topk_idx: Tensor) -> None:
+        """Raise ValueError for an invalid entry, if the host can read it without a wait."""
+
     def combine(
         self,
         request: CombineRequest,
@@ -178,43 +179,63 @@ class Engine(Protocol):
         only_sends: bool = False,
         waves: Waves | None = None,
         out: Tensor | None = None,
-    ) -> Combined: ...
+    ) -> Combined:
+        """Return rows to the ranks of their tokens, and sum.
 
-    # `waves`: counters for the rows of a dispatch; or number of blocks for the rest of a combine.
-    def receive(self, waves: Waves | None = None) -> None: ...
+        weights: float32 [num_tokens, num_topk], as `plain` returns it; only with a plan of decode layout
+        only_sends: `receive` will complete the operation
+        waves: number of blocks. With `only_sends` and counters rows of y leave as soon as they are written
+        out: contiguous memory for the sums, not that of y. None: new memory
+        """
 
-    def plan_capacity(self, num_rows: int, layout: str) -> int: ...  # elements of a plan for a given ``num_rows``
+    def receive(self, waves: Waves | None = None) -> None:
+        """Complete the operation that has only sent.
 
-    # Operations inside need not be complete when it exits. `inputs`: their tensors, or pairs of them.
-    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]: ...
+        waves: counters for the rows of a dispatch, or the number of blocks for the rest of a combine
+        """
 
-    # The event of the last operation. It raises errors through `explaining`, in the words of Buffer._explaining.
-    def event(self, explaining: Callable[..., Any]) -> Event: ...
+    def plan_capacity(self, num_rows: int, layout: str) -> int:
+        """Return the int32 elements of a plan for ``num_rows`` output rows."""
 
-    # From now on every ``operation`` ("dispatch", "combine") adds to `wait_ns`; None: to nothing. As
-    # Buffer.dispatch_wait_ns.
-    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None: ...
+    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
+        """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
 
-    def check(self) -> None: ...  # waits for the operations in the current stream, and raises their errors
+    def event(self, explaining: Callable[..., Any]) -> Event:
+        """Return the event of the last operation. It raises errors through `explaining`: Buffer._explaining."""
 
-    def counters(self) -> dict[str, list[int]]: ...
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        """Let every later ``operation`` ("dispatch", "combine") add to `wait_ns`, or to nothing: None.
 
-    # Only with `mask_late_ranks`. `mask`: a copy, int32 [num_ranks] on the engine's device, 1 for masked ranks.
-    # `unmask` is collective.
+        As Buffer.dispatch_wait_ns.
+        """
+
+    def check(self) -> None:
+        """Wait for the operations in the current stream, and raise their errors."""
+
+    def counters(self) -> dict[str, list[int]]:
+        """Return Buffer.counters()."""
+
     @property
-    def mask(self) -> Tensor: ...
+    def mask(self) -> Tensor:
+        """A copy, int32 [num_ranks] on the engine's device: 1 for masked ranks. Only with `mask_late_ranks`."""
 
-    def mask_rank(self, rank: int) -> None: ...
+    def mask_rank(self, rank: int) -> None:
+        """Mask a rank. Only with `mask_late_ranks`."""
 
-    def unmask(self, meet: Callable[[], Gather]) -> None: ...
+    def unmask(self, meet: Callable[[], Gather]) -> None:
+        """Let all ranks in again. Only with `mask_late_ranks`. meet: opens an exchange between the ranks."""
 
-    # Only with `suspendable`: free memory, and take it again at the same addresses. Collective; an error is the same on
-    # all ranks, whether it ends the buffer or leaves it as it was. `meet` opens an exchange between the ranks.
-    def suspend(self, meet: Callable[[], Gather]) -> None: ...
+    def suspend(self, meet: Callable[[], Gather]) -> None:
+        """Free memory. Only with `suspendable`. meet: as in `unmask`.
 
-    def resume(self, meet: Callable[[], Gather]) -> None: ...
+        An error is the same on all ranks, whether it ends the buffer or leaves it as it was.
+        """
+
+    def resume(self, meet: Callable[[], Gather]) -> None:
+        """Take the memory again, at the same addresses. Errors as in `suspend`."""
 
     @property
     def is_suspended(self) -> bool: ...
 
-    def destroy(self) -> None: ...  # also while it is suspended
+    def destroy(self) -> None:
+        """End the engine, also while it is suspended."""

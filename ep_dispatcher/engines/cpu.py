@@ -109,7 +109,7 @@ class CpuEngine:
         self._c: _C_cpu.Engine
         self._rail: Rail
         store = OwnKeys(config.store)
-        self._rail_store = store
+        self._rail_store = store  # compiled code calls it later, and keeps no reference
 
         def create() -> tuple[int, int]:
             self._c = self._connections.c = _C_cpu.Engine(c, config.buffer_id)

@@ -32,7 +32,7 @@ class KernelReports:
         self._engine, self._config, self._health, self._masks = engine, config, health, masks
 
     def raise_found(self, *, ends: bool, reason: str = "") -> None:
-        """``reason``: further facts for the error of a late peer."""
+        """Raise what kernels have found. reason: further facts for the error of a late peer."""
         if not self._health.ended:
             late = self._engine.late()
             mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other

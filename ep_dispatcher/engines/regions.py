@@ -45,7 +45,7 @@ class PeerRegions:
         self.rail_pes: list[int] = []
 
     def prepare(self, num_bytes: int, flag_bytes: int) -> None:
-        """The first ``flag_bytes`` of a region are its flags."""
+        """Note the sizes of a region. Its first ``flag_bytes`` are flags."""
         self._num_bytes, self._flag_bytes = num_bytes, flag_bytes
 
     def allocate(self) -> None:

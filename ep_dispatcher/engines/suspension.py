@@ -13,7 +13,7 @@ from ep_dispatcher.gather import Gather
 def suspend(
     meet: Callable[[], Gather], health: Health, settle: Callable[[], None], give_back: Callable[[], None]
 ) -> None:
-    """``settle`` completes the operations under way, and raises their errors. Then ``give_back`` runs on all ranks.
+    """Suspend: ``settle`` completes the operations under way and raises their errors, then all ranks ``give_back``.
 
     When this returns, no rank has the memory any more, so it is free.
     """
@@ -27,7 +27,7 @@ def resume(
     attach: Callable[[], None],
     drop: Callable[[], None],
 ) -> None:
-    """``take`` allocates memory, ``attach`` maps that of the other ranks. If one gets none, ``drop`` frees it on all.
+    """Resume: ``take`` allocates memory, ``attach`` maps that of the other ranks. If one gets none, all ``drop`` theirs.
 
     Then the buffer stays suspended, and all ranks can try again.
     """

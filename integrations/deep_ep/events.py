@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from ep_dispatcher import checks
+
 
 class EventHandle:
     """An event of all work so far in the current stream; of nothing without a GPU."""
@@ -38,7 +40,7 @@ class EventOverlap:
     def current_stream_wait(self) -> None:
         """Let the current stream wait for the event. ValueError if there is none."""
         if self.event is None:
-            raise ValueError("event: given None, allowed: the event of an operation with async_finish=True")
+            checks.fail("event", None, "the event of an operation with async_finish=True")
         self.event.current_stream_wait()
 
     def __enter__(self) -> EventOverlap:
