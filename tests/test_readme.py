@@ -24,8 +24,9 @@ def test_the_example_is_the_file_and_prints_what_is_shown():
 
 
 def test_the_figures_stand_on_the_page_that_has_all():
-    """Each row of the README's table has a row there for the same operation, with the same numbers."""
-    rows = re.findall(r"^\| ([^|]+) \| (\d+.*) \|$", README.partition("## Figures")[2], re.MULTILINE)
+    """Each row of the README's first table has a row there for the same operation, with the same numbers."""
+    part = README.partition("## Figures")[2].partition("**A whole training step**")[0]
+    rows = re.findall(r"^\| ([^|]+) \| (\d+.*) \|$", part, re.MULTILINE)
     all_rows = (ROOT / "docs" / "performance.md").read_text().splitlines()
     assert len(rows) >= 4
     for operation, figures in rows:

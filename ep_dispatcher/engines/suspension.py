@@ -27,7 +27,7 @@ def resume(
     attach: Callable[[], None],
     drop: Callable[[], None],
 ) -> None:
-    """Resume: ``take`` allocates memory, ``attach`` maps that of the other ranks. If one gets none, all ``drop`` theirs.
+    """Resume: ``take`` allocates memory, ``attach`` maps that of other ranks. If one gets none, all ``drop`` theirs.
 
     Then the buffer stays suspended, and all ranks can try again.
     """

@@ -1,6 +1,9 @@
 """Runs a Megatron training script with ep_dispatcher registered, without an edit of any file.
 
-torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments of pretrain_gpt.py>
+torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments of pretrain_gpt.py> \\
+    --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher
+
+The two flags choose this dispatcher. Rank 0 prints a line at the first MoE layer if it is in use.
 """
 
 from __future__ import annotations
