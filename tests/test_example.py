@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import on
+from conftest import exhaustive, on
 
 from ep_dispatcher import engines
 
@@ -55,7 +55,8 @@ def test_check_agrees_with_the_dense_model(device):
 
 
 @pytest.mark.parametrize(
-    "device, dtype", [on("cpu", "float32"), on("cpu", "bfloat16"), on("cuda", "float32"), on("cuda", "bfloat16")]
+    "device, dtype",
+    [exhaustive("cpu", "float32"), on("cpu", "bfloat16"), on("cuda", "float32"), on("cuda", "bfloat16")],
 )
 def test_short_training_writes_figures_and_chart(device, dtype, tmp_path):
     steps, layers, ranks, num_topk = 25, 2, 4, 2

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import exhaustive
 from megatron_layer import (
     EXPERTS,
     HIDDEN,
@@ -265,6 +266,6 @@ def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
         layer(tokens_of(rank).requires_grad_())[0].sum().backward()
 
 
-@pytest.mark.parametrize("size", [None, "64"])
+@pytest.mark.parametrize("size", [None, exhaustive("64")])
 def test_a_rank_that_is_late_for_the_first_forward(size):
     megatron_pool(4).run(come_late_to_the_first_forward, size)
