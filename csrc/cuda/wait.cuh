@@ -199,9 +199,9 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
 constexpr uint32_t kPatientTurns = 1024;
 
 // [thread] Return whether a wait for `num` tagged words of `rank` has to end: this rank has aborted, the limit is over,
-// or the other rank has aborted. In the last two cases abort this rank, unless the words have arrived by now.
-// Called after kAgree: the words are on their way, unless their rank has died behind its Call. `since`: the thread's
-// first look at the clock after kAgree, so the wait for the Calls does not shorten the limit.
+// or the other rank has aborted. In the last two cases abort this rank, unless the words have arrived by now. Called
+// after kAgree: the words are on their way, unless their rank has died behind its Call. `since`: the thread's first
+// look at the clock after kAgree, so the wait for the Calls does not shorten the limit.
 __device__ __noinline__ inline bool is_too_late(Op op, Phase phase, int rank, const Tagged* words, int num,
                                                 uint64_t since) {
   const uint64_t waited = ptx::nanoseconds() - since;

@@ -235,7 +235,8 @@ class Engine(Protocol):
         """Take the memory again, at the same addresses. Errors as in `suspend`."""
 
     @property
-    def is_suspended(self) -> bool: ...
+    def is_suspended(self) -> bool:
+        """Whether `suspend` has freed the memory."""
 
     def destroy(self) -> None:
         """End the engine, also while it is suspended."""
