@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Formats Python by ruff and C++ by clang-format; fails on lint, on types (mypy), on a PyTorch include in csrc/, and on
-# comments there that are hard to read (.ci/comments.py).
+# Formats Python by ruff and C++ by clang-format; fails on lint (ruff, .ci/lint.py), on types (mypy), on a PyTorch include
+# in csrc/, and on comments there that are hard to read (.ci/comments.py).
 #   ./format.sh            rewrite files
 #   ./format.sh --check    change nothing, fail when a file would change
 #   ./format.sh --tools    print what to pip install for this
@@ -28,6 +28,7 @@ done
 failed=0
 "$bin/ruff" "${ruff_check[@]}" . || failed=1
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
+"$python" .ci/lint.py ep_dispatcher integrations || failed=1
 "$python" -m mypy --no-error-summary || failed=1  # with the types of the PyTorch there
 mapfile -t sources < <(find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then

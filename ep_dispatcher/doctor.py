@@ -504,8 +504,8 @@ def self_test() -> None:
     import ep_dispatcher as ep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    x = torch.arange(5 * 64, dtype=torch.float32).reshape(5, 64)
-    topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0], [-1, -1], [1, 3]])
+    x = torch.arange(5 * 64, dtype=torch.float32, device="cpu").reshape(5, 64)
+    topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0], [-1, -1], [1, 3]], dtype=torch.int64, device="cpu")
     buffer = ep.Buffer(
         dist.group.WORLD,
         hidden=64,
@@ -517,7 +517,8 @@ def self_test() -> None:
         timeout_s=20.0,
     )
     device = torch.device(buffer.engine)  # both engines have the name of their tensors' device
-    out = buffer.dispatch(x.to(device), topk_idx.to(device), torch.ones(5, 2, device=device))
+    topk_weights = torch.ones(5, 2, dtype=torch.float32, device=device)
+    out = buffer.dispatch(x.to(device), topk_idx.to(device), topk_weights)
     assert isinstance(out.x, torch.Tensor)
     y = buffer.combine(out.x, out.handle).x.cpu()
     buffer.destroy()

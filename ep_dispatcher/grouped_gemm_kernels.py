@@ -331,13 +331,13 @@ def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
     """The addresses of the matrices, int64 on the device."""
     if isinstance(matrices, Tensor):
         begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
-        return torch.arange(begin, begin + len(matrices) * step, step, device=device)
+        return torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
     addresses = tuple(matrix.data_ptr() for matrix in matrices)
     key = addresses, device  # Megatron's gradients stay where they are, so their table is copied once
     if key not in _tables:
         if len(_tables) >= 4096:  # of matrices that come and go
             _tables.clear()
-        _tables[key] = torch.tensor(addresses, device=device)
+        _tables[key] = torch.tensor(addresses, dtype=torch.int64, device=device)
     return _tables[key]
 
 

@@ -37,7 +37,7 @@ class Call:
         if self.take_grads is None:
             return None, *((self.w1, self.w2) if isinstance(self.w1, Tensor) else (*self.w1, *self.w2))
         if self.anchor is None and not any(t.requires_grad for t in others):
-            return (torch.empty(0, requires_grad=True),)
+            return (torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True),)
         return (self.anchor,)
 
     def saved(self, weights: Sequence[Tensor]) -> tuple[Matrices, Matrices]:

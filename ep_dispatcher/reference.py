@@ -53,7 +53,7 @@ def _place_rows(
         row = begin
         for idx, rows in zip(topk_idx, row_of):
             tokens, ks = (idx == e).nonzero(as_tuple=True)
-            rows[tokens, ks] = torch.arange(row, row + tokens.numel())
+            rows[tokens, ks] = torch.arange(row, row + tokens.numel(), dtype=torch.int64, device="cpu")
             row += tokens.numel()
         begin += rows_per_group if layout == "decode" else group
     return row_of, begin, counts, padded
@@ -89,8 +89,9 @@ def dispatch(
         tensors = [xs if isinstance(xs, tuple) else (xs,) for xs in x]
         out = tuple(t.new_zeros(num_rows, t.shape[1]) for t in tensors[0])
         num_topk = topk_idx[0].shape[1]
-        weights = torch.zeros((num_rows, num_topk) if layout == "rank" else (num_rows,))
-        local_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int64)
+        weights_shape = (num_rows, num_topk) if layout == "rank" else (num_rows,)
+        weights = torch.zeros(weights_shape, dtype=torch.float32, device="cpu")
+        local_idx = torch.full((num_rows, num_topk), -1, dtype=torch.int64, device="cpu")
         for src, rows in enumerate(row_of):
             tokens, ks = (rows >= 0).nonzero(as_tuple=True)
             to = rows[tokens, ks]
@@ -104,8 +105,8 @@ def dispatch(
                 x=(out[0], out[1]) if isinstance(x[0], tuple) else out[0],
                 topk_weights=weights if topk_weights is not None else None,
                 topk_idx=local_idx if layout == "rank" else None,
-                tokens_per_expert=torch.tensor(counts, dtype=torch.int64),
-                rows_per_expert=torch.tensor(padded, dtype=torch.int64),
+                tokens_per_expert=torch.tensor(counts, dtype=torch.int64, device="cpu"),
+                rows_per_expert=torch.tensor(padded, dtype=torch.int64, device="cpu"),
                 row_of=row_of,
             )
         )
@@ -134,12 +135,12 @@ def combine(
     results = []
     for src, idx in enumerate(topk_idx):
         shape, dtype = (idx.shape[0], y[0].shape[1]), y[0].dtype
-        total = torch.zeros(shape)
-        weights = torch.zeros(idx.shape)
+        total = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        weights = torch.zeros(idx.shape, dtype=torch.float32, device="cpu")
         for node in sorted(set(node_of)):
-            node_sum = torch.zeros(shape)
+            node_sum = torch.zeros_like(total)
             for dst in (r for r in range(len(y)) if node_of[r] == node):
-                row_of, partial = received[dst].row_of[src], torch.zeros(shape)
+                row_of, partial = received[dst].row_of[src], torch.zeros_like(total)
                 for e in range(dst * num_local, (dst + 1) * num_local):
                     tokens, ks = (idx == e).nonzero(as_tuple=True)
                     rows = row_of[tokens, ks]

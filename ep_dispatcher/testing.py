@@ -313,9 +313,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and not different_bits(a, b).any()
 
 
+def _rand(generator: torch.Generator, *shape: int) -> Tensor:
+    """Return random float32 in [0, 1) on the CPU, whatever the process's defaults are."""
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def with_negative_zeros(t: Tensor, *, seed: int) -> Tensor:
     """Return ``t`` with -0.0 at a random quarter of its elements; the same for the same arguments."""
-    chosen = torch.rand(t.shape, generator=torch.Generator().manual_seed(seed)) < 1 / 4
+    chosen = _rand(torch.Generator().manual_seed(seed), *t.shape) < 1 / 4
     return t.masked_fill(chosen.to(t.device), -0.0)
 
 
@@ -338,19 +343,19 @@ def make_routing(
     if not 0 < num_topk <= num_experts:
         raise ValueError(f"num_topk: given {num_topk}, allowed: 1 to num_experts = {num_experts}")
     generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(num_tokens, num_experts, generator=generator).clamp(1e-7, 1 - 1e-7)
+    score = _rand(generator, num_tokens, num_experts).clamp(1e-7, 1 - 1e-7)
     if kind == "skewed":  # adding Gumbel noise to log(popularity) draws without replacement in proportion to it
-        score = -(-score.log()).log() - torch.arange(1, num_experts + 1).log()
+        score = -(-score.log()).log() - torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
     topk_idx = score.topk(num_topk, dim=1).indices
-    columns = torch.rand(num_tokens, num_topk, generator=generator)
-    rows = torch.rand(num_tokens, 1, generator=generator)
+    columns = _rand(generator, num_tokens, num_topk)
+    rows = _rand(generator, num_tokens, 1)
     if kind == "one_expert":
         topk_idx = torch.where(columns == columns.amax(1, keepdim=True), 0, -1)
     elif kind == "masked":
         topk_idx = topk_idx.masked_fill((columns < 1 / 4) | (rows < 1 / 9), -1)
     elif kind == "empty":
         topk_idx = torch.full_like(topk_idx, -1)
-    topk_weights = 1 - torch.rand(num_tokens, num_topk, generator=generator) if weights else None
+    topk_weights = 1 - _rand(generator, num_tokens, num_topk) if weights else None
     return topk_idx, topk_weights
 
 
@@ -364,18 +369,18 @@ def make_hot_routing(
     """
     num_local = num_experts // num_ranks
     share = min(1.0, times / num_ranks)
-    wanted = (torch.arange(num_tokens + 1, dtype=torch.float64) * num_topk * share).floor().long().diff()
+    wanted = (torch.arange(num_tokens + 1, dtype=torch.float64, device="cpu") * num_topk * share).floor().long().diff()
     others = num_topk - wanted
     if num_tokens and (int(wanted.max()) > num_local or int(others.max()) > num_experts - num_local):
         allowed = f"no more than its {num_local} experts"
         raise ValueError(f"num_topk: given {num_topk}, of which {share:.0%} to one rank, allowed: {allowed}")
     generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(num_tokens, num_experts, generator=generator)
+    score = _rand(generator, num_tokens, num_experts)
     hot, cold = (part.argsort(1, descending=True) for part in (score[:, :num_local], score[:, num_local:]))
-    column = torch.arange(num_topk)
+    column = torch.arange(num_topk, dtype=torch.int64, device="cpu")
     padded = torch.nn.functional.pad
     from_hot = padded(hot, (0, max(0, num_topk - hot.shape[1])))[:, :num_topk]
     position = (column - wanted[:, None]).clamp(0, max(0, cold.shape[1] - 1))
     from_cold = num_local + cold.gather(1, position) if cold.shape[1] else torch.zeros_like(position)
     topk_idx = torch.where(column < wanted[:, None], from_hot, from_cold)
-    return topk_idx, 1 - torch.rand(num_tokens, num_topk, generator=generator)
+    return topk_idx, 1 - _rand(generator, num_tokens, num_topk)

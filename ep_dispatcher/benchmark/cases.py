@@ -81,7 +81,8 @@ class Case:
         """Return x, topk_idx and topk_weights of a rank."""
         topk_idx, topk_weights = self.routing_on_host(rank)
         generator = torch.Generator(device).manual_seed(rank)
-        x = torch.randn(self.tokens, self.hidden, generator=generator, device=device).to(getattr(torch, self.dtype))
+        x = torch.randn(self.tokens, self.hidden, generator=generator, dtype=torch.float32, device=device)
+        x = x.to(getattr(torch, self.dtype))
         return x, topk_idx.to(device), topk_weights.to(device)
 
 

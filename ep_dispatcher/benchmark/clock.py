@@ -59,7 +59,7 @@ class DeviceClock:
     def __init__(self):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=self.device)
-        self._meeting = torch.zeros(1, device=self.device)
+        self._meeting = torch.zeros(1, dtype=torch.float32, device=self.device)
         dist.all_reduce(self._meeting)  # the first one starts NCCL
 
     def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:

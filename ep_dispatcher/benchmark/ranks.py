@@ -31,14 +31,14 @@ class TorchrunRanks:
 
 
 def sum_over_ranks(values: list[int]) -> list[int]:
-    total = torch.tensor(values, dtype=torch.int64)
+    total = torch.tensor(values, dtype=torch.int64, device="cpu")
     dist.all_reduce(total)
     return total.tolist()
 
 
 def largest_over_ranks(values: list[float]) -> list[float]:
     """Return the largest value of each entry."""
-    largest = torch.tensor(values, dtype=torch.float64)
+    largest = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
 

@@ -21,7 +21,7 @@ def least_rows(topk_idx: Tensor, rank: int, num_ranks: int, ranks_per_node: int,
     goes once to every rank of that node that has one.
     """
     dst = topk_idx.div(num_experts // num_ranks, rounding_mode="floor")  # "no expert" stays -1
-    reached = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool)
+    reached = torch.zeros(topk_idx.shape[0], num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
     reached.scatter_(1, dst + 1, torch.ones_like(dst, dtype=torch.bool))
     reached = reached[:, 1:]
     node, local_rank = divmod(rank, ranks_per_node)

@@ -27,8 +27,8 @@ class Aborts:
     ):
         self._copy, self._own_flag, self._flags, self._rank = copy, own_flag, flags, rank
         self.named: Callable[[], Iterable[int]] = tuple
-        self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
-        self._late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._one = torch.ones(1, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._late = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         self._stream = torch.cuda.Stream(device)  # copies here need not wait for the kernels under way
 
     def free(self) -> None:

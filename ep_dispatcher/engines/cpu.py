@@ -202,7 +202,7 @@ class CpuEngine:
         counted_rows, elements = c.count()
         if num_rows >= 0:
             elements = self.plan_capacity(num_rows, request.layout)
-        plan = torch.empty(elements, dtype=torch.int32)
+        plan = torch.empty(elements, dtype=torch.int32, device="cpu")
         c.start_plan(plan.data_ptr())
         step("send lists")
         pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
@@ -210,7 +210,7 @@ class CpuEngine:
 
     def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor | None) -> Received:
         config, rows, scales = self._config, request.rows, request.scales
-        tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64) for _ in range(2))
+        tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64, device="cpu") for _ in range(2))
         self._c.counts_per_expert(address_of(tokens), address_of(padded))
         by_rank, per_choice = request.layout == "rank", (num_rows, config.num_topk)
         weights_shape = per_choice if by_rank else (num_rows,)
@@ -218,9 +218,9 @@ class CpuEngine:
             self.rows_on_host = padded.clone()  # `padded` belongs to the caller
         return Received(
             rows=rows.new_empty(num_rows, rows.shape[1]),
-            scales=None if scales is None else torch.empty(num_rows, scales.shape[1]),
-            topk_weights=None if request.topk_weights is None else torch.empty(weights_shape),
-            topk_idx=torch.empty(per_choice, dtype=torch.int64) if by_rank else None,
+            scales=None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+            topk_weights=None if request.topk_weights is None else request.topk_weights.new_empty(weights_shape),
+            topk_idx=torch.empty(per_choice, dtype=torch.int64, device="cpu") if by_rank else None,
             tokens_per_expert=tokens,
             rows_per_expert=padded,
             plan=plan,
@@ -237,7 +237,9 @@ class CpuEngine:
         assert waves is None
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
-        weights_out = torch.empty(request.num_tokens, self._config.num_topk) if has_weights else None
+        weights_out = None
+        if request.topk_weights is not None:
+            weights_out = request.topk_weights.new_empty(request.num_tokens, self._config.num_topk)
         topk_weights = address_of(request.topk_weights)
         with self._operation("combine", request.plan) as step:
             operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
@@ -315,7 +317,7 @@ class CpuEngine:
         waited = self._c.waited_ns
         for rank, now, before in zip(self._rail.ranks, self._rail.waited_ns, rail_before, strict=True):
             waited[rank] += now - before
-        wait_ns.detach().add_(torch.tensor(waited))
+        wait_ns.detach().add_(torch.tensor(waited, dtype=torch.int64, device="cpu"))
 
     def check(self) -> None:
         self._health.raise_if_ended()
@@ -338,7 +340,7 @@ class CpuEngine:
 
     @property
     def mask(self) -> Tensor:
-        return torch.tensor(self._c.masked, dtype=torch.int32)
+        return torch.tensor(self._c.masked, dtype=torch.int32, device="cpu")
 
     def mask_rank(self, rank: int) -> None:
         self._health.raise_if_ended()

@@ -144,7 +144,7 @@ class CudaEngine:
             self._regions.allocate()
             self._regions.memory[: compiled.flag_bytes(c)].zero_()
             self._state = torch.zeros(compiled.state_bytes(c, self.num_sms), dtype=torch.uint8, device=self._device)
-            self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, pin_memory=True)
+            self._report = torch.zeros(compiled.report_bytes(c), dtype=torch.uint8, device="cpu", pin_memory=True)
             self._counted_rows = self._report[compiled.counted_rows_offset :].view(torch.int64)
             torch.cuda.synchronize(self._device)
 

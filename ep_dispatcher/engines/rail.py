@@ -155,7 +155,9 @@ class Rail:
         receive = group.recv  # type: ignore[attr-defined]  # PyTorch's stubs lack it
         for node in self.others:
             try:
-                receive([torch.empty(1, dtype=torch.uint8)], node, _NO_TAG).wait(timedelta(milliseconds=1))
+                receive([torch.empty(1, dtype=torch.uint8, device="cpu")], node, _NO_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
             except RuntimeError:  # as intended; or only this connection was closed already
                 pass
 

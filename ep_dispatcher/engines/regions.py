@@ -306,7 +306,7 @@ _process = SimpleNamespace(
 def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes] of memory that PyTorch has not allocated."""
     interface = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3, strides=None)
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), dtype=torch.uint8, device=device)
 
 
 def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -> list[int]:

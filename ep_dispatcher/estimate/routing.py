@@ -124,10 +124,9 @@ def make_limited_routing(
     scores are uniform in (0, 1).
     """
     generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(num_tokens, num_groups, num_experts // num_groups, generator=generator)
+    shape = num_tokens, num_groups, num_experts // num_groups
+    score = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
     of_group = score.amax(2) if group_score == "max" else score.topk(min(2, score.shape[2]), 2).values.sum(2)
-    best = torch.zeros(num_tokens, num_groups, dtype=torch.bool)
-    best.scatter_(
-        1, of_group.topk(topk_groups, 1).indices, torch.ones((), dtype=torch.bool).expand(num_tokens, topk_groups)
-    )
+    best = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device="cpu")
+    best.scatter_(1, of_group.topk(topk_groups, 1).indices, True)
     return score.masked_fill(~best[:, :, None], -1).view(num_tokens, num_experts).topk(num_topk, 1).indices

@@ -54,14 +54,14 @@ class Counts:
 def count(sizes: Sizes, routing: Iterable[Tensor]) -> Counts:
     """Count one routing: ``routing`` yields topk_idx of every rank in order, int64 [tokens, topk], -1 for no expert."""
     nodes, locals_ = sizes.nodes, sizes.gpus_per_node
-    counts = {f.name: torch.zeros(nodes, locals_, dtype=torch.int64) for f in fields(Counts)}
+    counts = {f.name: torch.zeros(nodes, locals_, dtype=torch.int64, device="cpu") for f in fields(Counts)}
     for source, topk_idx in enumerate(routing):
         node, local = divmod(source, locals_)
         chosen = topk_idx[topk_idx >= 0]
         counts["copies"] += torch.bincount(chosen // sizes.local_experts, minlength=sizes.ranks).view(nodes, locals_)
         dst = topk_idx.div(sizes.local_experts, rounding_mode="floor")  # -1 stays -1
-        reached = torch.zeros(topk_idx.shape[0], sizes.ranks + 1, dtype=torch.bool)
-        reached.scatter_(1, dst + 1, torch.ones((), dtype=torch.bool).expand_as(dst))
+        reached = torch.zeros(topk_idx.shape[0], sizes.ranks + 1, dtype=torch.bool, device="cpu")
+        reached.scatter_(1, dst + 1, True)
         reached = reached[:, 1:].view(-1, nodes, locals_)
         items = reached.sum(0)  # [nodes, locals]: tokens of the source for every receiver
         rows = reached.any(2).sum(0)  # [nodes]: tokens of the source for every node

@@ -33,7 +33,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
     # Few operations: each takes a GPU about 2 us, and the host 5. The first entry of `counted` is for -1.
     counted = expert.new_zeros(1 + num_experts, dtype=torch.int32)
     counted.scatter_add_(0, (expert + 1).flatten(), counted.new_ones(1).expand(expert.numel()))
-    ranks = torch.arange(num_ranks, device=expert.device)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device=expert.device)
     in_rank = (expert // (num_experts // num_ranks))[:, :, None].eq(ranks).any(1)
     per_node = None
     if num_ranks > NVL_PEERS:
@@ -53,7 +53,7 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
             f"dispatch by is_token_in_rank alone, or of another row size than the handle's: {num_ranks} ranks, and the "
             f"engine takes {checks.MAX_TOPK} choices of a token; give topk_idx"
         )
-    ranks = torch.arange(num_ranks, device=is_token_in_rank.device)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device=is_token_in_rank.device)
     return ranks.where(is_token_in_rank, -1)
 
 

@@ -194,7 +194,7 @@ class LowLatency:
         pool = self._check_low_latency()
         rank = checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if not mask:
-            status = torch.zeros(self.group_size, dtype=torch.int32)
+            status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
             pool.add_masks(status)
             if status[rank]:
                 raise NotImplementedError(

@@ -126,7 +126,7 @@ def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[T
     source: int64 [rows] rank * most + token, of rows in expert layout; counts: int64 [num_local_experts]
     """
     num_local, rows_per_group, ends = counts.numel(), num_ranks * most, counts.cumsum(0)
-    row = torch.arange(source.numel(), device=source.device)
+    row = torch.arange(source.numel(), dtype=torch.int64, device=source.device)
     used = row < ends[-1]
     expert = torch.searchsorted(ends, row, right=True).clamp_(max=num_local - 1)
     packed_row = torch.where(used, expert * rows_per_group + row - (ends - counts)[expert], num_local * rows_per_group)
@@ -143,9 +143,9 @@ def _place(source: Tensor, counts: Tensor, num_ranks: int, most: int) -> tuple[T
 def _rows_back(topk_idx: Tensor, num_experts: int) -> Tensor:
     """Return int64 [num_tokens, num_topk]: the position of each choice's row in the order of (expert, token)."""
     num_tokens = topk_idx.shape[0]
-    token = torch.arange(num_tokens, device=topk_idx.device)[:, None]
+    token = torch.arange(num_tokens, dtype=torch.int64, device=topk_idx.device)[:, None]
     order = (topk_idx.where(topk_idx >= 0, num_experts) * num_tokens + token).flatten().argsort()
-    place = torch.arange(order.numel(), device=topk_idx.device)
+    place = torch.arange(order.numel(), dtype=torch.int64, device=topk_idx.device)
     return torch.empty_like(order).scatter_(0, order, place).view_as(topk_idx)
 
 

@@ -190,7 +190,7 @@ class Pool:
             most = -(-num_worst_tokens // self.group.size())
             source = f"num_worst_tokens / ranks = {most}; or set EP_DISPATCHER_MAX_TOKENS_PER_RANK"
         else:
-            agreed = torch.tensor(num_tokens)
+            agreed = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
             self.agree(agreed, dist.ReduceOp.MAX, "agree on the number of tokens")
             return self.sized(key, max(1, int(agreed)))
         if num_tokens > most:

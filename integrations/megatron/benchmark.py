@@ -91,7 +91,7 @@ def as_routed(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: in
     if (topk_idx < 0).any():
         raise ValueError("routing: given tokens with fewer than top-k experts, allowed: what alltoall takes")
     routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool, device=x.device)
-    probs = torch.zeros(num_tokens, num_experts, device=x.device)
+    probs = torch.zeros(num_tokens, num_experts, dtype=torch.float32, device=x.device)
     return x.unsqueeze(1), routing_map.scatter_(1, topk_idx, True), probs.scatter_(1, topk_idx, topk_weights)
 
 

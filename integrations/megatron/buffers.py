@@ -98,7 +98,7 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
         return given
     needed = num_tokens
     if not shared.buffers or config.variable_seq_lengths:
-        most = torch.tensor(num_tokens)
+        most = torch.tensor(num_tokens, dtype=torch.int64, device="cpu")
         try:
             all_reduce(most, dist.ReduceOp.MAX, group, about="agree on the number of tokens", note=note)
         except ep.PeerTimeoutError:

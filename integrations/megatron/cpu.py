@@ -64,6 +64,6 @@ def let_megatron_run_on_cpu() -> None:
         return move(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8, device="cpu")
     rng._set_cuda_rng_state = _nothing
     rng.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()

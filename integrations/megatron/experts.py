@@ -183,7 +183,7 @@ class Experts:
         note = f"layer {layer.layer_number}"
         if self.parts_agreed is None:
             group = layer.token_dispatcher.tp_ep_group
-            cannot = torch.zeros(group.size(), dtype=torch.int32)
+            cannot = torch.zeros(group.size(), dtype=torch.int32, device="cpu")
             cannot[group.rank()] = not here
             all_reduce(cannot, dist.ReduceOp.MAX, group, about="agree on the parts", note=note)
             refusing = [dist.get_global_rank(group, rank) for rank in cannot.nonzero().flatten().tolist()]

@@ -330,7 +330,7 @@ def _set_weights(layer, seed: int) -> None:
             deviation = (
                 0.01 if name in ("router.expert_bias",) else 0.1 if isinstance(tensor, torch.nn.Parameter) else 0
             )
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * deviation)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu") * deviation)
 
 
 @torch.no_grad()
@@ -370,9 +370,11 @@ def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
     rank, tp = dist.get_rank(), run.settings.get("tensor_model_parallel_size", 1)
     length = run.tokens
     if given.uneven_tokens:  # a tensor parallel group shares its sequences
-        length = int(torch.randint(1, length + 1, (), generator=_generator(given.seed, step, "length", rank // tp)))
+        generator = _generator(given.seed, step, "length", rank // tp)
+        length = int(torch.randint(1, length + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
     shape = (length, run.batch, run.settings["hidden_size"])
-    x, grad = (torch.randn(shape, generator=_generator(given.seed, step, what, rank)) for what in ("tokens", "grad"))
+    generators = (_generator(given.seed, step, what, rank) for what in ("tokens", "grad"))
+    x, grad = (torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators)
     return x, grad
 
 
@@ -471,7 +473,8 @@ def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[st
                 moments.append(time.perf_counter())
                 _synchronize(x)
             hook.remove()
-            took = torch.tensor([time.perf_counter() - start, moments[0] - start, moments[-1] - start], device=x.device)
+            seconds_here = [time.perf_counter() - start, moments[0] - start, moments[-1] - start]
+            took = torch.tensor(seconds_here, dtype=torch.float32, device=x.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             of_layer.append(took.tolist())
     medians = {name: map(statistics.median, zip(*of_layer[1:])) for name, of_layer in seconds.items()}
