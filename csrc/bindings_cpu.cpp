@@ -111,6 +111,9 @@ PYBIND11_MODULE(_C_cpu, m) {
   // Return the number of int32 of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
 
+  // Return whether this process may write at a tensor's address.
+  m.def("is_writable", [](Address address) { return is_writable(pointer<char>(address)); });
+
   // For tests: is_gone() is true once the process has ended.
   py::class_<Process>(m, "Process", py::module_local()).def(py::init<int>()).def("is_gone", &Process::is_gone);
 
@@ -133,7 +136,10 @@ PYBIND11_MODULE(_C_cpu, m) {
       .def("mask", &Engine::mask)
       .def_property_readonly("masked", &Engine::masked)
       .def("unmask", &Engine::unmask)
-      .def("check_plan", [](const Engine& e, Address plan) { e.check_plan(pointer<const int32_t>(plan)); })
+      .def("check_plan",
+           [](const Engine& e, Address plan, size_t elements, int64_t num_tokens, int64_t num_rows) {
+             e.check_plan(pointer<const int32_t>(plan), elements, num_tokens, num_rows);
+           })
       .def(
           "route",
           [](Engine& e, Address topk_idx, ep::Layout layout, int expert_alignment, int max_recv_rows,

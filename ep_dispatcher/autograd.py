@@ -30,6 +30,7 @@ from torch.nn import Parameter
 from ep_dispatcher import checks
 from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
+from ep_dispatcher.engines.base import COMBINE_ARGUMENTS, DISPATCH_ARGUMENTS
 from ep_dispatcher.float8 import BLOCK, QuantizedRows
 from ep_dispatcher.handle import DispatchOutput, Handle
 
@@ -162,6 +163,13 @@ def is_observed(request: Iterable[object]) -> bool:
     )
 
 
+def refuse_dtensors(**arguments: object) -> None:
+    """Refuse DTensors where something is observed: an operator would mix their local parts with other tensors."""
+    if not torch.compiler.is_compiling():
+        for argument, value in arguments.items():
+            checks.dtensor(argument, value)
+
+
 def _needs_no_autograd() -> bool:
     """Return whether neither gradients nor tangents are wanted here, as in a backward."""
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
@@ -176,6 +184,7 @@ def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 
 def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if is_observed(request):
+        refuse_dtensors(**dict(zip(DISPATCH_ARGUMENTS, request)))
         return Received(*dispatch_op(*request, buffer.id, None))
     if _needs_no_autograd():
         return _launch_dispatch(buffer, request)
@@ -186,6 +195,7 @@ def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
 
 def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
     if is_observed(request):
+        refuse_dtensors(**dict(zip(COMBINE_ARGUMENTS, request)))
         return Combined(*combine_op(*request, buffer.id, None))
     if _needs_no_autograd():
         return buffer._launch_combine(request)

@@ -23,6 +23,7 @@ from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Eng
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
+from ep_dispatcher.plain import writable
 from ep_dispatcher.topology import Topology, host_id
 
 T = TypeVar("T")
@@ -401,6 +402,7 @@ class Buffer:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
             if not wait_ns.is_contiguous():
                 checks.fail(argument, f"strides {wait_ns.stride()}", "a contiguous tensor")
+            writable(argument, wait_ns)
         engine.measure_waits(operation, wait_ns)
         self._wait_ns[operation] = wait_ns
 
@@ -683,15 +685,17 @@ class Buffer:
         if not is_traced:
             engine.rows_on_host = None  # a traced operation never reaches the engine
         received = launch(request)
-        assert received.plan is not None
+        plan, num_tokens, num_rows = received.plan, request.rows.shape[0], received.rows.shape[0]
+        assert plan is not None
         return received, Handle.of(
             buffer_id=self.id,
             layout=request.layout,
             expert_alignment=request.expert_alignment,
-            num_tokens=request.rows.shape[0],
-            num_rows=received.rows.shape[0],
-            plan=received.plan,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            plan=plan,
             rows_on_host=None if is_traced else engine.rows_on_host,
+            made_with=(request.layout, request.expert_alignment, num_tokens, num_rows, plan.shape, plan.dtype),
         )
 
     def _checked_combine(

@@ -7,6 +7,7 @@ engine has found into words.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -127,6 +128,8 @@ def buffer_size(
         )
     if slots > MAX_INT:
         fail("max_tokens_per_rank", f"{given}, which makes {slots} partial sums", f"at most {MAX_INT} of them")
+    if num_nodes * max_tokens_per_rank > MAX_INT:  # of a rank and its rail peers
+        fail("max_tokens_per_rank", f"{given} on {num_nodes} nodes", f"at most {MAX_INT // num_nodes} on so many")
 
 
 def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
@@ -139,6 +142,18 @@ def masks(num_nodes: int, ranks_per_node: int, suspendable: bool) -> None:
         fail("mask_late_ranks", "True with suspendable=True", "one of both")
 
 
+def is_a(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class, without an import: nobody can have made it before the module was there."""
+    known = getattr(sys.modules.get(module), name, None)
+    return known is not None and isinstance(value, known)
+
+
+def dtensor(argument: str, value: object) -> None:
+    """Refuse a DTensor: its shape is that of all ranks together, and each rank sends its own rows."""
+    if is_a(value, "torch.distributed.tensor", "DTensor"):
+        fail(argument, "a DTensor", "a tensor of this rank alone: the DTensor's to_local() or full_tensor()")
+
+
 def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[Any, ...], device: str) -> None:
     """Check a tensor. ``shape`` has an int for a fixed size, a name for a free one."""
     if not isinstance(value, Tensor):
@@ -146,10 +161,14 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
     else:
         # Every attribute of a tensor costs host time: read each one once. `device.type` makes a new str each time, so
         # test for a GPU without it.
-        sizes, dense = value.shape, value.layout == torch.strided
+        try:
+            sizes, dense = value.shape, value.layout == torch.strided
+        except RuntimeError:  # of a nested tensor, which has no shape
+            fail(argument, "a nested tensor", "a tensor with one shape for all of its rows")
         is_there = value.is_cuda if device == "cuda" else value.device.type == device
         if is_there and dense and value.dtype in dtypes and (sizes == shape or _fits(sizes, shape)):
             return  # before a text is formatted: torch.compile cannot format unknown sizes
+        dtensor(argument, value)
         given = f"{list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
     fail(argument, given, words)
@@ -197,6 +216,9 @@ def handle(handle: Handle, buffer_id: str) -> None:
         fail("handle", type(handle).__name__, "the Handle of a dispatch on this buffer")
     if handle.buffer_id != buffer_id:
         fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({buffer_id})")
+    # Engines trust them: with others they would leave the memory of the plan, or that of the rows.
+    if not torch.compiler.is_compiling() and handle.sizes() != handle.made_with:
+        fail("handle", "one with changed sizes", "the handle as its dispatch returned it")
 
 
 def reuse(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ep_dispatcher import checks, float8
 from ep_dispatcher.engines import CombineRequest, EngineConfig
-from ep_dispatcher.engines.base import plain
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.plain import plain, writable
 
 if TYPE_CHECKING:
     from ep_dispatcher.buffer import Buffer
@@ -123,9 +123,10 @@ def combine(
     assert weights is not None  # as it is a tensor
     if out is not None:
         checks.tensor("out", out, (config.dtype,), (handle.num_tokens, config.hidden), engine.device)
+        writable("out", out)
     request = CombineRequest(y.reshape(-1, config.hidden), handle.plan, None, handle.num_tokens, "decode")
     sums = out.detach() if out is not None and _takes_sums(out, y) else None
-    combined = buffer._launch_combine(request, plain(weights), only_sends=return_hook, out=sums)
+    combined = buffer._launch_combine(request, plain("weights", weights), only_sends=return_hook, out=sums)
 
     def complete() -> None:
         if out is None:

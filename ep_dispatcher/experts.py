@@ -14,11 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from ep_dispatcher import checks, grouped_gemm, parts, waves
-from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_transforms
+from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.grouped_gemm import Matrices
 from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp, grouped_swiglu_mlp_of_sets
 from ep_dispatcher.handle import DispatchOutput
+from ep_dispatcher.plain import require_memory
 
 ACTIVATIONS = ("swiglu",)
 
@@ -91,11 +92,12 @@ def moe_mlp(
     if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
         allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
-    is_plain = not is_observed((x, topk_idx, topk_weights, w1, w2))
-    has_kernels = grouped_gemm.has_kernels(x) and is_plain
+    refuse_dtensors(w1=w1, w2=w2)
+    is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2))
+    has_kernels = grouped_gemm.has_kernels(x) and is_eager
     if has_kernels:
-        w1, w2 = _aligned(w1), _aligned(w2)
-    if has_kernels or (is_plain and num_parts > 1):
+        w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
+    if has_kernels or (is_eager and num_parts > 1):
         send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
         options: dict[str, Any] = dict(overlap=overlap, num_parts=num_parts, keep_activated=keep_activated)
         return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
@@ -214,8 +216,9 @@ def _rows_of(out: DispatchOutput) -> tuple[Tensor, Tensor, Tensor]:
     return out.x, out.topk_weights, out.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def _aligned(weight: Tensor) -> Tensor:
+def _aligned(argument: str, weight: Tensor) -> Tensor:
     """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
+    require_memory(argument, weight)
     weight = weight.contiguous()
     return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
 

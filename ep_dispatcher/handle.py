@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ class _Result:
         return made
 
     def __repr__(self) -> str:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # all that inherit this are dataclasses
+        names = [one.name for one in fields(self) if one.repr]  # type: ignore[arg-type]  # each class is a dataclass
         given = ", ".join(f"{name}={_short(getattr(self, name))}" for name in names)
         return f"{type(self).__name__}({given})"
 
@@ -55,6 +55,12 @@ class Handle(_Result):
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
+    made_with: tuple[Any, ...] = field(default=(), repr=False)  # sizes() when it was made
+
+    def sizes(self) -> tuple[Any, ...]:
+        """Return what decides how much memory an operation with this handle reads and writes."""
+        plan = self.plan
+        return self.layout, self.expert_alignment, self.num_tokens, self.num_rows, plan.shape, plan.dtype
 
 
 class Event(Protocol):

@@ -44,3 +44,36 @@ def combine_zeros(rank: int, engine: str, ranks_per_node: int, dtype: torch.dtyp
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
 def test_combine_of_zeros_is_positive(pools, engine, ranks_per_node, dtype, num_topk):
     pools(NUM_RANKS).run(combine_zeros, engine, ranks_per_node, dtype, num_topk)
+
+
+def combine_weights(rank: int, engine: str, ranks_per_node: int) -> None:
+    """Weights only travel, so every bit of them does: also the sign of a zero, as topk_weights and as a gradient."""
+    device, num_topk = device_of(engine, rank), 4
+    sizes = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=num_topk, max_tokens_per_rank=NUM_TOKENS)
+    options = dict(sizes, dtype=torch.float32, engine=engine, ranks_per_node=ranks_per_node, timeout_s=30)
+    x, idx = torch.ones(NUM_TOKENS, HIDDEN), routing(num_topk)
+    node_of = [r // ranks_per_node for r in range(NUM_RANKS)]
+    with ep.Buffer(**options) as buffer:
+        for layout in ("expert", "rank"):
+            given = dict(num_experts=NUM_EXPERTS, layout=layout)
+            received = reference.dispatch(
+                [x] * NUM_RANKS, [idx] * NUM_RANKS, [torch.ones(idx.shape)] * NUM_RANKS, **given
+            )
+            values = torch.tensor([-0.0, 0.0, torch.nan, -1.0, torch.inf, -0.0, -0.0]).repeat(99)
+            weights = [values[: each.topk_weights.numel()].view_as(each.topk_weights) for each in received]
+            y = [each.x for each in received]
+            _, right = reference.combine(y, received, [idx] * NUM_RANKS, weights, node_of=node_of, **given)[rank]
+            assert (right.view(torch.int32) == torch.tensor(-0.0).view(torch.int32)).any()
+
+            leaf = torch.ones(idx.shape, device=device, requires_grad=True)
+            out = ep.dispatch(buffer, x.to(device), idx.to(device), leaf, layout=layout)
+            mine = weights[rank].to(device)
+            (grad,) = torch.autograd.grad(out.topk_weights, leaf, mine)
+            back = buffer.combine(out.x.detach(), out.handle, topk_weights=mine).topk_weights
+            for seen in (back, grad):
+                assert torch.equal(seen.cpu().view(torch.int32), right.view(torch.int32)), layout
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+def test_weights_keep_their_bits(pools, engine, ranks_per_node):
+    pools(NUM_RANKS).run(combine_weights, engine, ranks_per_node)

@@ -8,6 +8,22 @@
 #include "cpu/sum_rows.h"
 
 namespace ep::cpu {
+namespace {
+
+// Merge the weights of two partial sums of one token, [num_topk]: `from` into `to`. In each column at most one of all
+// partial sums has a weight, and the others have 0, whose bits are all 0. So OR keeps every bit of the weight, also the
+// sign of -0.0, which an addition to 0 would lose.
+void merge_weights(float* to, const float* from, int num_topk) {
+  for (int k = 0; k < num_topk; ++k) {
+    uint32_t kept, more;
+    std::memcpy(&kept, to + k, sizeof(kept));
+    std::memcpy(&more, from + k, sizeof(more));
+    kept |= more;
+    std::memcpy(to + k, &kept, sizeof(kept));
+  }
+}
+
+}  // namespace
 
 void Engine::push(int node, const CombineArgs& args) {
   if (pushed_epoch_ != epoch_) wait_for(&Region::consumed, 0, "free slots", pushed_epoch_);
@@ -86,8 +102,7 @@ Span Engine::reduce(int node, bool has_weights) {
       if (!has_weights) continue;
       float* weights = sums.weights + static_cast<size_t>(row) * num_topk;
       std::fill_n(weights, num_topk, 0.0f);
-      for (size_t j = 0; j < num_slots; ++j)  // in each column at most one slot is not 0: no rounding
-        for (int k = 0; k < num_topk; ++k) weights[k] += slots.weights[(begin + j) * num_topk + k];
+      for (size_t j = 0; j < num_slots; ++j) merge_weights(weights, slots.weights + (begin + j) * num_topk, num_topk);
     }
   }
   return {data, c.size()};
@@ -131,7 +146,7 @@ void Engine::sum(const CombineArgs& args) {
       int n = 0;
       const auto add = [&](const char* row, const float* row_weights) {
         rows[n++] = row;
-        for (int k = 0; weights && k < num_topk; ++k) weights[k] += row_weights[k];
+        if (weights) merge_weights(weights, row_weights, num_topk);
       };
       for (int m = 0; m < config_.num_nodes; ++m) {
         if (config_.masks) {

@@ -153,10 +153,20 @@ void Engine::unmask(uint32_t epoch) {
     raise_flag((own().*flags)[0], epoch);
 }
 
-void Engine::check_plan(const int32_t* block) const {
-  const Plan plan = read_plan(config_, block);
-  if (plan.head->magic != PlanHead::kMagic || plan.head->buffer_uid != buffer_uid_)
+void Engine::check_plan(const int32_t* block, size_t elements, int64_t num_tokens, int64_t num_rows) const {
+  const auto* head = reinterpret_cast<const PlanHead*>(block);
+  if (elements * sizeof(*block) < sizeof(PlanHead) || head->magic != PlanHead::kMagic ||
+      head->buffer_uid != buffer_uid_)
     throw std::invalid_argument("handle: given a plan of another buffer, allowed: one that this buffer made");
+  const auto is_count = [](int64_t number, int64_t most) { return 0 <= number && number <= most; };
+  const int64_t most_items = static_cast<int64_t>(config_.num_ranks()) * config_.max_tokens;
+  const int64_t most_tokens = static_cast<int64_t>(config_.num_nodes) * config_.max_tokens;
+  Cursor end;
+  if (head->num_tokens != num_tokens || head->num_rows != num_rows || !is_count(num_tokens, config_.max_tokens) ||
+      !is_count(head->num_items, most_items) || !is_count(head->num_copies, most_items * config_.num_topk) ||
+      !is_count(head->num_reduced, most_tokens) ||
+      (carve_plan(end, config_, head), end.size() > elements * sizeof(*block)))
+    throw std::invalid_argument("handle: given a plan of other sizes, allowed: the handle as its dispatch returned it");
 }
 
 Call Engine::call_of(int64_t operation, int64_t plan, int64_t layout, int64_t alignment) const {

@@ -92,8 +92,9 @@ class Engine {
   // Unmask all ranks, and count epochs on from `epoch`, no smaller than that of any rank. All ranks of the node do this
   // between two operations, and begin none before all have done it.
   void unmask(uint32_t epoch);
-  // Throw std::invalid_argument when another buffer made the plan.
-  void check_plan(const int32_t* plan) const;
+  // Throw std::invalid_argument when another buffer made the plan, or when its sizes are not those of the handle: this
+  // rank's tokens, and rows of the output. elements: int32 that the plan's memory holds.
+  void check_plan(const int32_t* plan, size_t elements, int64_t num_tokens, int64_t num_rows) const;
 
   // ---- dispatch
   // Announce a dispatch with a new plan. Wait for free staging. Write this rank's counts and lists, for all nodes.

@@ -1,6 +1,7 @@
 #include "cpu/process.h"
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -49,6 +50,13 @@ Status read_status(int pid) {
 }
 
 }  // namespace
+
+bool is_writable(void* address) {
+  char byte = *static_cast<volatile char*>(address);
+  const iovec from{&byte, 1}, to{address, 1};
+  // Write the byte that is there: unlike a store, a system call reports memory that may only be read.
+  return process_vm_writev(getpid(), &from, 1, &to, 1, 0) == 1 || errno != EFAULT;
+}
 
 Process::Process(int pid) : pid_(pid), start_time_(read_status(pid).start_time) {}
 

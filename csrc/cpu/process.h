@@ -1,8 +1,11 @@
-// A peer's process. The start time distinguishes it from a later process with the same number.
 #pragma once
 
 namespace ep::cpu {
 
+// Return whether this process may write at an address that it may read. True if the system does not say.
+bool is_writable(void* address);
+
+// A peer's process. The start time distinguishes it from a later process with the same number.
 class Process {
  public:
   explicit Process(int pid);

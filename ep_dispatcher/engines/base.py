@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, Store
 
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
+from ep_dispatcher.plain import is_plain, plain
 from ep_dispatcher.topology import Topology
 
 
@@ -42,6 +43,9 @@ class EngineConfig:
 
 
 # Every operation makes a request, so requests are NamedTuples: a frozen dataclass takes four times as long to make.
+# Their first fields come from these arguments of the caller:
+DISPATCH_ARGUMENTS = ("x", "x[1]", "topk_idx", "topk_weights", "handle")
+COMBINE_ARGUMENTS = ("y", "handle", "topk_weights")
 
 
 class DispatchRequest(NamedTuple):
@@ -66,12 +70,14 @@ class DispatchRequest(NamedTuple):
         """Return a request whose tensors engines can read by address, with topk_idx as int64."""
         tensors, topk_idx = self[:5], self.topk_idx
         for t in tensors:
-            if t is not None and (not t.is_contiguous() or t.is_neg()):
+            if t is not None and not is_plain(t):
                 break
         else:
             if topk_idx is None or topk_idx.dtype == torch.int64:
                 return self  # the usual case, three times as fast as a new request
-        rows, scales, topk_idx, topk_weights, plan = (None if t is None else plain(t) for t in tensors)
+        rows, scales, topk_idx, topk_weights, plan = (
+            None if t is None else plain(argument, t) for argument, t in zip(DISPATCH_ARGUMENTS, tensors)
+        )
         assert rows is not None  # as it was given
         topk_idx = None if topk_idx is None else topk_idx.long()
         return DispatchRequest(rows, scales, topk_idx, topk_weights, plan, *self[5:])
@@ -89,18 +95,15 @@ class CombineRequest(NamedTuple):
     def plain(self) -> CombineRequest:
         """Return a request whose tensors engines can read by address."""
         for t in self[:3]:
-            if t is not None and (not t.is_contiguous() or t.is_neg()):
+            if t is not None and not is_plain(t):
                 break
         else:
             return self
-        weights = None if self.topk_weights is None else plain(self.topk_weights)
-        return CombineRequest(plain(self.y), plain(self.plan), weights, self.num_tokens, self.layout)
-
-
-def plain(t: Tensor) -> Tensor:
-    """Return the values in contiguous memory, without a lazy change of sign. Autograd does not record a copy."""
-    # This runs in every operation, so every call into PyTorch counts: detach only what is copied.
-    return t if t.is_contiguous() and not t.is_neg() else t.detach().contiguous().resolve_neg()
+        y, plan, weights = (
+            None if t is None else plain(argument, t) for argument, t in zip(COMBINE_ARGUMENTS, self[:3])
+        )
+        assert y is not None and plan is not None  # as they were given
+        return CombineRequest(y, plan, weights, self.num_tokens, self.layout)
 
 
 ANY = 64  # stands for the address of a tensor without elements: 0 would mean None

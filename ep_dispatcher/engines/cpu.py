@@ -22,7 +22,6 @@ from ep_dispatcher.engines.base import (
     Received,
     Waves,
     address_of,
-    plain,
 )
 from ep_dispatcher.engines.faults import follow_chain
 from ep_dispatcher.engines.health import Health
@@ -35,6 +34,7 @@ from ep_dispatcher.engines.waiter import Message
 from ep_dispatcher.errors import PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CompletedEvent
+from ep_dispatcher.plain import plain
 
 _DTYPES = {
     torch.float32: _C_cpu.DType.float32,
@@ -147,7 +147,7 @@ class CpuEngine:
             self.check_routing(request.topk_idx)
         c, rail, num_rows = self._c, self._rail, request.num_rows
         arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
-        with self._operation("dispatch", request.plan) as step:
+        with self._operation("dispatch", request.plan, num_tokens, num_rows) as step:
             if request.plan is None:
                 plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
             else:
@@ -241,7 +241,7 @@ class CpuEngine:
         if request.topk_weights is not None:
             weights_out = request.topk_weights.new_empty(request.num_tokens, self._config.num_topk)
         topk_weights = address_of(request.topk_weights)
-        with self._operation("combine", request.plan) as step:
+        with self._operation("combine", request.plan, request.num_tokens, y.shape[0]) as step:
             operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
             c.reuse(operation, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
             if weights is not None:
@@ -368,7 +368,7 @@ class CpuEngine:
         self._health.stop(self._connections.interrupt, self._connections.free)
 
     def check_routing(self, topk_idx: Tensor) -> None:
-        topk_idx = plain(topk_idx).long()
+        topk_idx = plain("topk_idx", topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
         if entry is not None:
@@ -382,13 +382,18 @@ class CpuEngine:
         return ((self._c.epoch & 0x0FFFFFFF) << 3) | kind
 
     @contextmanager
-    def _operation(self, name: str, plan: Tensor | None) -> Iterator[Callable[[str], None]]:
-        """Begin one epoch, and end it, also after errors. Yield the function that names a step to profilers."""
+    def _operation(
+        self, name: str, plan: Tensor | None, num_tokens: int, num_rows: int
+    ) -> Iterator[Callable[[str], None]]:
+        """Begin one epoch, and end it, also after errors. Yield the function that names a step to profilers.
+
+        plan, num_tokens, num_rows: a handle's; only with a plan are the sizes used.
+        """
         with ranges_of(name) as ranges:
             ranges.step("check")
             self.check()
             if plan is not None:
-                self._c.check_plan(plan.data_ptr())
+                self._c.check_plan(plan.data_ptr(), plan.numel(), num_tokens, num_rows)
             refused = None
             with self._health.operation(name) as operation:
                 epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
