@@ -253,6 +253,35 @@ def test_an_output_that_may_only_be_read(pools):
     assert pools(2).run(read_only) == [text] * 2
 
 
+def of_deep_ep(rank: int, engine: str, name: str) -> list[str]:
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    texts, (make, _) = [], KINDS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_ENGINE", engine)
+        device = device_of(engine, rank)
+        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+        x, topk_idx = torch.ones(4, 256, dtype=torch.bfloat16, device=device), torch.arange(4, device=device)[:, None]
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)
+        counts = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+        for run in (
+            lambda: buffer.get_dispatch_layout(make(topk_idx), 4),
+            lambda: buffer.dispatch(make(x), topk_idx=topk_idx, topk_weights=topk_idx.float(), **counts),
+        ):
+            try:
+                texts.append(f"no error: {run()}")
+            except ValueError as error:
+                texts.append(str(error))
+        buffer.destroy()
+    return texts
+
+
+@pytest.mark.parametrize("name", ["TwoTensor", "DTensor", "storage freed", "storage too small"])
+def test_of_deep_ep(pools, engine, name):
+    for of_layout, of_rows in pools(2).run(of_deep_ep, engine, name):
+        assert of_layout.startswith("topk_idx: given ") and of_rows.startswith("x: given "), (of_layout, of_rows)
+
+
 # ---- handles -------------------------------------------------------------------------------------------------------
 
 CHANGES = {
