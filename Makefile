@@ -103,34 +103,36 @@ $(STAMPS)/torch: $(STAMPS)/python
 	@$(PY) -c 'import sys, torch; print("== Python", sys.version.split()[0], "PyTorch", torch.__version__)' 2> /dev/null
 	@touch $@
 
-# What decides whether the CUDA engine is built. The file changes, and so the package is built again, when nvcc appears
-# or is another one, or when a switch of the build does.
+# What decides how the package is built. The file changes, and so the package is built again, when nvcc appears or is
+# another one, or when a switch, a compiler or its flags do.
 $(STAMPS)/nvcc: always $(STAMPS)/python
 	@for nvcc in "$$(command -v nvcc)" "$$CUDA_HOME/bin/nvcc" "$$CUDA_PATH/bin/nvcc" /usr/local/cuda/bin/nvcc none; do \
 	    [ -x "$$nvcc" ] && break; \
 	done; \
-	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME"; \
+	{ echo "$$nvcc $$EP_DISPATCHER_CUDA,$$EP_DISPATCHER_NVSHMEM,$$NVSHMEM_HOME,$$EP_DISPATCHER_STAMPS"; \
+	  echo "$$CC,$$CXX,$$CPPFLAGS,$$CFLAGS,$$CXXFLAGS,$$LDFLAGS,$$NVCC_FLAGS"; \
 	  [ ! -x "$$nvcc" ] || "$$nvcc" --version 2> /dev/null; } > $@.new; true
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# Editable, so that only changes of compiled code and of metadata come here again; pip's output is shown when it fails.
-# PyTorch, the one dependency, is there: pip is not to look for what that in turn might want.
+# Editable, so that only changes of compiled code and of metadata come here again. What the build says of itself is shown
+# at once, as nvcc takes minutes; all of pip's output only when it fails.
+# PyTorch is there: pip is not to look for what that in turn might want. NumPy, the other dependency, may be missing.
 # Where nvcc fails, and nobody demands the CUDA engine, the CPU engine is built alone, and the reason is shown.
 $(STAMPS)/package: $(SETUP) $(CSRC) $(STAMPS)/torch $(STAMPS)/nvcc
 	$(SAY) 'building and installing ep_dispatcher (editable)'
 	@$(PIP) 'setuptools>=64' 'pybind11>=2.12' wheel
+	@$(PY) -c 'import numpy' 2> /dev/null || $(PIP) numpy || echo '== no numpy: PyTorch warns'
 	@install() { \
-	    $(PY) -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . > $(STAMPS)/log 2>&1; \
+	    $(PY) -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 \
+	        | tee $(STAMPS)/log | sed -un 's/^ *ep_dispatcher build: //p'; \
 	}; \
 	install || { \
 	    if [ "$$EP_DISPATCHER_CUDA" != 1 ] && grep -q 'ep_dispatcher: nvcc failed' $(STAMPS)/log; then \
 	        sed '/ep_dispatcher: nvcc failed/q' $(STAMPS)/log | grep -iE 'error|fatal' | head -5; \
 	        echo '== nvcc failed: building without the CUDA engine, EP_DISPATCHER_CUDA=1 make setup shows all'; \
-	        rm -f ep_dispatcher/_C_cuda.*.so ep_dispatcher/_C_nvshmem.*.so; \
 	        EP_DISPATCHER_CUDA=0 install; \
 	    else false; fi; \
 	} || { cat $(STAMPS)/log; exit 1; }
-	@sed -n 's/^ *ep_dispatcher build: //p' $(STAMPS)/log
 	@touch $@
 
 # What tests and the other examples need. A megatron-core that is there stays, whatever its version.

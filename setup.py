@@ -7,8 +7,10 @@ The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME
 end, for benchmarks/time_line.py.
 """
 
+import hashlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.install_lib import install_lib
 
 # No -march=native: a wheel has to run on any machine of its platform.
 # Pybind11Extension adds -std=c++17 and -fvisibility=hidden.
@@ -29,7 +32,8 @@ COMPILE_FLAGS = ["-O3", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wextra"]
 LINK_FLAGS = ["-fopenmp"]
 # nvcc compiles and links the whole module, so that it finds its own headers and libraries.
 # Code for SM90, and PTX that the driver compiles for what is newer.
-ARCHITECTURES = ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"]
+# One -gencode for both: a second one would compile every kernel a second time.
+ARCHITECTURES = ["-gencode=arch=compute_90,code=[sm_90,compute_90]"]
 NVCC_FLAGS = ["-O3", "-std=c++17", *ARCHITECTURES, "--expt-relaxed-constexpr", "-Xptxas=-v"]
 NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 
@@ -37,9 +41,17 @@ NVCC_FLAGS += ["-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
 # them, so each has to keep to the registers that the launch bounds of the kernels leave.
 NVSHMEM_FLAGS = ["-DEP_WIRE_NVSHMEM", "-rdc=true", "-maxrregcount=128"]
 
+# Variables that compilers read by themselves. All others are in their commands.
+COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
+NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
+
+# How long nvcc takes for a file on average, and for the longest one: 99 s for ten files in one process after the other,
+# by nvcc 13.0 on an AMD EPYC (`time`, user).
+NVCC_SECONDS, NVCC_LONGEST_SECONDS = 10, 20
+
 NO_NVCC = "no nvcc in PATH, CUDA_HOME, CUDA_PATH or /usr/local/cuda"
 NVCC_FAILED = "nvcc failed (above). EP_DISPATCHER_CUDA=0 builds without the CUDA engine; with it, a CUDA toolkit that "
-NVCC_FAILED += "knows compute_90a and PTX 8.4 (12.4 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
+NVCC_FAILED += "knows compute_90 and PTX 8.4 (12.4 or newer) is needed: set CUDA_HOME, or put its nvcc first in PATH."
 
 # What a compiler must manage, each with the fix when it does not; the first failure is reported.
 COMPILER_CHECKS = [
@@ -113,42 +125,117 @@ def cccl_folders():
     return [str(path) for path in (home / "include/cccl", *home.glob("targets/*/include/cccl")) if path.is_dir()]
 
 
+def version_of(program):
+    """The path of a compiler, and what it says of itself."""
+    path = shutil.which(program)
+    return (
+        f"{path}: {subprocess.run([path, '--version'], capture_output=True, text=True).stdout.strip() if path else ''}"
+    )
+
+
+def max_jobs():
+    return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+
+
+class InstallLib(install_lib):
+    """Installs, also into a wheel, what this build makes. An earlier one may have left more in the build folder."""
+
+    def install(self):
+        outputs = self.get_finalized_command("build_py").get_outputs(include_bytecode=False)
+        outputs += self.get_finalized_command("build_ext").get_outputs()
+        targets = [os.path.join(self.install_dir, os.path.relpath(path, self.build_dir)) for path in outputs]
+        for path, target in zip(outputs, targets):
+            self.mkpath(os.path.dirname(target))
+            self.copy_file(path, target)
+        return targets
+
+
 class BuildExt(build_ext):
     def build_extension(self, ext):
-        if ext.name in (CUDA_MODULE, NVSHMEM_MODULE):
-            self.build_cuda(ext)
-        else:
-            super().build_extension(ext)
+        """Compiles a module, unless the last one that was compiled is made of the same.
 
-    def build_cuda(self, ext):
-        """Compiles every file and links the module, by nvcc; nothing when the module is newer than its sources.
-
-        A file beside the objects marks a module with stamps. Where it does not fit, all is compiled again.
+        That one is kept, with a description of what it is made of. Times of files say too little: they know nothing of
+        switches, flags and compilers, and sources that replace others can be older.
         """
         target = Path(self.get_ext_fullpath(ext.name))
-        sources = [*ext.sources, *ext.depends, "setup.py"]
-        folder = Path(self.build_temp, ext.name)
-        stamped, mark = bool(stamp_flags()), folder / "stamps.txt"
-        is_current = target.exists() and mark.exists() == stamped
-        if not self.force and is_current and all(os.path.getmtime(s) < target.stat().st_mtime for s in sources):
-            return
+        folder = Path(self.get_finalized_command("build").build_base, "modules", target.name)
+        kept, description, made_of = folder / target.name, folder / "made_of.txt", self.made_of(ext)
         folder.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        nvcc = [find_nvcc(), *NVCC_FLAGS, *ext.extra_compile_args, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
+        target.unlink(missing_ok=True)
+        if not self.force and kept.exists() and description.exists() and description.read_text() == made_of:
+            print(f"ep_dispatcher build: {ext.name} is there from the last build, made of the same", flush=True)
+        else:
+            description.unlink(missing_ok=True)
+            if ext.name == CPU_MODULE:
+                super().build_extension(ext)
+                shutil.copy(target, kept)
+            else:
+                self.build_cuda(ext, folder, kept)
+            description.write_text(made_of)
+        shutil.copy(kept, target)
+
+    def made_of(self, ext):
+        """All that decides how a module comes out, as text: commands, versions, and a hash of every file."""
+        lines = [sys.version, f"pybind11 {pybind11.__version__}"]
+        variables = COMPILER_VARIABLES if ext.name == CPU_MODULE else (*COMPILER_VARIABLES, *NVCC_VARIABLES)
+        lines += [f"{name}={os.environ.get(name, '')}" for name in variables]
+        paths = {*ext.sources, *ext.depends, "setup.py"}
+        if ext.name == CPU_MODULE:
+            commands = {name: getattr(self.compiler, name, None) for name in self.compiler.executables}
+            lines += [f"{name}: {command}" for name, command in sorted(commands.items())]
+            lines += [f"{self.compiler.include_dirs} {ext.include_dirs} {ext.extra_compile_args} {ext.extra_link_args}"]
+            lines += [version_of(self.cxx_command()[0])]
+        else:
+            command = self.nvcc_command(ext)
+            host = command[command.index("-ccbin") + 1] if "-ccbin" in command else "gcc"
+            lines += [f"{command} {ext.extra_link_args}", version_of(command[0]), version_of(host)]
+        if ext.name == NVSHMEM_MODULE:
+            paths |= {str(path) for path in Path(find_nvshmem(), "include").rglob("*.h*")}
+            paths |= {str(path) for path in Path(find_nvshmem(), "lib").glob("libnvshmem_device.a")}
+        lines += [f"{path}: {hashlib.sha256(Path(path).read_bytes()).hexdigest()}" for path in sorted(paths)]
+        # With build isolation pybind11 lies in a new folder each time; its version says which it is.
+        return "\n".join(lines).replace(pybind11.get_include(), "pybind11") + "\n"
+
+    def cxx_command(self):
+        return getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)  # older setuptools have one
+
+    def nvcc_command(self, ext):
+        """nvcc with all flags that compile and link."""
+        command = [find_nvcc(), *NVCC_FLAGS, *ext.extra_compile_args, *shlex.split(os.environ.get("NVCC_FLAGS", ""))]
         if os.environ.get("CXX"):
-            nvcc += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
-        includes = [f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs]]
+            command += ["-ccbin", shlex.split(os.environ["CXX"])[0]]
+        return [*command, *(f"-I{path}" for path in [*ext.include_dirs, *self.compiler.include_dirs])]
+
+    def build_cuda(self, ext, folder, module):
+        """Compiles every file into the folder and links the module, by nvcc."""
+        nvcc, jobs = self.nvcc_command(ext), max_jobs()
         objects = [str(folder / (Path(source).name + ".o")) for source in ext.sources]
-        commands = [[*nvcc, *includes, "-c", source, "-o", to] for source, to in zip(ext.sources, objects)]
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        commands = [[*nvcc, "-c", source, "-o", to] for source, to in zip(ext.sources, objects)]
+        minutes = max(NVCC_SECONDS * len(commands) / jobs, NVCC_LONGEST_SECONDS) / 60
+        release = re.search(r"release [\d.]+", version_of(nvcc[0]))
+        compiler = f"{nvcc[0]} ({release[0]})" if release else nvcc[0]
+        for line in (
+            f"compiling {len(commands)} files with {compiler}, {min(jobs, len(commands))} at a time",
+            f"takes about {minutes:.1f} minutes, by {NVCC_SECONDS} s a file as measured on a core of an AMD EPYC",
+            "EP_DISPATCHER_CUDA=0 builds without it, and then runs on CPUs alone",
+        ):
+            print(f"ep_dispatcher build: {ext.name}: {line}", flush=True)
         with ThreadPoolExecutor(jobs) as pool:
             outputs = list(pool.map(self.run_nvcc, commands))
         (folder / "ptxas.txt").write_text("\n".join(outputs))  # registers and spills of every kernel
-        self.run_nvcc([*nvcc, "-shared", *objects, *ext.extra_link_args, "-o", str(target)])
-        if stamped:
-            mark.touch()
-        else:
-            mark.unlink(missing_ok=True)
+        self.run_nvcc([*nvcc, "-shared", *objects, *ext.extra_link_args, "-o", str(module)])
+
+    def copy_extensions_to_source(self):
+        """Also takes the modules away that this build leaves out; one that was compiled by hand stays, with a line."""
+        super().copy_extensions_to_source()
+        made = {ext.name for ext in self.extensions}
+        for name in {CUDA_MODULE, NVSHMEM_MODULE} - made:
+            path = Path(self.get_ext_filename(name))
+            if self.editable_mode:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                print(f"ep_dispatcher build: {path} stays, from an earlier build", flush=True)
 
     @staticmethod
     def run_nvcc(command):
@@ -161,7 +248,7 @@ class BuildExt(build_ext):
     def build_extensions(self):
         if not sys.platform.startswith("linux"):
             raise SystemExit(f"ep_dispatcher needs Linux (shared memory by memfd); this is {sys.platform}.")
-        command = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)  # older setuptools have one
+        command = self.cxx_command()
         self.check_compiler(command)
         version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
         print(f"ep_dispatcher build: Python {sys.version.split()[0]}, compiler {command[0]}: {version}")
@@ -243,6 +330,34 @@ def packages():
     return {"packages": names, "package_dir": folders}
 
 
+def long_description():
+    """README.md, for the page of a package index, where links into the repository would lead nowhere.
+
+    With Source in [project.urls] they lead there, else only their text stays.
+    """
+    source = re.search(r'^Source *= *"(.*?)/*"', Path("pyproject.toml").read_text(), re.MULTILINE)
+
+    def outside(match):
+        text, target = match.groups()
+        if "://" in target:
+            return match[0]
+        return f"[{text}]({source[1]}/{'README.md' if target.startswith('#') else ''}{target})" if source else text
+
+    parts = re.split(r"^(```.*?^```)", Path("README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"\[([^\[\]]+)\]\(([^()\s]+)\)", outside, part) for part in parts[::2]]  # not in code
+    return "".join(parts)
+
+
+COMMANDS = {"build_ext": BuildExt, "install_lib": InstallLib}
+OPTIONS = {"build_py": {"force": True}}  # copy a module that replaces another, although it may be older
+
 os.chdir(Path(__file__).resolve().parent)
 ParallelCompile("MAX_JOBS").install()
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt}, **packages())
+setup(
+    ext_modules=extensions(),
+    cmdclass=COMMANDS,
+    options=OPTIONS,
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    **packages(),
+)

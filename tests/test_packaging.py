@@ -120,11 +120,36 @@ def test_metadata(build):
     metadata = Parser().parsestr(file.read_text())
     assert metadata["Version"] == VERSION
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
-    (torch,) = (requirement for requirement in requirements if requirement.marker is None)
-    assert torch.name == "torch"  # and no other: whoever has it installs nothing more
+    torch, numpy = (requirement for requirement in requirements if requirement.marker is None)
+    assert (torch.name, numpy.name) == ("torch", "numpy")  # and no other: whoever has them installs nothing more
+    assert str(numpy) == "numpy"
     for version in ("2.9.0", "2.9.1+cu128", "2.11.0+cu130", "2.13.0+cpu", "2.9.0a0+50eac811a6.nv25.9"):
         assert torch.specifier.contains(version, prereleases=True), version
     assert not torch.specifier.contains("2.8.0", prereleases=True)
+    assert metadata["Requires-Python"] == ">=3.10" and metadata["Description-Content-Type"] == "text/markdown"
+
+
+def links(text: str) -> set[str]:
+    return set(re.findall(r"\]\(([^()\s]+)\)", text))
+
+
+@pytest.mark.parametrize("source_line", ["", 'Source = "https://example.org/x/blob/main"'])
+def test_links_of_an_index_page_lead_somewhere(source_line, tmp_path):
+    """They are relative in README.md; without an address of the repository only their text is left."""
+    for name in ("setup.py", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    project = "[project]\nname = 'ep_dispatcher'\nversion = '1'\ndynamic = ['readme']\n"
+    (tmp_path / "pyproject.toml").write_text(f"{project}[project.urls]\n{source_line}\n")
+    result = run(sys.executable, "setup.py", "-q", "egg_info", cwd=tmp_path, EP_DISPATCHER_CUDA="0")
+    assert result.returncode == 0, result.stderr
+    page = (tmp_path / "ep_dispatcher.egg-info/PKG-INFO").read_text()
+    found, relative = links(page), {link for link in links((ROOT / "README.md").read_text()) if "://" not in link}
+    assert "docs/megatron.md" in relative and "#limits" in relative
+    if source_line:
+        expected = {link if link[0] != "#" else f"README.md{link}" for link in relative}
+        assert expected == {link.removeprefix("https://example.org/x/blob/main/") for link in found if "://" in link}
+    assert all("://" in link for link in found)
+    assert "[docs/megatron.md]" in page if source_line else "docs/megatron.md" in page
 
 
 @pytest.mark.parametrize("compiler, said", [("no-such-g++", "cannot compile C++17"), ("false", "cannot compile C++17")])
@@ -135,23 +160,26 @@ def test_a_missing_compiler_is_named_with_the_fix(source, compiler, said):
 
 
 def test_a_broken_nvcc_is_named_with_the_way_around_it(source, tmp_path):
-    """Such as one that is too old for the architectures; the CPU module counts as built."""
+    """Such as one that is too old for the architectures; a compiler that does nothing "builds" the CPU module."""
     copy, nvcc = tmp_path / "copy", tmp_path / "bin" / "nvcc"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
-    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    built = tmp_path / f"lib/ep_dispatcher/_C_cpu{suffix}"
-    built.parent.mkdir(parents=True)
-    built.touch()
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho \"nvcc fatal : Unsupported gpu architecture 'compute_90a'\" >&2\nexit 1\n")
     nvcc.chmod(0o755)
+    (nvcc.parent / "g++").write_text(FAKE_COMPILER.format(version=1, log=tmp_path / "log"))
+    (nvcc.parent / "g++").chmod(0o755)
     path = f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"
-    command = (sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib")
-    result = run(*command, cwd=copy, PATH=path, EP_DISPATCHER_CUDA="")
+    command = (sys.executable, "setup.py", "build_ext")
+    result = run(*command, cwd=copy, PATH=path, EP_DISPATCHER_CUDA="", CC="g++", CXX="g++", MAX_JOBS="1")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "Unsupported gpu architecture" in result.stderr and "EP_DISPATCHER_CUDA=0 builds without" in result.stderr
     said = result.stderr.strip().splitlines()[-1]
     assert said.startswith("ep_dispatcher: nvcc failed")
+    before = re.search(
+        r"_C_cuda: compiling (\d+) files with (\S+), (\d+) at a time", result.stdout
+    )  # no version: broken
+    assert before[2] == str(nvcc) and before[3] == "1" and "takes about" in result.stdout
+    assert int(before[1]) > 5 and "EP_DISPATCHER_CUDA=0 builds without" in result.stdout
 
 
 def test_the_tests_extra_leaves_an_installed_megatron_core_alone(build):
@@ -160,7 +188,118 @@ def test_the_tests_extra_leaves_an_installed_megatron_core_alone(build):
     (file,) = unpacked.glob("*.dist-info/METADATA")
     requirements = [Requirement(text) for text in Parser().parsestr(file.read_text()).get_all("Requires-Dist")]
     needed = {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": "test"})}
-    assert needed == {"torch", "pytest", "hypothesis"}
+    assert needed == {"torch", "numpy", "pytest", "hypothesis"}
+
+
+# Stands for a compiler: what it makes is its command, and a log gets that too.
+FAKE_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo "release {version}" && exit
+command="$(basename "$0") $*"
+while [ $# -gt 1 ]; do
+  [ "$1" = -o ] && echo "$command" > "$2" && echo "$2" >> {log}
+  shift
+done
+"""
+
+
+@pytest.fixture
+def fake(source, tmp_path):
+    """``fake(**environment)`` builds a wheel in one copy of the sources: its files, and the modules it compiled."""
+    copy, log = tmp_path / "copy", tmp_path / "log"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build", "*.so"))
+    (tmp_path / "bin").mkdir()
+
+    def compilers(version: int = 1) -> None:
+        for name in ("g++", "nvcc", "other-g++"):
+            (tmp_path / "bin" / name).write_text(FAKE_COMPILER.format(version=version, log=log))
+            (tmp_path / "bin" / name).chmod(0o755)
+
+    def start(*command, **environment: str) -> list[str]:
+        """Run with these compilers, and return the modules that were compiled."""
+        log.write_text("")
+        given = {"CC": "g++", "CXX": "g++", "EP_DISPATCHER_CUDA": "1", "EP_DISPATCHER_NVSHMEM": "0", **environment}
+        result = run(
+            sys.executable, *command, cwd=copy, PATH=f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", **given
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return sorted(set(re.findall(r"/(_C_\w+)\.[^/]*so$", log.read_text(), re.MULTILINE)))
+
+    def build(hook: str = "build_wheel", **environment: str) -> tuple[dict[str, str], list[str]]:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        compiled = start("-c", HOOK, hook, tmp_path / "out", **environment)
+        (wheel,) = (tmp_path / "out").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            files = {name: archive.read(name).decode() for name in archive.namelist() if ".dist-info" not in name}
+        return {re.sub(r"\.[^.]*\.so$", "", name): text for name, text in files.items()}, compiled
+
+    compilers()
+    build.copy, build.compilers, build.start = copy, compilers, start
+    return build
+
+
+CPU, CUDA = "ep_dispatcher/_C_cpu", "ep_dispatcher/_C_cuda"
+
+
+def test_a_wheel_has_what_its_switches_ask_for(fake):
+    files, compiled = fake()
+    assert {CPU, CUDA} <= files.keys() and compiled == ["_C_cpu", "_C_cuda"]
+    files, compiled = fake(EP_DISPATCHER_CUDA="0")
+    assert CPU in files and CUDA not in files and compiled == []
+    files, compiled = fake()
+    assert {CPU, CUDA} <= files.keys() and compiled == []  # nothing has changed since the first build
+
+
+@pytest.mark.parametrize(
+    "change, compiled",
+    [
+        ({"NVCC_FLAGS": "-lineinfo"}, ["_C_cuda"]),
+        ({"NVCC_APPEND_FLAGS": "-lineinfo"}, ["_C_cuda"]),  # nvcc itself reads it
+        ({"EP_DISPATCHER_STAMPS": "1"}, ["_C_cuda"]),
+        ({"CXXFLAGS": "-g1"}, ["_C_cpu"]),
+        ({"LDFLAGS": "-Wl,-O1"}, ["_C_cpu"]),
+        ({"CXX": "other-g++"}, ["_C_cpu", "_C_cuda"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_other_flags_and_compilers_compile_again(fake, change, compiled):
+    assert fake()[1] == ["_C_cpu", "_C_cuda"]
+    files, again = fake(**change)
+    assert again == compiled
+    (flag,) = change.values()
+    if "APPEND" not in next(iter(change)):
+        assert ("-DEP_STAMPS" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[-1]}"]
+    assert fake(**change)[1] == []
+
+
+def test_another_version_of_a_compiler_compiles_again(fake):
+    fake()
+    fake.compilers(version=2)
+    assert fake()[1] == ["_C_cpu", "_C_cuda"] and fake()[1] == []
+
+
+def test_a_wheel_has_the_sources_of_now(fake):
+    """Also where one is gone, or replaced by one with an older time, as those of an archive are."""
+    (fake.copy / "ep_dispatcher/old.py").write_text("")
+    (fake.copy / "ep_dispatcher/errors.py").write_text("1")
+    assert "ep_dispatcher/old.py" in fake()[0]
+    (fake.copy / "ep_dispatcher/old.py").unlink()
+    for name in ("ep_dispatcher/errors.py", "csrc/cpu/plan.cpp"):
+        (fake.copy / name).write_text("2")
+        os.utime(fake.copy / name, (1e9, 1e9))
+    files, compiled = fake()
+    assert "ep_dispatcher/old.py" not in files and files["ep_dispatcher/errors.py"] == "2" and compiled == ["_C_cpu"]
+
+
+def test_builds_in_place_compile_once(fake):
+    def in_place() -> list[str]:
+        return sorted(path.name.partition(".")[0] for path in (fake.copy / "ep_dispatcher").glob("*.so"))
+
+    command = ("setup.py", "build_ext", "--inplace")
+    assert fake.start(*command) == ["_C_cpu", "_C_cuda"] == in_place()
+    assert fake.start(*command) == [] == fake("build_editable")[1]
+    assert fake.start(*command, EP_DISPATCHER_CUDA="0") == []
+    assert in_place() == ["_C_cpu", "_C_cuda"]  # the CPU engine alone was built, by hand
+    assert fake("build_editable", EP_DISPATCHER_CUDA="0")[1] == [] and in_place() == ["_C_cpu"]
 
 
 # Stands for the Python of an environment, and for pip. It logs what it is told. A build with nvcc may fail.
@@ -169,6 +308,9 @@ case "$*" in
   *'version("megatron-core")'*) exit {no_megatron} ;;
 esac
 echo "$EP_DISPATCHER_CUDA: $@" >> {log}
+case "$*" in
+  *'-e .') echo "  ep_dispatcher build: _C_cuda: takes about an hour" ;;
+esac
 case "$EP_DISPATCHER_CUDA$*" in
   0*) ;;
   *'-e .')
@@ -241,6 +383,7 @@ def test_make_goes_on_without_the_cuda_engine_where_nvcc_fails(make):
     result, calls = make("demo", nvcc_works=0)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no such thing" in result.stdout and "without the CUDA engine" in result.stdout
+    assert result.stdout.count("\n_C_cuda: takes about an hour\n") == 2  # shown while pip runs, and by itself
     assert [call[0] for call in calls if call.endswith(" -e .")] == [":", "0"]
     assert "examples/train_moe_lm.py" in calls[-1]
 
