@@ -72,7 +72,9 @@ def _version(*names: str) -> str | None:
 
 def _load(name: str) -> ModuleType:
     """Import one file of this package, without the package itself, which imports PyTorch."""
-    spec = importlib.util.spec_from_file_location(f"_doctor_{name}", PACKAGE / f"{name}.py")
+    paths = (PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py")
+    path = next((path for path in paths if path.exists()), paths[0])
+    spec = importlib.util.spec_from_file_location(f"_doctor_{name}", path)
     assert spec is not None and spec.loader is not None  # for a file, whether it is there or not
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

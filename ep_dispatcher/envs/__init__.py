@@ -279,7 +279,3 @@ def table() -> str:
         default = "unset" if switch.default is None else str(switch.default)
         rows.append((f"`{switch.name}`", default, switch.allowed, switch.meaning))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,0 +1,52 @@
+"""The programs that ``python -m`` starts: all are listed, and none prints a warning."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_dispatcher.__main__ import TOOLS
+
+ROOT = Path(__file__).parents[1]
+
+
+def programs() -> set[str]:
+    """Names of the modules that do something when they are run."""
+    folders = ((ROOT / "ep_dispatcher", ("ep_dispatcher",)), (ROOT / "integrations", ("ep_dispatcher", "integrations")))
+    found = set()
+    for folder, package in folders:
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if "integrations" not in parts and 'if __name__ == "__main__":' in path.read_text():
+                found.add(".".join([*package, *(part for part in parts if part != "__main__")]))
+    return found
+
+
+def test_the_list_is_complete():
+    assert {name for name, _ in TOOLS} | {"ep_dispatcher"} == programs()
+
+
+def test_none_prints_a_warning():
+    """Started side by side, as most of the time goes into importing PyTorch."""
+    names = sorted(programs())
+    if importlib.util.find_spec("megatron") is None:
+        names.remove("ep_dispatcher.integrations.megatron.parity")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    started = {}
+    for name in names:
+        command = [sys.executable, "-W", "error", "-m", name, "--help"]
+        started[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    for name, process in started.items():
+        output, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (0, ""), name
+        assert output, name
+
+
+@pytest.mark.parametrize("words, code", [([], 0), (["doctor"], 2)])
+def test_the_list_of_tools(words, code):
+    command = [sys.executable, "-m", "ep_dispatcher", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == code and all(name in done.stdout for name, _ in TOOLS)
