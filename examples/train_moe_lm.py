@@ -124,6 +124,7 @@ def finish(args, recorder: Recorder, text: dict, sample: str, started: float) ->
         print(f"chart:   {args.out / 'chart.png'}", flush=True)
     except ImportError:
         print("chart:   not drawn, matplotlib is missing (pip install matplotlib)", flush=True)
+    print(f"\n{recorder.verdict()}", flush=True)
 
 
 def main() -> int:

@@ -77,6 +77,7 @@ def test_short_training_writes_figures_and_chart(device, dtype, tmp_path):
     assert f"tokens per second           {final['tokens_per_second']:,.0f}   median step: " in done.stdout
     assert all(map(math.isfinite, report["training_bits_per_byte"] + report["grad_norm"]))
     assert 1 < final["held_out_bits_per_byte"] < report["training_bits_per_byte"][0] - 1
+    assert done.stdout.splitlines()[-1].startswith(("LEARNED: ", "NOT ENOUGH: ")) and "byte pairs" in done.stdout
     assert 4 < final["unigram_bits_per_byte"] < 5 and final["bigram_bits_per_byte"] < final["unigram_bits_per_byte"]
     assert [point["step"] for point in report["held_out"]][-1] == steps
 
@@ -174,6 +175,30 @@ def test_ranks_that_share_a_gpu_fit_there_together(example, monkeypatch, ranks, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     device = example("moe_lm.device")
     assert device.num_sms("cuda", ranks) == sms and device.num_sms("cpu", ranks) is None
+
+
+def test_a_run_that_ends_late_has_nothing_left(arguments, example, capsys):
+    args, _ = arguments("--minutes", "1")
+    share_done, recorder = example("moe_lm.train").share_done, example("moe_lm.report").Recorder(True, 1, 4.7, 3.67)
+    assert (share_done(args, 3, 15.0), share_done(args, 9, 68.0)) == (0.25, 1.0)
+    recorder.step(example("moe_lm.step").StepResult(1.0, 0.0, 1.0, torch.ones(1, 2), 68.0), 68.0)
+    recorder.progress(68.0, share_done(args, 9, 68.0), 4.0)
+    assert capsys.readouterr().out.endswith(" 0:00\n")
+
+
+def test_the_verdict_compares_with_byte_pairs(example):
+    recorder = example("moe_lm.report").Recorder(False, 1, 4.7, 3.67)
+    recorder.final = {"held_out_bits_per_byte": 3.66, "bigram_bits_per_byte": 3.67}
+    assert recorder.verdict().startswith("LEARNED: 3.66")
+
+
+@pytest.mark.parametrize("steps, width", [(1, 1), (14, 13), (21, 21), (500, 21)])
+def test_the_chart_says_over_how_many_steps_it_averages(example, steps, width):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes, bits = figure.subplots(), {f"{name}_bits_per_byte": 4.0 for name in ("held_out", "unigram", "bigram")}
+    report = {"training_bits_per_byte": [5.0] * steps, "held_out": [{"step": 1, "bits_per_byte": 5.0}], "final": bits}
+    example("moe_lm.charts").draw_losses(axes, report)
+    assert f"training (mean of {width} steps)" in [line.get_label() for line in axes.lines]
 
 
 def test_the_first_steps_do_not_count(example):

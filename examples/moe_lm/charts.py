@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 MAX_PANELS = 6
+MAX_SMOOTH = 21  # steps
 
 
 def smooth(values: list[float], width: int) -> np.ndarray:
@@ -40,7 +41,8 @@ def draw_losses(axes, report: dict) -> None:
     training, held_out, final = report["training_bits_per_byte"], report["held_out"], report["final"]
     steps = np.arange(1, len(training) + 1)
     axes.plot(steps, training, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smooth(training, 21), color="tab:blue", label="training (mean of 21 steps)")
+    width = (min(MAX_SMOOTH, len(training)) - 1) | 1  # odd
+    axes.plot(steps, smooth(training, width), color="tab:blue", label=f"training (mean of {width} steps)")
     at, bits = zip(*((point["step"], point["bits_per_byte"]) for point in held_out))
     axes.plot(at, bits, color="tab:orange", marker="o", markersize=4, label="held out (a sample)")
     value = final["held_out_bits_per_byte"]

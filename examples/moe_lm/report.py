@@ -112,6 +112,13 @@ class Recorder:
         )
         return "\n".join(f"  {name:28}{value}" for name, value in rows)
 
+    def verdict(self) -> str:
+        """Say whether the model knows more than which byte follows which."""
+        held_out, bigram = self.final["held_out_bits_per_byte"], self.final["bigram_bits_per_byte"]
+        if held_out < bigram:
+            return f"LEARNED: {held_out:.2f} bits per byte, below the {bigram:.2f} of a model of byte pairs"
+        return f"NOT ENOUGH: {held_out:.2f} bits per byte, and a model of byte pairs has {bigram:.2f}: more --minutes"
+
     def write(self, path: Path, config: dict, device: str, text: dict, sample: str, wall_seconds: float) -> dict:
         report = {
             "config": config,

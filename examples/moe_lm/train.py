@@ -30,6 +30,13 @@ def evaluate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
     return (total[0] / total[1]).item() / math.log(2)
 
 
+def share_done(args, steps: int, seconds: float) -> float:
+    """Return which share of the run is done, from 0 to 1: the last step may end long after the minutes are over."""
+    by_steps = steps / args.steps if args.steps else 0.0
+    by_time = seconds / (60 * args.minutes) if args.minutes else 0.0
+    return min(1.0, max(by_steps, by_time))
+
+
 def train(args, model: nn.Module, train_text: Tensor, held_out: Tensor, recorder: Recorder) -> None:
     """Train for ``args.steps`` steps or ``args.minutes`` minutes, and give all figures to ``recorder``.
 
@@ -47,9 +54,7 @@ def train(args, model: nn.Module, train_text: Tensor, held_out: Tensor, recorder
         local = backward(model, *windows.next(), args.balance)
         result = reduce_gradients(model, *local, clock=time.monotonic() - start)
         step += 1
-        done = max(
-            step / args.steps if args.steps else 0.0, result.clock / (60 * args.minutes) if args.minutes else 0.0
-        )
+        done = share_done(args, step, result.clock)
         update(model, optimizer, learning_rate(args.lr, done), result.grad_norm, args.clip)
         synchronize(train_text.device)
         now = time.monotonic()
