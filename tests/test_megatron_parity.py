@@ -5,6 +5,8 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -253,6 +255,7 @@ def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
         (["--hidden-size", "6"], "--hidden-size: given 6, allowed: a multiple of 4 in torch.float32"),
         (["--num-experts", "64", "--moe-router-topk", "40"], "--moe-router-topk: given 40, allowed: at most 32 in all"),
         (["--num-experts", "6", "--expert-model-parallel-size", "4"], "--num-experts: given 6, allowed: a multiple"),
+        (["--num-experts", "15"], "--num-experts: given 15, allowed: a number that has a divisor in common with the 4"),
         (["--tensor-model-parallel-size", "2"], "--sequence-parallel: not given"),
         (["--uneven-tokens", "--reference", "allgather"], "--uneven-tokens: given with allgather as the reference"),
         (
@@ -325,11 +328,38 @@ def test_with_torchrun(tmp_path):
             forward, host = (figures[f"host_milliseconds{part}"][what][name] for part in ("_forward", ""))
             assert 0 < forward < host <= step  # medians of the same steps
     assert "\n  token_dispatch " in output
+    shown = [line for line in errors.splitlines() if line.startswith("parity: ")]
+    assert [
+        line.split(",")[0].split()[1] for line in shown
+    ] == "making comparing timing timing profiling profiling".split()
     for profile in figures["profiles"].values():
         assert all(times["host"] > 0 for times in profile["steps"].values()) and profile["idle"] == 0
 
 
 def test_alone_and_refused():
-    code, output, errors = run_module(MODULE, "--hidden-size", "6")
+    code, output, errors = run_module(MODULE, "--hidden-size", "6", "--disable-bias-linear")
     assert code == 2 and output.startswith("refused: --hidden-size") and output.count("\n") == 1
     assert "Traceback" not in errors
+
+
+def test_one_rank_with_a_bias_is_refused():
+    """Megatron adds it in place to what a reduction over one rank has returned, and autograd forbids that."""
+    from ep_dispatcher.integrations.megatron import parity_arguments as arguments
+
+    machine = arguments.Machine(1, cpu=True, transformer_engine=False)
+    with pytest.raises(arguments.Refused, match="--expert-model-parallel-size: given 1, .*--disable-bias-linear"):
+        arguments.run_of(arguments.parse([], ""), machine)
+    arguments.run_of(arguments.parse(["--disable-bias-linear"], ""), machine)
+
+
+def test_without_megatron_it_says_what_to_install():
+    code = f"import runpy, sys; sys.modules['megatron.core'] = None; runpy.run_module({MODULE!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr == ""
+    assert done.stdout.startswith("refused: Megatron-core cannot be imported") and "pip install" in done.stdout
+
+
+def test_what_torchrun_adds_to_a_refusal_is_announced():
+    code, output, errors = torchrun(2, "-m", MODULE, "--hidden-size", "6")
+    assert code != 0 and output.startswith("refused: --hidden-size")
+    assert errors.index("exit code 2, as said above") < errors.index("Traceback")

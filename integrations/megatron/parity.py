@@ -44,7 +44,6 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
-from ep_dispatcher.integrations.megatron import experts
 from ep_dispatcher.integrations.megatron import parity_arguments as arguments
 from ep_dispatcher.integrations.megatron import parity_report as report
 from ep_dispatcher.integrations.megatron.parity_arguments import Given, Machine, Refused, Run
@@ -77,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
             say(f"refused: {refusal}")
             code = 2
         dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
+        if code and "TORCHELASTIC_RUN_ID" in os.environ:
+            _show_progress(f"exit code {code}, as said above. torchrun's own report of it follows, and says no more.")
     return code
 
 
@@ -86,6 +87,12 @@ def _say(text: str = "") -> None:
 
 def _say_nothing(text: str = "") -> None:
     pass
+
+
+def _show_progress(text: str) -> None:
+    """Say on rank 0 what takes time now, on stderr: stdout has the results."""
+    if dist.get_rank() == 0:
+        print(f"parity: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -139,6 +146,7 @@ def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
     if not machine.cpu and "cuda" not in engines.ENGINES:
         raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
     with _megatron(run, given.seed):
+        _show_progress("making the layers")
         layers, versions = _make_layers(run, given.seed), _versions(run)
         config = layers[OURS].config
         say(report.opening(given, run, machine, config, versions))
@@ -158,6 +166,8 @@ def _differences(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Di
     """Run all steps that are compared. Return the rows of the table, the same on every rank."""
     tensors: dict[str, Difference] = {}
     for step in range(given.steps):
+        first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
+        _show_progress(f"comparing, step {step + 1} of {given.steps}{first}")
         _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
     return _over_ranks(tensors)
 
@@ -197,6 +207,8 @@ def _versions(run: Run) -> str:
 
 def _what_ran(layers: dict[str, Any], run: Run) -> str:
     """Return lines with the classes that have run, as found in the layers."""
+    from ep_dispatcher.integrations.megatron import experts
+
     lines = []
     for name in (run.reference, OURS):
         dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
@@ -233,6 +245,8 @@ def _megatron(run: Run, seed: int) -> Iterator[None]:
 
 def _make_layers(run: Run, seed: int) -> dict[str, Any]:
     """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
+    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have: main() says so
+
     settings = dict(run.settings)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
@@ -459,6 +473,7 @@ def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, 
 
 def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, report.Seconds]:
     """Return medians of steps, each of its slowest rank. The dispatchers take turns, and the first is a warm-up."""
+    _show_progress(f"timing {what}, {given.timed_steps} steps after a warm-up")
     seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
     for step in range(given.timed_steps + 1):
         for name, of_layer in seconds.items():
@@ -485,6 +500,7 @@ def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profi
     """Return the profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
     found = {}
     for name in (run.reference, OURS):
+        _show_progress(f"profiling the layer with {name}, {given.profiled_steps} steps")
         layer = layers[name]
         x, grad = _on_device(layer, *_tokens(given, run, given.steps))
         x.requires_grad_()

@@ -269,6 +269,8 @@ def _parallel_sizes(made: Run, flags: dict, machine: Machine, tp: int, cp: int) 
         _integer("--num-experts", experts, 1)
     if "expert_model_parallel_size" not in flags:
         ep = math.gcd(ranks // etp, experts or ranks // etp)
+        if ep == 1 < ranks // etp:
+            _refuse("--num-experts", experts, f"a number that has a divisor in common with the {ranks // etp} ranks")
         _assume(made, flags, "expert_model_parallel_size", ep, "--expert-model-parallel-size")
     ep = flags["expert_model_parallel_size"]
     _integer("--expert-model-parallel-size", ep, 1)
@@ -278,6 +280,9 @@ def _parallel_sizes(made: Run, flags: dict, machine: Machine, tp: int, cp: int) 
             f"{ep}, times the expert tensor parallel size of {etp}",
             f"a divisor of the {ranks} ranks",
         )
+    if ep == etp == 1 and not made.transformer_engine and flags.get("add_bias_linear", True):
+        without = "without expert or tensor parallelism Megatron's local experts cannot add a bias"
+        _refuse("--expert-model-parallel-size", 1, f"2 and more, or --disable-bias-linear; {without}")
     if experts is not None and experts % ep:
         _refuse("--num-experts", experts, f"a multiple of the expert model parallel size ({ep})")
     if experts is None:
