@@ -1,6 +1,8 @@
 """Registration in Megatron: what it replaces, undoes and refuses; settings that are refused; the launcher."""
 
+import contextlib
 import copy
+import importlib
 import inspect
 import json
 import os
@@ -8,12 +10,14 @@ import re
 import socket
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_layer import (
     CLASSES,
     NO_MEGATRON,
@@ -261,6 +265,103 @@ def test_a_newer_version_warns():
     run(other_versions)
 
 
+# ---- Megatron-Bridge ------------------------------------------------------------------------------------------------
+
+BRIDGE = "megatron.bridge.training.flex_dispatcher_backend"
+
+
+@pytest.fixture
+def bridge_folder(tmp_path) -> Path:
+    """A folder with the one function of Megatron-Bridge that counts here, and a recipe that imports it by name."""
+    folder = tmp_path.joinpath(*BRIDGE.split("."))
+    folder.parent.mkdir(parents=True)
+    folder.with_suffix(".py").write_text(
+        "def apply_flex_dispatcher_backend(model_config, moe_flex_dispatcher_backend=None):\n"
+        "    model_config.seen = moe_flex_dispatcher_backend\n"
+    )
+    (folder.parent / "recipe.py").write_text(f"from {BRIDGE} import apply_flex_dispatcher_backend\n")
+    return tmp_path
+
+
+@contextlib.contextmanager
+def bridge_in(folder: Path):
+    """Yield what imports the recipe. Afterwards nothing of Megatron-Bridge is left, and ours is registered."""
+    from ep_dispatcher.integrations.megatron import register, unregister
+
+    def names() -> list[str]:
+        return [name for name in sys.modules if name.startswith("megatron.bridge")]
+
+    unregister()
+    finders = list(sys.meta_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        try:
+            yield lambda: importlib.import_module("megatron.bridge.training.recipe")
+        finally:
+            unregister()
+            for name in names():
+                del sys.modules[name]
+            sys.modules["megatron"].__dict__.pop("bridge", None)
+    assert sys.meta_path == finders
+    register()
+
+
+def bridge_takes_our_name(rank: int, folder: Path) -> None:
+    use_layout(Layout(ep=2))
+    from ep_dispatcher.integrations.megatron import register, unregister
+
+    def applied(recipe, name: str, num_moe_experts: int | None = 8) -> dict:
+        config = types.SimpleNamespace(num_moe_experts=num_moe_experts, moe_shared_expert_overlap=True)
+        recipe.apply_flex_dispatcher_backend(config, name)
+        return vars(config)
+
+    experts, chosen = dict(num_moe_experts=8, moe_shared_expert_overlap=True), dict(moe_flex_dispatcher_backend=OURS)
+    ours = experts | chosen | dict(moe_token_dispatcher_type="flex")
+    assert "bridge" not in str(register())
+    with bridge_in(folder) as import_recipe:
+        assert "apply_flex_dispatcher_backend" in str(register()) and BRIDGE not in sys.modules
+        recipe = import_recipe()
+        module = sys.modules[BRIDGE]
+        for _ in range(2):  # imported after register(), and before it
+            assert applied(recipe, OURS) == applied(module, OURS) == ours
+            assert applied(recipe, "deepep") == experts | dict(seen="deepep")
+            assert applied(recipe, OURS, None)["seen"] == OURS, "a model without experts: as Megatron-Bridge does"
+            unregister()
+            assert applied(recipe, OURS) == applied(module, OURS) == experts | dict(seen=OURS)
+            register()
+
+
+def test_megatron_bridge_takes_our_name(bridge_folder):
+    run(bridge_takes_our_name, bridge_folder)
+
+
+def another_bridge(rank: int, folder: Path) -> None:
+    """One with another function keeps it, and a warning says what to do."""
+    use_layout(Layout(ep=2))
+    from ep_dispatcher.integrations.megatron import register
+
+    module = folder.joinpath(*BRIDGE.split(".")).with_suffix(".py")
+    for text in ("def apply_flex_dispatcher_backend(config): return config", "apply_flex_dispatcher_backend = None"):
+        dist.barrier()
+        if rank == 0:
+            module.write_text(text)
+        dist.barrier()
+        with bridge_in(folder) as import_recipe:
+            importlib.invalidate_caches()
+            register()
+            with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "dont_write_bytecode", True)
+                warnings.simplefilter("always")
+                function = import_recipe().apply_flex_dispatcher_backend
+            assert function is None or function(1) == 1
+            (said,) = [str(one.message) for one in caught if "Megatron-Bridge" in str(one.message)]
+            assert f'moe_flex_dispatcher_backend = "{OURS}"' in said, said
+
+
+def test_another_megatron_bridge_is_left_alone(bridge_folder):
+    run(another_bridge, bridge_folder)
+
+
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +532,7 @@ assert plugin.active() is not None, "the launcher has registered it"
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--moe-token-dispatcher-type")
 parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"))  # as a fork may have written it
+parser.add_argument("--moe_flex_dispatcher_backend", choices=("deepep", None), dest="of_bridge")
 parser.add_argument("--fruit", choices=("apple",))
 chosen = parser.parse_args().moe_flex_dispatcher_backend
 report = dict(argv=sys.argv, name=__name__, path=sys.path[0], file=__file__, value=helper.VALUE, chosen=chosen)
@@ -449,6 +551,7 @@ if "WORLD_SIZE" in os.environ:
 print("REPORT", json.dumps(report), flush=True)
 """
 CHOSEN = ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend=ep_dispatcher", "--fruit", "apple")
+CHOSEN += ("--moe_flex_dispatcher_backend", "ep_dispatcher")
 
 
 def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:

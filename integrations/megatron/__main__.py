@@ -34,7 +34,8 @@ def _allow_name_in_parsers() -> None:
 
     def add(container, *names, **options):
         choices = options.get("choices")
-        if "--moe-flex-dispatcher-backend" in names and choices is not None and NAME not in choices:
+        flags = [name.replace("_", "-") for name in names]  # Megatron-Bridge writes it with underscores
+        if "--moe-flex-dispatcher-backend" in flags and choices is not None and NAME not in choices:
             options["choices"] = (*choices, NAME)
         return add_argument(container, *names, **options)
 

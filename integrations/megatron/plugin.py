@@ -1,7 +1,8 @@
 """Makes ep_dispatcher a backend of Megatron's flex dispatcher.
 
-All patches of ``register()`` are here, and ``unregister()`` takes them back. Two others stay: the launcher patches
-argparse (``__main__.py``), and on a machine without a GPU ``cpu.py`` patches what Megatron takes from CUDA.
+All patches of ``register()`` are here, except that of Megatron-Bridge (``bridge.py``). ``unregister()`` takes them
+back. Two others stay: the launcher patches argparse (``__main__.py``), and on a machine without a GPU ``cpu.py``
+patches what Megatron takes from CUDA.
 """
 
 from __future__ import annotations
@@ -120,7 +121,13 @@ def register(*, max_tokens_per_rank: int | None = None) -> Registration:
             old = getattr(patch.owner, patch.name)
             _undo.append(_undoing(patch.owner, patch.name, old))
             setattr(patch.owner, patch.name, patch.make(old))
-        _active = Registration(version, tuple(patch.text for patch in patches))
+        texts = [patch.text for patch in patches]
+        from ep_dispatcher.integrations.megatron import bridge
+
+        if bridge.is_installed():
+            _undo.append(bridge.watch())
+            texts.append(bridge.TEXT)
+        _active = Registration(version, tuple(texts))
         logger.info("%s", _active)
     if max_tokens_per_rank is not None:
         _active = replace(_active, max_tokens_per_rank=max_tokens_per_rank)
