@@ -454,6 +454,74 @@ def test_delayed_gradients_of_weights(fused):
     megatron_pool(4).run(delayed, fused)
 
 
+class BesideDispatch(torch.autograd.Function):
+    """What a MoELayer of 0.18 and newer does before its dispatch, with overlap_dispatch_backward_with_experts_wgrad."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.layer.backward_dw()
+        return None, grad
+
+
+def beside_dispatch(rank: int, switch: str) -> None:
+    """Gradients of weights are written when the backward of the dispatch has been launched, to the same values.
+
+    Experts that run the dispatch themselves write them at once: its backward runs under their GEMMs.
+    """
+    use_layout(EP2)
+    config = make_config(**GROUPED)
+    wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
+    with switched_on(switch):
+        config.overlap_dispatch_backward_with_experts_wgrad = config.gradient_accumulation_fusion = True
+        layer = make_grouped_layer(config)
+        send, backward_dw, last, delays = layer.dispatch, layer.backward_dw, layer.experts.linear_fc2.weight0, []
+
+        def look(*given, **options):
+            before = last.main_grad.clone()
+            backward_dw(*given, **options)
+            delays.append(not torch.equal(last.main_grad, before))
+
+        layer.backward_dw = look
+        if not hasattr(layer, "setup_delayed_wgrad_for_dispatch_backward_overlap"):
+            layer.dispatch = lambda x, probs: send(BesideDispatch.apply(layer, x), probs)
+        got = iterations(ddp_of(layer, config, **IN_BUCKETS), rank)
+        assert delays == [switch == SWITCH] * 4
+    assert_agree(got, wanted)
+
+
+@pytest.mark.parametrize("switch", [SWITCH, "EP_DISPATCHER_EXPERT_WAVES"])
+def test_gradients_of_weights_beside_the_backward_of_dispatch(switch):
+    megatron_pool(2).run(beside_dispatch, switch)
+
+
+def newer_settings(rank: int) -> None:
+    use_layout(EP2)
+    from ep_dispatcher.integrations.megatron import eligibility
+
+    beside = "overlap_dispatch_backward_with_experts_wgrad"
+    for kind, settings, reason in [
+        ("TEGroupedMLP", {"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor is True"),
+        ("TEGroupedMLP", {"expert_gtp_weight_remat_size": 2}, "expert_gtp_weight_remat_size is 2"),
+        ("TEGroupedMLP", {beside: True}, None),
+        ("TEGroupedMLP", {beside: True, "cuda_graph_impl": "full_iteration"}, None),
+        ("TEGroupedMLP", {beside: True, "cuda_graph_impl": "local"}, f"{beside} with CUDA graphs of layers"),
+        ("SequentialMLP", {beside: True}, f"{beside} with SequentialMLP"),
+    ]:
+        config = make_config(**GROUPED)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        assert eligibility._why_not_settings(config, kind) == reason
+
+
+def test_settings_of_newer_versions():
+    megatron_pool(2).run(newer_settings)
+
+
 def delayed_order(rank: int, switch: str = SWITCH) -> None:
     """Several microbatches under way, as in 1F1B; without a DistributedDataParallel they are in .grad."""
     use_layout(EP2)

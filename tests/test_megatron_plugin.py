@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import inspect
 import json
@@ -478,6 +479,35 @@ def refusals(rank: int) -> None:
 
 def test_what_cannot_be_supported_is_refused_by_its_flag_when_the_layer_is_built():
     run(refusals)
+
+
+def ignored_fields(rank: int) -> None:
+    """Fields that this dispatcher would ignore. A Megatron without one of them gets it for this test."""
+    use_layout(Layout(ep=2))
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ep_dispatcher.integrations.megatron import limits
+
+    values = {name: 64 if "num" in name else True for name in limits.UNSUPPORTED}
+    assert len(values) >= 6
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            if name not in TransformerConfig.__dataclass_fields__:
+                default = None if isinstance(value, int) else False
+                patch.setitem(TransformerConfig.__dataclass_fields__, name, dataclasses.field(default=default))
+                patch.setattr(TransformerConfig, name, default, raising=False)
+        for name, value in values.items():
+            config = make_config()
+            make_layer(config)
+            default = getattr(config, name)
+            setattr(config, name, value)
+            text = error_of(lambda config=config: make_layer(config))
+            flag = "--" + name.replace("_", "-")
+            assert text.startswith(f"{flag}: given {value}, allowed: {default} with this dispatcher: "), text
+
+
+def test_fields_that_would_be_ignored_are_refused_by_their_flags():
+    run(ignored_fields)
 
 
 def parsers(rank: int) -> None:

@@ -53,9 +53,10 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.handle: ep.Handle | None = None  # from the dispatch to the combine
         self.rows_per_expert: Tensor | None = None  # likewise
         self.deferred: Deferred | None = None  # likewise, if the experts run dispatch and combine
-        # All experts except those of the op fuser first make a list of their counts. 0.16's GroupedMLP takes counts on
-        # the host only.
-        self._takes_host_counts = not getattr(config, "use_transformer_engine_op_fuser", False)
+        # Most experts first make a list of their counts, but these take them on the device. 0.16's GroupedMLP takes
+        # counts on the host only.
+        takes_device_counts = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
+        self._takes_host_counts = not any(getattr(config, name, False) for name in takes_device_counts)
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
         self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these two if it notes the layer
         self.experts_communicate: Callable[[ep.Buffer], bool] = _no

@@ -30,6 +30,8 @@ PLAIN_SETTINGS = {
     "batch_invariant_mode": False,
     "use_te_activation_func": False,
     "use_transformer_engine_op_fuser": False,
+    "moe_use_grouped_tensor": False,
+    "expert_gtp_weight_remat_size": 1,
     "activation_func_fp8_input_store": False,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
@@ -65,8 +67,11 @@ def _why_not_settings(config, kind: str) -> str | None:
     captured = limits.captured_experts(config)
     if captured is not None and not plugin.is_ours(config):
         return f"CUDA graphs contain the experts ({captured[0]}), and their rows come by another dispatcher"
-    if kind == "SequentialMLP" and getattr(config, "delay_wgrad_compute", False):
-        return "delay_wgrad_compute with SequentialMLP"
+    overlaps_wgrad = limits.overlaps_wgrad(config)
+    if kind == "SequentialMLP" and (overlaps_wgrad or getattr(config, "delay_wgrad_compute", False)):
+        return f"{limits.OVERLAPS_WGRAD if overlaps_wgrad else 'delay_wgrad_compute'} with SequentialMLP"
+    if overlaps_wgrad and limits.layers_may_be_captured(config):  # the hooks of weights would run in the graph
+        return f"{limits.OVERLAPS_WGRAD} with CUDA graphs of layers"
     return None
 
 

@@ -78,7 +78,7 @@ class Experts:
                     kind = type(module).__name__
                     raise RuntimeError(f"a forward pre-hook of {kind} changes what it is given: {hook}")
         w1, w2 = self.weights()
-        take_grads, anchor = self._take_grads(w1, w2)
+        take_grads, anchor = self._take_grads(w1, w2, communicate=isinstance(counts, Deferred))
         options: dict[str, Any] = dict(
             keep_activated=not _recomputes_activation(self.config), take_grads=take_grads, anchor=anchor
         )
@@ -94,15 +94,17 @@ class Experts:
         )
         return out, None
 
-    def _take_grads(self, w1: list[Any], w2: list[Any]) -> tuple[TakeGrads | None, Tensor | None]:
+    def _take_grads(self, w1: list[Any], w2: list[Any], *, communicate: bool) -> tuple[TakeGrads | None, Tensor | None]:
         """Return who writes the gradients of the weights in the backward, and the tensor that autograd sees instead.
 
-        None: autograd writes them, as for every other tensor.
+        None: autograd writes them, as for every other tensor. ``communicate``: whether the experts run dispatch and
+        combine. Then communication of the backward runs under these gradients anyway, and they need not wait for it.
         """
         if not all(weight.requires_grad for weight in (*w1, *w2)):
             return None, None
         fused = self.config.gradient_accumulation_fusion and hasattr(w1[0], "main_grad")
-        if getattr(self.config, "delay_wgrad_compute", False):
+        overlaps = limits.overlaps_wgrad(self.config) and not communicate
+        if overlaps or getattr(self.config, "delay_wgrad_compute", False):
             return lambda write: self.delayed.append(lambda: self._deliver(write, w1, w2, fused)), None
         if not fused:
             return None, None
@@ -200,7 +202,7 @@ class Experts:
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """With delay_wgrad_compute: write the gradients of weights of the microbatch that has waited longest."""
+        """Write the gradients of weights of the microbatch that has waited longest, if they wait for this call."""
         if self.delayed:
             self.delayed.popleft()()
 

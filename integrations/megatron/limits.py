@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -11,6 +13,17 @@ from ep_dispatcher.errors import TooFewRowsError
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
+# Fields that this dispatcher would ignore, and why. Not every Megatron has all. Other fields of other backends ask for
+# what it does anyway: moe_permute_fusion_into_hybridep and moe_hybridep_pad_uneven_dispatch_inputs.
+UNSUPPORTED = {
+    "moe_paged_stash": "it runs a step with too many rows again, and here they are an error",
+    "moe_ncclep_static_shape": "it is for ncclep; --moe-expert-rank-capacity-factor gives static shapes here",
+    "moe_ncclep_zero_copy": "it is for ncclep",
+    "moe_hybridep_num_blocks_permute": "it is for hybridep, and nothing is permuted here",
+    "moe_hybridep_num_blocks_unpermute": "it is for hybridep, and nothing is permuted here",
+    "moe_hybridep_num_sms_preprocessing": "it is for hybridep",
+}
+OVERLAPS_WGRAD = "overlap_dispatch_backward_with_experts_wgrad"  # 0.18 and newer
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -20,6 +33,9 @@ def check(config, num_local_experts: int, *, expert_tp: int, num_ranks: int) -> 
     if captured is not None:
         _check_capture(config, *captured)
     num_sms(config)
+    for name, value in _changed(config, UNSUPPORTED).items():
+        default = type(config).__dataclass_fields__[name].default
+        checks.fail(_flag(name), value, f"{default} with this dispatcher: {UNSUPPORTED[name]}")
     columns = config.moe_router_topk * expert_tp
     if columns > checks.MAX_TOPK:
         times = f" x --expert-tensor-parallel-size {expert_tp}" if expert_tp > 1 else ""
@@ -44,7 +60,7 @@ def graph_modules(config) -> tuple[str, list[str]]:
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         value = getattr(config, name, None)
         if value is not None:
-            return "--" + name.replace("_", "-"), [getattr(one, "name", str(one)) for one in value]
+            return _flag(name), [getattr(one, "name", str(one)) for one in value]
     return "--cuda-graph-impl", []
 
 
@@ -75,6 +91,11 @@ def layers_may_be_captured(config) -> bool:
     return experts_may_be_captured(config) and (captured is None or captured[1] != "full_iteration")
 
 
+def overlaps_wgrad(config) -> bool:
+    """Return whether gradients of experts' weights are computed beside the backward of dispatch, in backward_dw."""
+    return getattr(config, OVERLAPS_WGRAD, False)
+
+
 def _check_capture(config, flag: str, value: str) -> None:
     """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
     grouped = envs.grouped_experts() and envs.rank_capacity_factor() is not None
@@ -96,22 +117,36 @@ def num_sms(config) -> int | None:
 
     Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends, not for this one.
     """
-    fields = type(config).__dataclass_fields__
-    given = {name: getattr(config, name) for name in SMS_FIELDS if name in fields}
-    given = {name: value for name, value in given.items() if value != fields[name].default}
+    given = _changed(config, SMS_FIELDS)
     for name, value in given.items():
-        flag = "--" + name.replace("_", "-")
+        flag = _flag(name)
         checks.integer(flag, value, 1)
         if SMS_FIELDS[0] not in given and len(set(given.values())) > 1:
             checks.fail(flag, f"{value} beside {given}", "one number of multiprocessors")
     return next(iter(given.values()), None)
 
 
-def expert_alignment(config) -> int:
-    """Return the alignment of expert groups: the one that quantised grouped GEMMs need, else 1."""
-    if config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False):
-        from megatron.core.transformer.moe import moe_utils  # not before Megatron is in use: buffers.py imports this
+def _changed(config, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of these fields that this Megatron has, and that are not as by default."""
+    fields = type(config).__dataclass_fields__
+    given = {name: getattr(config, name) for name in names if name in fields}
+    return {name: value for name, value in given.items() if value != fields[name].default}
 
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def expert_alignment(config) -> int:
+    """Return the alignment of expert groups that Megatron's grouped GEMMs need, 1 for none.
+
+    Megatron knows which settings need one: quantisation, since 0.18 the op fuser, in 0.20 moe_use_grouped_tensor.
+    Before 0.18 it says 16 where none is needed.
+    """
+    from megatron.core.transformer.moe import moe_utils  # not before Megatron is in use: buffers.py imports this
+
+    knows_all = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
+    if knows_all or config.fp8 or getattr(config, "fp4", None):
         return max(1, moe_utils.get_align_size_for_quantization(config))
     return 1
 
