@@ -251,14 +251,14 @@ def other_versions(rank: int) -> None:
 
     from ep_dispatcher.integrations.megatron import register, unregister
 
-    for version, warns in [("0.99.0", True), ("1.0.0+abc", True), ("0.16.1", False), ("0.19.2+1234567", False)]:
+    for version, warns in [("0.99.0", True), ("1.0.0+abc", True), ("0.16.1", False), ("0.20.0+1234567", False)]:
         unregister()
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             patch.setattr(megatron.core, "__version__", version)
             assert register().megatron_version == version
             texts = [str(one.message) for one in caught if version in str(one.message)]
-            assert len(texts) == warns and all("newer than 0.19" in text for text in texts)
+            assert len(texts) == warns and all("newer than 0.20" in text for text in texts)
             unregister()
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from ep_dispatcher import checks, envs
 
 NAME = "ep_dispatcher"
-OLDEST, NEWEST_RUN = (0, 16), (0, 19)
+OLDEST, NEWEST_RUN = (0, 16), (0, 20)
 STEPS = (
     "dispatch_preprocess",
     "token_dispatch",
