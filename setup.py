@@ -75,7 +75,7 @@ def switch(name):
 
 
 def stamp_flags():
-    """Flags of nvcc for kernels with stamps (csrc/cuda/stamps.h); none for those without."""
+    """Flags of nvcc for kernels with stamps (csrc/cuda/device/stamps.h); none for those without."""
     return ["-DEP_STAMPS"] if switch("EP_DISPATCHER_STAMPS") == "1" else []
 
 
@@ -294,8 +294,8 @@ def extensions():
     )
     if find_nvcc() is None:
         return [cpu]
-    sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*.cu")
-    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh")
+    sources = files("csrc/bindings_cuda.cpp", "csrc/cuda/*.cpp", "csrc/cuda/*/*.cu")
+    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cuda/**/*.h", "csrc/cuda/**/*.cuh")
     include_dirs = ["csrc", pybind11.get_include()]
     cuda = Extension(
         CUDA_MODULE,

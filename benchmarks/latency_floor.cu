@@ -2,8 +2,9 @@
 //
 //   latency_floor [--limit-ms N]   print a line "name<TAB>unit<TAB>sample sample ..." for each part
 //
-// It drives two GPUs with peer access, or one GPU in place of both. The instructions are those of csrc/cuda/ptx.cuh. No
-// wait lasts longer than the limit: then all kernels end, and so does the program, with exit code 3.
+// It drives two GPUs with peer access, or one GPU in place of both. The instructions are those of
+// csrc/cuda/device/ptx.cuh. No wait lasts longer than the limit: then all kernels end, and so does the program, with
+// exit code 3.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,6 +1,6 @@
-// The kernels of latency_floor.cu: each is one part of a latency, with the instructions of csrc/cuda/ptx.cuh.
+// The kernels of latency_floor.cu: each is one part of a latency, with the instructions of csrc/cuda/device/ptx.cuh.
 #pragma once
-#include "cuda/ptx.cuh"
+#include "cuda/device/ptx.cuh"
 
 using namespace ep;
 

@@ -40,7 +40,7 @@ from ep_dispatcher.testing import RankPool, make_routing
 
 OPERATIONS = ("dispatch", "dispatch FP8", "dispatch, quantize", "combine", "moe_mlp forward", "moe_mlp both")
 EPOCHS = {"moe_mlp forward": 2, "moe_mlp both": 4}  # of one run; else 1
-# The warps of each role: Movers and Helpers of csrc/cuda/dispatch.cuh, Pipeline::role.
+# The warps of each role: Movers and Helpers of csrc/cuda/dispatch/dispatch.cuh, Pipeline::role.
 ROLES = {
     "dispatch": {"movers": range(0, 8), "helpers": range(8, 16)},
     "combine": {"preparing warp": range(2, 3), "issuing warps": range(0, 2), "summing warps": range(3, 15)},

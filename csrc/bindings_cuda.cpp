@@ -4,9 +4,9 @@
 #include <iterator>
 
 #include "bindings.h"
-#include "cuda/check.h"
+#include "cuda/device/check.h"
 #include "cuda/engine.h"
-#include "cuda/routing.h"
+#include "cuda/moe/routing.h"
 #ifdef EP_WIRE_NVSHMEM
 #include "nvshmem/world.h"
 #define EP_MODULE _C_nvshmem

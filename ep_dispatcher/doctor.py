@@ -138,7 +138,7 @@ def load_module(name: str) -> str:
     _run(sys.executable, "-c", code, name, str(path))
     csrc, engine = PACKAGE.parent / "csrc", name.removeprefix("_C_")
     folders = {"nvshmem": ("common", "cuda", "nvshmem")}.get(engine, ("common", engine))
-    sources = [s for folder in folders for s in (csrc / folder).glob("*")]
+    sources = [s for folder in folders for s in (csrc / folder).rglob("*.*")]
     sources += [s for folder in folders for s in csrc.glob(f"bindings_{folder}.cpp")]
     stale = [s.name for s in sources if s.stat().st_mtime > path.stat().st_mtime]
     if stale:

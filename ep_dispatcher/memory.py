@@ -34,7 +34,7 @@ WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # the most window chunks in max_tokens: each has counters in a block's shared memory
 
 STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
-CUDA_CALL_BYTES = 80  # of a Call as tagged words, csrc/cuda/call.h
+CUDA_CALL_BYTES = 80  # of a Call as tagged words, csrc/cuda/sync/call.h
 CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
 CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
 COUNTS_START_BYTES = CPU_CALL_BYTES + 8  # sizeof(Counts::Start), csrc/cpu/region.h
@@ -134,7 +134,7 @@ class Shape:
 
     @property
     def plans_directly(self) -> bool:
-        """Whether new plans of the CUDA engine are direct plans (csrc/cuda/direct.cuh).
+        """Whether new plans of the CUDA engine are direct plans (csrc/cuda/plan/direct.cuh).
 
         One node, and so few tokens that such a plan takes at most 92 KiB of a block's shared memory.
         """

@@ -37,17 +37,17 @@ def compile_header(
 ) -> Path:
     """Compile tests/`program`.cpp, which runs the text of a kernel's header on the CPU. Return where it lies.
 
-    `change`: text of the header and what stands there instead. `empty`: headers that it includes, and that the program
-    plays itself.
+    `change`: text of the header and what stands there instead. `empty`: headers in csrc/cuda that it includes, and that
+    the program plays itself.
     """
     text = header.read_text()
     if change is not None:
         assert text.count(change[0]) == 1
         text = text.replace(*change)
-    (folder / "cuda").mkdir()
-    (folder / "cuda" / header.name).write_text(text)
-    for name in empty:
-        (folder / "cuda" / name).write_text("#pragma once\n")
+    for path, content in {header: text, **{ROOT / "csrc/cuda" / name: "#pragma once\n" for name in empty}}.items():
+        copy = folder / path.relative_to(ROOT / "csrc")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(content)
     built = folder / program
     sources = ["-I", folder, "-I", ROOT / "csrc", ROOT / "tests" / f"{program}.cpp", "-o", built]
     subprocess.run(["c++", "-std=c++17", *flags, *sources], check=True, timeout=300)

@@ -1,5 +1,5 @@
-// Puts rows of many sizes with csrc/cuda/long_puts.cuh on the host. Bulk copies are a model here: they move bytes at
-// any time between their start and the wait for them.
+// Puts rows of many sizes with csrc/cuda/rail/long_puts.cuh on the host. Bulk copies are a model here: they move bytes
+// at any time between their start and the wait for them.
 //
 //   long_puts SEED SHARED_BYTES PUTS
 //
@@ -158,7 +158,7 @@ struct Wire {
 
 }  // namespace ep::cuda
 
-#include "cuda/long_puts.cuh"
+#include "cuda/rail/long_puts.cuh"
 
 int main(int, char** argv) {
   using ep::cuda::EP_KERNELS::LongPuts;

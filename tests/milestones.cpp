@@ -1,6 +1,7 @@
-// Print the order of csrc/cuda/milestones.h for the given sizes, as four lines of numbers: what each milestone stands
-// for; the milestones of all chunks of pushes, then their end; of all sums, then the end; the chunks that need slots.
-#include "cuda/milestones.h"
+// Print the order of csrc/cuda/combine/milestones.h for the given sizes, as four lines of numbers: what each milestone
+// stands for; the milestones of all chunks of pushes, then their end; of all sums, then the end; the chunks that need
+// slots.
+#include "cuda/combine/milestones.h"
 
 #include <cstdio>
 #include <cstdlib>

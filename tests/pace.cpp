@@ -1,10 +1,10 @@
-// Books a wire from many threads, as senders do on the GPU (csrc/cuda/pace.h), and checks the bookings.
+// Books a wire from many threads, as senders do on the GPU (csrc/cuda/rail/pace.h), and checks the bookings.
 //
 //   pace THREADS BOOKINGS GB_PER_S BUSY [BYTES]
 //
 // BUSY 1: each thread books again when its bytes have crossed; 0: with pauses. BYTES: of each booking; else many sizes.
 // Prints the bytes per second of the busy time, over the rate asked for; exit code 1 and a line for a broken rule.
-#include "cuda/pace.h"
+#include "cuda/rail/pace.h"
 
 #include <algorithm>
 #include <atomic>

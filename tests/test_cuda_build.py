@@ -16,7 +16,7 @@ from ep_dispatcher import engines
 from ep_dispatcher.errors import PeerTimeoutError
 
 ROOT = Path(__file__).parents[1]
-KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+KERNELS = sorted((ROOT / "csrc/cuda").rglob("*.cu"))
 MAX_REGISTERS = 128
 MAX_SPILLED = 64  # bytes
 

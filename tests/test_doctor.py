@@ -175,9 +175,9 @@ def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
     "module, source",
     [
         ("cpu", "csrc/cpu/plan.cpp"),
-        ("cuda", "csrc/cuda/plan.cuh"),
+        ("cuda", "csrc/cuda/plan/plan.cuh"),
         ("nvshmem", "csrc/nvshmem/world.cu"),
-        ("nvshmem", "csrc/cuda/plan.cuh"),  # of which it has all sources too
+        ("nvshmem", "csrc/cuda/plan/plan.cuh"),  # of which it has all sources too
         ("nvshmem", "csrc/bindings_cuda.cpp"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Long puts between nodes: csrc/cuda/long_puts.cuh, compiled for the host with bulk copies that take any time."""
+"""Long puts between nodes: csrc/cuda/rail/long_puts.cuh, compiled for the host with bulk copies that take any time."""
 
 import shutil
 import subprocess
@@ -8,12 +8,12 @@ import pytest
 from commands import ROOT, compile_header
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-HEADER = ROOT / "csrc" / "cuda" / "long_puts.cuh"
+HEADER = ROOT / "csrc/cuda/rail/long_puts.cuh"
 
 
 def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
     """Compile the program, with one change of the header. The wire there is the program's own."""
-    return compile_header(HEADER, "long_puts", folder, "-O1", empty=("wire.cuh",), change=change)
+    return compile_header(HEADER, "long_puts", folder, "-O1", empty=("rail/wire.cuh",), change=change)
 
 
 def run(program: Path, seed: int, shared_bytes: int) -> str:

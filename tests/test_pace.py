@@ -1,4 +1,4 @@
-"""The pace of the peer wire: csrc/cuda/pace.h, compiled for the host and booked by many threads at once."""
+"""The pace of the peer wire: csrc/cuda/rail/pace.h, compiled for the host and booked by many threads at once."""
 
 import shutil
 import subprocess

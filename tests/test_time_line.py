@@ -17,7 +17,7 @@ from ep_dispatcher.engines import cuda_problem
 
 SCRIPT = ROOT / "benchmarks" / "time_line.py"
 MACHINE = {"gpus": ["NVIDIA H200"], "git_commit": "abc", "date": "2026-11-22T10:00:00+00:00"}
-SOURCE = (ROOT / "csrc/cuda/stamps.h").read_text()
+SOURCE = (ROOT / "csrc/cuda/device/stamps.h").read_text()
 STEPS = re.findall(r'"([\w ]+)"', SOURCE.partition("kStepNames[] = {")[2].partition("}")[0])
 BEGIN = 1_700_000_000_000_000_000  # of a clock in ns
 
@@ -190,7 +190,9 @@ def test_the_calls_of_experts_are_given_by_run(script):
 
 
 def test_roles_are_those_of_the_kernels(script):
-    dispatch, pipeline = ((ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch", "pipeline"))
+    dispatch, pipeline = (
+        (ROOT / f"csrc/cuda/{name}.cuh").read_text() for name in ("dispatch/dispatch", "combine/pipeline")
+    )
     assert int(re.search(r"kBlockWarps = (\d+)", dispatch)[1]) == 2 * len(script.ROLES["dispatch"]["movers"])
     numbers = [int(re.search(rf"k{name}Warps = (\d+)", pipeline)[1]) for name in ("Issuing", "Summing")]
     roles = script.ROLES["combine"]

@@ -1,4 +1,4 @@
-"""Whom waits of the CUDA engine blame: csrc/cuda/wait.cuh, compiled for the host, where a lane is a fiber.
+"""Whom waits of the CUDA engine blame: csrc/cuda/sync/wait.cuh, compiled for the host, where a lane is a fiber.
 
 A rank that waits may be waited for itself. Every survivor has to name the rank at the end of such a chain, also where
 the host of no other rank looks at its report.
@@ -17,7 +17,7 @@ from conftest import exhaustive
 from ep_dispatcher.engines.aborts import rank_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-HEADER = ROOT / "csrc" / "cuda" / "wait.cuh"
+HEADER = ROOT / "csrc/cuda/sync/wait.cuh"
 LIMIT_MS = 500
 COUNTS, FREE_SLOTS, PARTIAL_SUMS, NODE_SUMS = 1, 4, 5, 8  # of Phase in csrc/cuda/state.h
 
@@ -30,7 +30,9 @@ class Result(NamedTuple):
 
 def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
     """Compile the program, with one change of the header. Wire and instructions there are the program's own."""
-    return compile_header(HEADER, "waits", folder, "-O0", "-pthread", empty=("wire.cuh", "ptx.cuh"), change=change)
+    return compile_header(
+        HEADER, "waits", folder, "-O0", "-pthread", empty=("rail/wire.cuh", "device/ptx.cuh"), change=change
+    )
 
 
 def run(program: Path, num_nodes: int, ranks_per_node: int, *steps: str) -> Result:

@@ -2,7 +2,7 @@
 
 tests/test_node_windows.py says why a window of one chunk cannot deadlock, for agents that go chunk by chunk. Here are
 the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them in
-turn. All blocks count themselves in for each milestone (csrc/cuda/milestones.h), and these come in one order for blocks
+turn. All blocks count themselves in for each milestone (csrc/cuda/combine/milestones.h), and these come in one order for blocks
 that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find that they differ.
 """
 
@@ -21,7 +21,7 @@ from test_node_windows import Routing, Windows, all_routings, some_routings
 
 
 class Milestones(NamedTuple):
-    """Those of csrc/cuda/milestones.h."""
+    """Those of csrc/cuda/combine/milestones.h."""
 
     far: int
     own: int

@@ -1,4 +1,4 @@
-// Runs the waits of csrc/cuda/wait.cuh on the host. Each waiting warp is a thread, and its lanes are fibers: they
+// Runs the waits of csrc/cuda/sync/wait.cuh on the host. Each waiting warp is a thread, and its lanes are fibers: they
 // switch where a warp synchronises. Time is real.
 //
 //   waits NUM_NODES RANKS_PER_NODE LIMIT_MS STEP...
@@ -177,7 +177,7 @@ struct Wire {
 };
 }  // namespace ep::cuda::EP_KERNELS
 
-#include "cuda/wait.cuh"
+#include "cuda/sync/wait.cuh"
 
 using namespace ep::cuda;
 using namespace ep::cuda::EP_KERNELS;

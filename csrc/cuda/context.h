@@ -1,8 +1,8 @@
 // Parameters of every kernel of one buffer. Kernels read them as a Context (context.cuh).
 #pragma once
 #include "cuda/config.h"
+#include "cuda/device/stamps.h"
 #include "cuda/region.h"
-#include "cuda/stamps.h"
 #include "cuda/state.h"
 
 namespace ep::cuda {

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cuda/pace.h"
+#include "cuda/rail/pace.h"
 
 namespace ep::cuda {
 

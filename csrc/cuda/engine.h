@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda/context.h"
-#include "cuda/plan.h"
+#include "cuda/plan/plan.h"
 
 namespace ep::cuda {
 

@@ -3,8 +3,8 @@
 #include <tuple>
 #include <utility>
 
-#include "cuda/call.h"
 #include "cuda/config.h"
+#include "cuda/sync/call.h"
 
 namespace ep::cuda {
 

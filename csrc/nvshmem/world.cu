@@ -4,8 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cuda/check.h"
 #include "cuda/config.h"
+#include "cuda/device/check.h"
 #include "nvshmem/world.h"
 
 namespace ep::nvshmem {

@@ -1,0 +1,309 @@
+// Combine. Most blocks push: they sum the rows of every item and store the sum in a slot at the token's owner, or at
+// the owner's rail peer here, chunk by chunk. The others reduce: they wait for chunks and sum the partial sums of each
+// token. Tokens of other nodes come first, and rail blocks send their sums to the owners. A pushing block reduces too,
+// after its last push. In decode layout the factors of all tokens travel first, and the pushes multiply by them.
+//
+// With few tokens most of the time goes to code that runs once. So steps run at the same time in different warps, and
+// the kernels for one node are compiled without the code for several (config.h).
+#include "cuda/combine/combine.cuh"
+#include "cuda/combine/push.cuh"
+#include "cuda/combine/reduce.cuh"
+#include "cuda/device/launch.h"
+#include "cuda/rail/rail_sums.cuh"
+
+namespace ep::cuda {
+using namespace EP_KERNELS;
+
+namespace {
+
+using Block = Team<0, 0, Pipeline::kThreads>;
+
+// [thread] Return the number of pushing blocks, from block 0 on: at least 1, if this launch pushes. Blocks are divided
+// by the rows that pushing and reducing read and write: a rank with many received items pushes with nearly all blocks.
+// Never use more blocks than saturate the links. All threads of a launch compute the same number.
+__device__ int num_push_blocks(const Op& op, const CombineParams& params, const PlanSizes& sizes) {
+  if (!params.pushes) return 0;
+  if (!params.reduces) return op.num_blocks;
+  // Few blocks do both. With windows of slots 7 are few: doing both, a combine in expert layout took 1708 us instead of
+  // 1850 (4096 tokens, hidden 7168, at 50 GB/s, one H200). 10 are not: doing both took 1366 us instead of 1273.
+  const Milestones milestones = milestones_of(op.context);
+  if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
+  if (sizes.num_items == 0) return 1;  // it raises the flags promised by Field::kNumChunks, also without items
+  // Few items: nobody can reduce before the last push, so all push first.
+  if (op.context.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
+  const float push = static_cast<float>(sizes.num_rows) + sizes.num_items;
+  // A sum from another node is written and read once more than one of the own node.
+  const float tokens = static_cast<float>(params.args.num_tokens) * (1 + 2 * op.context.num_others());
+  const float reduce = params.reduce_weight * (static_cast<float>(sizes.num_addends) + tokens);
+  const float most = params.saturating * push / sizes.num_items;
+  const int share = static_cast<int>(min(op.num_blocks * push / (push + reduce) + 0.5f, most));
+  return min(max(share, 1), op.num_blocks - 1);
+}
+
+// [warp] Announce this combine. Called in warp 0 of block 0, once slots are free: this block pushes. `covers` as in
+// announce.
+__device__ void announce_combine(const Op& op, const CombineParams& params, bool covers) {
+  const PlanHead& head = *params.plan.head;
+  Call call{};
+  const auto set = [&](Field field, int32_t value) { call.set(field, value); };
+  set(Field::kOperation, static_cast<int32_t>(Operation::kCombine));
+  set(Field::kPlan, head.made);
+  set(Field::kWeights, params.args.topk_weights != nullptr);
+  set(Field::kNumTokens, params.args.num_tokens);
+  // With factors no rank pushes after a difference.
+  set(Field::kNumChunks, params.shares_factors() ? 0 : end_of_pushed(op, head));
+  announce(op, call, covers);
+  stamp(op, Step::kSent);
+}
+
+// [warp] Compare the Calls before the first sum, and post the verdict for the other warps. Called in one summing warp.
+// With factors wait for those of other nodes too.
+__device__ void agree_first(const Op& op, const CombineParams& params, const CombineMemory& memory) {
+  Verdict verdict = agree(op);
+  stamp(op, Step::kAgreed);
+  if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
+    verdict = Verdict::kAborted;
+  memory.verdict.post(verdict);
+}
+
+// [warp] Queue all sums of this block: its pushes, then the sums of its tokens. In between wait until all ranks agree.
+// If the block makes sums for other nodes too, it makes the early ones between its pushes. The first of two launches
+// ends with the pushes, and the second one makes the sums that are left. Called in the preparing warp. Whatever the
+// verdict, stop the other warps of the pipeline at the end. Return kAborted after an abort of this rank, else the
+// verdict of `agree`.
+__device__ Verdict prepare(const Op& op, const CombineParams& params, const Part& pushers, const Part& for_others,
+                           CombineMemory& memory, int num_teams) {
+  // Take the first items. This reads nothing of peers.
+  Preparer preparer{memory.pipeline, num_teams};
+  Pusher pusher(op, params, memory, pushers, for_others.has_block());
+  if (pushers.has_block()) pusher.begin();
+  Reducer reducer(op, params, memory.tokens, for_others);
+  Verdict verdict = params.agrees_first() && !pushers.has_block() ? memory.verdict.wait_in_warp() : Verdict::kAgree;
+  for (int until = 0; verdict == Verdict::kAgree && until != Pusher::kAllSums;) {
+    until = Pusher::kAllSums;
+    if (pushers.has_block()) verdict = pusher.run(preparer, until);
+    const bool has_pushed = until == Pusher::kAllSums;
+    stamp(op, Step::kQueued);
+    if (verdict == Verdict::kAborted) break;
+    if (has_pushed && params.agrees_first())
+      verdict = memory.verdict.wait_in_warp();
+    else if (has_pushed && params.reduces)
+      verdict = agree(op);
+    stamp(op, Step::kAgreed);
+    if (has_pushed && !params.reduces) break;
+    if (verdict == Verdict::kAgree && !reducer.run(preparer, until)) verdict = Verdict::kAborted;
+    stamp(op, Step::kReduced);
+    pusher.skip_sums(reducer.next_chunk());
+  }
+  memory.items.drain();
+  memory.tokens.drain();
+  preparer.end();
+  return verdict;
+}
+
+// [thread] Count this warp in for a milestone, after its last store for this chunk and __syncwarp. The last warp of all
+// blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's sums
+// of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip milestones counted by other
+// blocks or by another launch. `pushed` covers the weights of the block too: a barrier of the block has followed
+// push_weights.
+__device__ void finish_milestone(const Op& op, const CombineParams& params, const CombineMemory& memory,
+                                 const Part& pushers, const Part& for_others, int milestone) {
+  const Context& context = op.context;
+  const Milestones milestones = milestones_of(context);
+  const auto arrivals = [](uint32_t* in_block, uint32_t* in_grid, const Part& part) {
+    return ChunkArrivals{in_block, Pipeline::kSummingWarps, in_grid, static_cast<uint32_t>(part.num_blocks)};
+  };
+  const int chunk = milestones.at(milestone);
+  if (chunk >= 0) {
+    if (!pushers.has_block()) return;
+    stamp(op, Step::kPushed);
+    if (!arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk)) return;
+    raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
+    stamp(op, Step::kRaised);
+  } else if (for_others.has_block() && (params.pushes || ~chunk >= milestones.num_early_sums())) {
+    const int n = ~chunk, far = n / milestones.others;
+    const int flag = context.other(node_of_sum(context, n)) * milestones.far + far;
+    if (!arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag)) return;
+    ptx::store_relaxed(context.own.summed + flag, op.epoch);
+    if ((n + 1) % milestones.others == 0)
+      raise_on_node(context, context.own.freed + context.local * milestones.far + far, op.epoch);
+  }
+}
+
+// [block] Count the bytes pushed by this rank, by rank of the inbox. The second warp does this, because the first one
+// raises flags next. Called in the last block, once all ranks agree.
+__device__ void count_bytes(const Op& op, const CombineParams& params) {
+  const int local = static_cast<int>(threadIdx.x) - 32;
+  if (local < 0 || local >= op.ranks_per_node()) return;
+  const PlanHead& head = *params.plan.head;
+  const uint32_t weights = params.args.topk_weights ? op.context.config.num_topk * sizeof(float) : 0;
+  uint64_t num_items = 0;
+#pragma unroll 1
+  for (int source = local; source < op.num_ranks(); source += op.ranks_per_node()) num_items += head.items_of(source);
+  op.context.state->bytes_written[op.first_local_rank() + local] += num_items * (op.context.row_bytes + weights);
+}
+
+// Launched by Engine::combine: all blocks are resident at the same time, because they wait for each other. The second
+// of two launches may have more: its blocks wait only for peers. The last block to arrive completes the operation.
+// After an abort there is none, and the operation never completes.
+template <class Summing>
+__global__ void __launch_bounds__(Pipeline::kThreads, 1)
+    combine_kernel(const __grid_constant__ Context context, const __grid_constant__ CombineParams params) {
+  extern __shared__ __align__(1024) char shared[];
+  constexpr int kNumTeams = Pipeline::kSummingWarps / Summing::kWarps;
+  const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
+              static_cast<int>(gridDim.x) - params.rail_blocks};
+  stamp(op, Step::kCombine);
+  begin_waves(params.args.waves);
+  // These loads overlap: factors, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire, so loads
+  // after it would wait for it.
+  const bool sends_factors = op.block == 0 && params.shares_factors();
+  const bool tags = context.plans_directly();  // factors are tagged words
+  FactorCopy factors(op, params, sends_factors);
+  const bool aborted = has_aborted(context);
+  const PlanSizes sizes = *params.plan.head;
+  const bool sees_free =
+      !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
+  const Part pushers{op.block, num_push_blocks(op, params, sizes)};
+  if (sends_factors && tags && !aborted) factors.send(op);
+  // Leave after an abort: all threads of the block, or none.
+  const bool is_free = !__syncthreads_or(aborted || !sees_free);
+  if (!is_free && __syncthreads_or(aborted)) return;
+  const bool pushes = params.pushes && pushers.has_block(), announces = op.block == 0 && params.pushes,
+             is_rail = op.is_rail();
+  // Choose the blocks for tokens of other nodes: those without pushes, or all where all push.
+  const int first = pushers.num_blocks < op.num_blocks ? pushers.num_blocks : 0;
+  const Part for_others{op.block - first, op.num_blocks - first};
+  CombineMemory memory = params.memory.in(shared);
+
+  // Wait for free slots before the first push, if they were not free at first sight, and announce. Factors without tags
+  // come first. Meanwhile the other warps initialise shared memory.
+  bool ok = true;
+  const bool stores_factors = sends_factors && !tags;
+  if (stores_factors && is_free) factors.store(op);
+  if (threadIdx.x < 32) {
+    if (pushes && !is_free)
+      ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
+    if (params.pushes) stamp(op, Step::kFree);
+    // With masks a rank whose Call is here counts as present: then its factors must be on their way for good.
+    if (ok && announces && !stores_factors) announce_combine(op, params, sends_factors && has_masks(context));
+  } else {
+    if (threadIdx.x == 32) ptx::barrier_init(memory.verdict.barrier, 1);
+    if (Pipeline::role() == Pipeline::Role::kPrepare)
+      memory.sources.fill(op.context, [&](int source) { return params.plan.head->items_of(source); });
+    constexpr int kStep = Pipeline::kThreads - 32;
+    memory.pipeline.init(kNumTeams);
+    for (int i = threadIdx.x - 32; i < context.max_pushed_chunks; i += kStep) memory.pushed[i] = 0;
+    for (int i = threadIdx.x - 32; i < context.num_others() * context.num_far_chunks(); i += kStep)
+      memory.summed[i] = 0;
+  }
+  if (!__syncthreads_and(ok)) return;
+  if (stores_factors) {
+    if (!is_free) {
+      factors.store(op);
+      __syncthreads();
+    }
+    if (threadIdx.x < 32) announce_combine(op, params, true);
+  }
+
+  // Push the weights: the chunk flags cover them.
+  if (pushes && params.args.topk_weights) {
+    push_weights(op, params, pushers);
+    __syncthreads();
+  }
+
+  // Push and reduce the rows, each warp in its role.
+  Verdict verdict = Verdict::kAgree;
+  if (is_rail) {
+    verdict = run_rail(op, params, memory.pipeline.bays);
+  } else
+    switch (Pipeline::role()) {
+      case Pipeline::Role::kIssue:
+        Issuer(memory.pipeline, threadIdx.x / 32).run([&](const Work& work, int at) {
+          return load_factor(op, memory.verdict, work, at);
+        });
+        stamp(op, Step::kIssued);
+        break;
+      case Pipeline::Role::kPrepare:
+        verdict = prepare(op, params, pushers, for_others, memory, kNumTeams);
+        break;
+      case Pipeline::Role::kSum:
+        if (params.agrees_first() && threadIdx.x / 32 == Pipeline::kThreads / 32 - 1) agree_first(op, params, memory);
+        consume<Summing>(
+            memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait_in_warp() == Verdict::kAgree; },
+            [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
+        // load_factor may have aborted this rank meanwhile. All factors are loaded before the last work, so its verdict
+        // is known here.
+        if (params.agrees_first()) verdict = memory.verdict.wait();
+        stamp(op, Step::kSummed);
+    }
+
+  // Count this block in. The last one hands the slots back and completes the operation.
+  if (!__syncthreads_and(verdict != Verdict::kAborted)) return;
+  const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
+  stamp(op, Step::kArrived);
+  if (!params.reduces) return;
+  if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
+  stamp(op, Step::kLast);
+  if (comes_too_late<Block>(op)) return;
+  if (!differs) count_bytes(op, params);
+  complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
+  stamp(op, Step::kComplete);
+}
+
+}  // namespace
+
+template <>
+void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces,
+                                      cudaStream_t stream) const {
+  const Config& config = context_.config;
+  CombineParams params{};
+  params.args = args;
+  params.plan = read_plan(config, plan);
+  params.rail_blocks = is_straight() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
+  // Share the tokens evenly: with few tokens every block takes one batch.
+  const int blocks = num_blocks(args.waves) - params.rail_blocks;
+  const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
+  const int batches_of_block = share(blocks * Reducer::kBatch);
+  params.own_batch = share(blocks * batches_of_block);
+  params.pushes = pushes;
+  params.reduces = reduces;
+  // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.
+  const int max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
+  int num_bays = 0;
+  uint32_t bay_bytes = 0;
+  const auto carve = [&] {
+    Cursor c;
+    params.memory = CombineMemory::carve(c, context_, num_bays, bay_bytes, max_addends, args.factors);
+    return c.size();
+  };
+  const size_t room = kUsableShared - carve();
+  const uint32_t row = context_.row_bytes;
+  for (uint32_t pieces = 1;; ++pieces) {
+    bay_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
+    if (room / bay_bytes >= max_addends + size_t{4}) break;
+  }
+  num_bays = static_cast<int>(std::min<size_t>(room / bay_bytes, Pipeline::kMaxBays));
+  const size_t shared = carve();
+  // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
+  // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.
+  const bool is_long = row > 8192;
+  params.reduce_weight = is_long ? 1.2f : 0.45f;
+  params.saturating = is_long ? 5.2f : 1000.0f;
+
+  const Context context{context_of(args.wait_ns, !pushes)};
+  const auto run = [&](auto summing) {
+    launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, shared, stream, context,
+           params);
+  };
+  const auto run_with = [&](auto element) {
+    using T = decltype(element);
+    if (is_long) return run(Summing<T, 4, 7>{});  // a team takes 14336 bytes at once: 7168 elements of 2 bytes
+    run(Summing<T, 2, 4>{});                      // 4096 bytes: 2048 elements
+  };
+  if (config.dtype == DType::kFloat32) return run_with(Float32{});
+  if (config.dtype == DType::kBFloat16) return run_with(BFloat16{});
+  run_with(Float16{});
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,425 @@
+// Pushing: the partial sum of every item is stored in a slot of its source. Slots of a source on another node are at
+// its rail peer on this node: they hold a window of its tokens.
+#pragma once
+#include "cuda/combine/combine.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [thread] Return the number of chunks pushed by this rank in a combine: all far chunks, then the own chunks with
+// items. This rank raises the flags of all of them, also of empty ones: Field::kNumChunks promises it.
+__device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
+  return op.context.num_far_chunks() + num_item_chunks(sizes.most_items);
+}
+
+// [thread] Return the factors of `source` in the memory of local rank `local`, for this operation: two in each word.
+// Only with Config::plans_directly.
+__device__ inline Tagged* factors_at(const Op& op, int local, int source) {
+  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * op.context.config.factor_words();
+  return op.context.peers.at(op.context.own.factors, local) + index;
+}
+
+// The factors of own tokens. A factor is the weight of a row in decode layout. With few tokens they go to every rank of
+// the node at once, as tagged words. Else they go to this rank's inbox, where the ranks of the node and the senders
+// read them. The first ones are loaded to registers during the wait for slots.
+struct FactorCopy {
+  static constexpr int kTogether = 2;                           // pairs of factors of a thread under way
+  static constexpr int kStep = kTogether * Pipeline::kThreads;  // pairs of a block
+
+  const float* const from;
+  const int num;  // factors
+  float2 values[kTogether];
+
+  // [thread] Start to load the first factors. `has_any`: whether this block writes them.
+  __device__ FactorCopy(const Op& op, const CombineParams& params, bool has_any)
+      : from(params.args.factors), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
+    load(threadIdx.x);
+  }
+
+  // [block] Send all factors to the ranks of the node. Called in block 0, unless this rank has aborted. Wait for
+  // nothing: `announce` says why.
+  __device__ void send(const Op& op) {
+    for_each([&](int pair, const float2& value) {
+      const uint64_t data = __float_as_uint(value.x) | static_cast<uint64_t>(__float_as_uint(value.y)) << 32;
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        ptx::store_pair(factors_at(op, local, op.rank()) + pair, op.epoch, data);
+    });
+  }
+
+  // [block] Write all factors to the inbox. Called in block 0, once slots are free: then nobody reads factors of an
+  // earlier combine. The Call covers them.
+  __device__ void store(const Op& op) {
+    float* const to = op.context.inbox_for(op.context.node, &Inbox::weights);
+    for_each([&](int pair, const float2& value) {
+      to[2 * pair] = value.x;
+      if (2 * pair + 1 < num) to[2 * pair + 1] = value.y;
+    });
+  }
+
+ private:
+  __device__ void load(int begin) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int at = 2 * (begin + i * Pipeline::kThreads);
+      if (2 * begin < num) values[i] = {__ldg(from + min(at, num - 1)), __ldg(from + min(at + 1, num - 1))};
+    }
+  }
+  template <class Write>
+  __device__ void for_each(const Write& write) {
+#pragma unroll 1
+    for (int begin = threadIdx.x; 2 * begin < num; begin += kStep) {
+      if (begin >= kStep) load(begin);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (2 * (begin + i * Pipeline::kThreads) < num) write(begin + i * Pipeline::kThreads, values[i]);
+    }
+  }
+};
+
+// [thread] Return the memory with the factors of `source`, for Work::factors.
+__device__ inline const void* factors_of(const Op& op, int source) {
+  if (op.context.plans_directly()) return factors_at(op, op.context.local, source);
+  return op.context.inbox_of(source, &Inbox::weights);
+}
+
+// [thread] Load a factor of a work. A tagged one may arrive before all ranks are known to agree. Wait for it, or for a
+// verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts this
+// rank, and the verdict becomes kAborted.
+__device__ inline float load_factor(const Op& op, const PostedVerdict& verdict, const Work& work, int at) {
+  if (!op.context.plans_directly())
+    return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(work.factors) + at) : 0;
+  // With masks the factors of an absent rank may never arrive, and nobody reads its sums.
+  if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> work.source & 1))) return 0;
+  const Tagged* const from = static_cast<const Tagged*>(work.factors) + at / 2;
+  uint64_t epoch, data, since = 0;
+  for (uint32_t turn = 1;; ++turn) {
+    ptx::load_pair(from, epoch, data);
+    if (epoch >= op.epoch) break;
+    if (turn % kPatientTurns != 0 || !verdict.is_posted()) continue;
+    if (since == 0) since = ptx::nanoseconds();
+    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, work.source, from, 1, since))
+      *verdict.posted = Verdict::kAborted;
+    if (verdict.wait() != Verdict::kAgree) break;
+  }
+  // A later epoch: a peer has masked this rank.
+  return epoch == op.epoch ? __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2))) : 0;
+}
+
+// [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
+// Calls. Return false after an abort of this rank.
+__device__ inline bool wait_for_factors(const Op& op) {
+  const Context& context = op.context;
+#pragma unroll 1
+  for (int first = 0; context.num_nodes() > 1 && first < op.num_ranks(); first += 32) {
+    const int rank = min(first + static_cast<int>(threadIdx.x) % 32, op.num_ranks() - 1);
+    const uint64_t* flag = context.own.staged + static_cast<size_t>(rank) * context.max_token_chunks;
+    if (context.node_of(rank) == context.node) flag = nullptr;
+    if (!wait_until(op, Phase::kWeights, flag, op.epoch, rank, context.raiser_of(rank))) return false;
+  }
+  return true;
+}
+
+// [warp] Wait until the experts have written all rows of the lane's item, if it has one. Return false after an abort of
+// this rank. After true, bulk loads may read the rows.
+__device__ inline bool wait_for_experts(const Op& op, const CombineParams& params, const Item& item, bool has_item) {
+  const Waves& waves = params.args.waves;
+  const int num_rows = params.plan.head->num_rows;
+  const auto is_written = [&](int row) {
+    const int group = row / kWaveRows, rows = min(kWaveRows, num_rows - group * kWaveRows);
+    return ptx::load_acquire_on_gpu(waves.done + group) >= rows * waves.pieces_of_row;
+  };
+  const uint64_t begin = ptx::nanoseconds();
+  int copy = 0;
+  for (int turn = 1;; ++turn) {
+    while (has_item && copy < item.num_copies() && is_written(item.value(copy))) ++copy;
+    if (__all_sync(~0u, !has_item || copy == item.num_copies())) break;
+    if (turn % 32 != 0) continue;
+    // After the limit, abort. The experts of this rank are late, so blame this rank.
+    const uint64_t waited = ptx::nanoseconds() - begin;
+    if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0)
+      abort_rank(op, Phase::kExperts, bit_of(op.rank()), waited);
+    if (__any_sync(~0u, has_aborted(op.context))) return false;
+  }
+  __syncwarp();
+  ptx::fence_before_bulk();
+  return true;
+}
+
+// Items to be pushed for tokens of other nodes, chunk by chunk. Within a chunk they are ordered by source, beginning
+// with the rail peer on the next node.
+struct FarItems {
+  const Context& context;
+  const Plan& plan;
+  const SourceOrder sources;
+  int *const ends, *const shifts;  // [num_ranks] by source: the end of its items among all of this chunk; the number of
+                                   // an item there, minus its number in the source's list
+  const int lane, num_sources;     // sources on other nodes
+  int chunk = -1;                  // this chunk
+  int num_left = 0;                // items of later chunks
+  int later[kRankWords];           // of source `lane` + 32 * i: the end of the next chunk's items in its list
+
+  // [warp] Begin before the first chunk. SourceOrder::fill has been called.
+  __device__ FarItems(const Context& context, const Plan& plan, const CombineMemory& memory)
+      : context(context),
+        plan(plan),
+        sources(memory.sources),
+        ends(memory.far_ends),
+        shifts(memory.far_shifts),
+        lane(threadIdx.x % 32),
+        num_sources(kOneNode ? 0 : context.num_ranks - context.config.ranks_per_node) {
+#pragma unroll
+    for (int i = 0; i < kRankWords; ++i) later[i] = 0;
+    if (num_sources == 0) return;
+#pragma unroll
+    for (int i = 0; i < kRankWords; ++i) {
+      if (lane + 32 * i < num_sources) ends[lane + 32 * i] = shifts[lane + 32 * i] = 0;
+      later[i] = first_of(i, 1);
+      num_left += items_of(i);
+    }
+    num_left = __reduce_add_sync(~0u, num_left);
+  }
+
+  // [warp] Go to the next chunk, and return the number of its items. There is one.
+  __device__ int advance() {
+    int num = 0;
+    ++chunk;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRankWords; ++i) {
+      const int at = lane + 32 * i, end = later[i];
+      const int up_to = num + inclusive_sum(at < num_sources ? end - (ends[at] - shifts[at]) : 0);
+      later[i] = first_of(i, chunk + 2);  // needed by the next call
+      if (at < num_sources) {
+        ends[at] = up_to;
+        shifts[at] = up_to - end;
+      }
+      num = __shfl_sync(~0u, up_to, 31);
+    }
+    num_left -= num;
+    __syncwarp();
+    return num;
+  }
+
+  // [thread] Return the n-th item of this chunk; there are more than n.
+  __device__ SourceOrder::Position at(int n) const {
+    int i = 0;
+#pragma unroll 1
+    while (ends[i] <= n) ++i;
+    return {source(i), n - shifts[i]};
+  }
+
+ private:
+  // [thread] Return the i-th source on other nodes.
+  __device__ int source(int i) const { return sources.ranks[context.config.ranks_per_node + i]; }
+  // [thread] Return the items of the lane's i-th source.
+  __device__ int items_of(int i) const {
+    const int n = lane + 32 * i;
+    return n < num_sources ? sources.num_items[context.config.ranks_per_node + n] : 0;
+  }
+  // [thread] Return the number of the first item of the lane's i-th source in `chunk` or a later one. `chunk` > 0.
+  __device__ int first_of(int i, int chunk) const {
+    const int count = items_of(i);
+    if (count == 0 || chunk >= context.num_far_chunks()) return count;
+    return __ldg(plan.chunk_begin + static_cast<size_t>(chunk) * context.num_ranks + source(lane + 32 * i));
+  }
+};
+
+// Pushes the items of one block, in the preparing warp. Items of far chunks come first, because their sums travel on;
+// their slots hold a window of chunks. Items from the own node follow; SourceOrder::at keeps all links busy.
+struct Pusher {
+  static constexpr int kBatch = Records::kBatch;
+  static constexpr int kAllSums = INT32_MAX;
+
+  // Items of one far chunk, or own items.
+  struct Batch {
+    int num;    // 0: there are no items
+    int chunk;  // Milestones::far for own items
+  };
+
+  const Op op;
+  const Context& context;
+  const CombineParams& params;
+  const PlanHead& head;
+  CombineMemory& memory;
+  const Part part;
+  const bool reduces;  // whether this block makes sums for other nodes between its pushes
+  const int lane;
+  int entered;  // last chunk that may be pushed
+  int summed;   // far chunk whose pushes follow the sums made so far
+  FarItems far;
+  int taken = 0, end = 0;  // this block's items of the far chunk, or all own ones: the first to be taken, and the end
+  bool takes_own = false;  // whether all far chunks are taken
+  bool agreed = false;     // whether all ranks are known to agree
+  Batch batch{}, next{};   // to be queued, and behind it; from begin() on
+  int num_queued = 0;      // records before those of `batch`
+
+  // [warp] Prepare to push. SourceOrder::fill has been called.
+  __device__ Pusher(const Op& op, const CombineParams& params, CombineMemory& memory, const Part& part, bool reduces)
+      : op(op),
+        context(op.context),
+        params(params),
+        head(*params.plan.head),
+        memory(memory),
+        part(part),
+        reduces(reduces),
+        lane(threadIdx.x % 32),
+        entered(milestones_of(op.context).window - 1),
+        summed(entered + 1),
+        far(op.context, params.plan, memory) {
+    memory.items.begin(INT32_MAX);
+  }
+
+  // [thread] Return the index in the plan of an item.
+  __device__ size_t index_of(const SourceOrder::Position& position) const {
+    return static_cast<size_t>(head.item_begin[position.source] + position.number);
+  }
+
+  // [warp] Take the next batch, and start to load it.
+  __device__ Batch take() {
+    const Milestones milestones = milestones_of(context);
+    while (taken == end && far.num_left > 0) {
+      const int num = far.advance();
+      // The blocks take equal shares, in turns: a chunk may have fewer items than there are blocks.
+      const int share = (part.block + far.chunk) % part.num_blocks;
+      taken = num * share / part.num_blocks;
+      end = num * (share + 1) / part.num_blocks;
+    }
+    if (taken == end && !takes_own) {
+      takes_own = true;
+      taken = part.block;
+      end = head.item_begin[op.first_local_rank() + op.ranks_per_node()] - head.item_begin[op.first_local_rank()];
+    }
+    if (taken >= end) return {0, milestones.far};
+    const int first = taken, step = takes_own ? part.num_blocks : 1;
+    const int num = min(kBatch, (end - 1 - first) / step + 1);
+    memory.items.fetch(
+        [&](int n) {
+          const SourceOrder::Position position =
+              takes_own ? memory.sources.at(first + lane * step, 0, op.ranks_per_node(), step) : far.at(first + lane);
+          memory.positions[n % (2 * kBatch)] = position;
+          return params.plan.items + index_of(position) * context.item_ints;
+        },
+        num);
+    taken += num * step;
+    return {num, takes_own ? milestones.far : far.chunk};
+  }
+
+  // [warp] Prepare to push a far chunk, or own items: wait until the ranks of the node have freed its slots. If this
+  // block has to make sums before that, set `until` as run() does, and wait for nothing. After a difference nobody
+  // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
+  // rank.
+  __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
+    const Milestones milestones = milestones_of(context);
+    if (chunk <= entered || milestones.far == milestones.window) return Verdict::kAgree;
+    const bool waits = milestones.needs_slots(chunk);
+    if (!waits && !reduces) return Verdict::kAgree;
+    if (!agreed) {
+      const Verdict verdict = params.agrees_first() ? memory.verdict.wait_in_warp() : agree(op, false, false);
+      if (verdict != Verdict::kAgree) return verdict;
+      agreed = true;
+    }
+    // Reach the earlier chunks before each wait: this block may have no works behind them to raise their flags.
+    if (reduces && summed <= min(chunk, milestones.far - 1)) {
+      preparer.reach(milestones.pushed(summed - 1) + 1, false);
+      until = (++summed - milestones.window) * milestones.others;
+      return Verdict::kAgree;
+    }
+    entered = chunk;
+    if (!waits) return Verdict::kAgree;
+    preparer.reach(milestones.pushed(chunk), false);
+    const uint64_t* flag = context.own.freed + lane * milestones.far + chunk - milestones.window;
+    const int owner = op.first_local_rank() + lane;
+    const bool ok =
+        wait_until(op, Phase::kFreeSlots, lane < op.ranks_per_node() ? flag : nullptr, op.epoch, owner, owner);
+    return ok ? Verdict::kAgree : Verdict::kAborted;
+  }
+
+  // [warp] Take the first items, and start to load them. Wait for nothing. Keep one batch ahead of the works.
+  __device__ void begin() {
+    batch = take();
+    next = batch.num > 0 ? take() : batch;
+  }
+
+  // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
+  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
+
+  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
+  // an abort of this rank.
+  __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
+    memory.items.wait(n);
+    stamp(op, Step::kFetched);
+    const Milestones milestones = milestones_of(context);
+    // Lane i fills a work with the i-th item of the batch.
+    Work work{};
+    const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
+    const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
+    const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == milestones.far;
+    if (lane < batch.num) {
+      const int owner = context.local_of(position.source);
+      const size_t slot = is_own ? static_cast<size_t>(context.local) * context.config.max_tokens + position.number
+                                 : window_slot(context, context.local, item.token());
+      char* const slots =
+          is_own ? context.own.slots : context.rail_for(context.node_of(position.source), &RailArrays::slots);
+      work.to = context.peers.at(slots, owner) + slot * context.slot_stride;
+      work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
+      work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
+      work.source = static_cast<int8_t>(position.source);
+      if (params.args.factors) work.factors = factors_of(op, position.source);
+    }
+    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
+    // Queue the works with their addends: the rows of y.
+    const auto fill = [&](const char** addends, int32_t* factors) {
+#pragma unroll 1
+      for (int j = 0; j < work.num_rows; ++j) {
+        addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
+        if (work.factors) factors[j] = item.token() * context.config.num_topk + item.k(j);
+      }
+    };
+    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; });
+    return true;
+  }
+
+  // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
+  // and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called after
+  // begin(), once slots are free. Wait for own loads, for room in the queue, for free slots of far chunks behind the
+  // window. Return kDiffer if the rest is not pushed because the ranks differ; all promised flags rise all the same.
+  // Return kAborted after an abort of this rank. Loads of items may be under way: at the end, call Records::drain.
+  __device__ Verdict run(Preparer& preparer, int& until) {
+    until = kAllSums;
+    Verdict verdict = Verdict::kAgree;
+    while (true) {
+      verdict = enter(preparer, batch.chunk, until);
+      if (until != kAllSums) return verdict;
+      if (batch.num == 0 || verdict != Verdict::kAgree) break;
+      if (!queue(preparer, batch, num_queued)) return Verdict::kAborted;
+      num_queued += kBatch;
+      batch = next;
+      if (batch.num > 0) next = take();
+    }
+    // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
+    if (verdict != Verdict::kAborted) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    return verdict;
+  }
+};
+
+// [block] Write the weights of this part's items to the inboxes of their sources, once slots are free. Wait for
+// nothing. A barrier of the block must follow, so that `pushed` covers the weights too.
+__device__ inline void push_weights(const Op& op, const CombineParams& params, const Part& part) {
+  const Context& context = op.context;
+  const PlanHead& head = *params.plan.head;
+  const int max_copies = context.max_copies, num_topk = context.config.num_topk;
+  const bool expert_layout = head.has_expert_layout();
+  int source = 0;
+  for (int i = part.block * blockDim.x + threadIdx.x; i < head.num_items; i += part.num_blocks * blockDim.x) {
+    while (i >= head.item_begin[source + 1]) ++source;
+    const Item item{params.plan.items + static_cast<size_t>(i) * context.item_ints, max_copies};
+    float* to = context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
+    for (int copy = 0; copy < item.num_copies(); ++copy) {
+      const int k = item.k(copy);
+      const size_t from = expert_layout ? item.value(copy) : static_cast<size_t>(i) * num_topk + k;
+      to[k] = params.args.topk_weights[from];
+    }
+  }
+}
+
+}  // namespace ep::cuda::EP_KERNELS

@@ -1,0 +1,262 @@
+// Reducing: the partial sums in a rank's slots are added. For a rail peer's token the result is this node's sum: rail
+// blocks send it to the rail peer. For an own token the sums of other nodes are added too, and the result is the
+// output.
+#pragma once
+#include "cuda/combine/combine.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [warp] Write the weights of own tokens to the output: 0 where a column has no expert. The tokens' partial sums have
+// arrived, and the weights with them.
+__device__ inline void take_weights(const Op& op, const CombineParams& params, int first_token, int num_tokens) {
+  constexpr int kTogether = 4;  // loads of a lane under way
+  const Context& context = op.context;
+  const Plan& plan = params.plan;
+  const float* own_weights = context.inbox_for(context.node, &Inbox::weights);
+  const int num_topk = context.config.num_topk, num = num_tokens * num_topk;
+  const int64_t first = static_cast<int64_t>(first_token) * num_topk;
+  for (int begin = threadIdx.x % 32; begin < num; begin += 32 * kTogether) {
+    float values[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      const int i = begin + 32 * u;
+      if (i >= num) break;
+      const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
+      const float* weights = node == context.node ? own_weights : context.rail_for(node, &RailArrays::weights);
+      values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
+    }
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u)
+      if (begin + 32 * u < num) params.args.out_weights[first + begin + 32 * u] = values[u];
+  }
+}
+
+// Tokens reduced together by a block: own tokens, or tokens of the rail peer on another node.
+struct TokenBatch {
+  int node;  // of the tokens' owner; -1: there are no tokens
+  int begin, num;
+  int order;  // sum milestone of a rail peer's tokens; Milestones::num_sums() for own tokens, or for none
+};
+
+// [thread] Return the node of the n-th sum milestone. Each node begins with the next one.
+__device__ inline int node_of_sum(const Context& context, int n) {
+  return (context.node + 1 + n % context.num_others()) % context.num_nodes();
+}
+
+// Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
+// the order of Milestones. Then come this rank's own tokens.
+struct Reducer {
+  static constexpr int kBatch = Records::kBatch;
+
+  const Op op;
+  const Context& context;
+  const CombineParams& params;
+  Records& records;
+  const Part for_others;
+  const int lane, num_tokens;
+  ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
+  int order, next_begin;         // of the next batch for others: its milestone, its first token counted in the chunk
+  int reached;                   // sum milestones before which this block has no tokens left
+  TokenBatch tokens{}, next{};   // to be queued, and behind it; from the first run() on
+  int num_queued = -kBatch;      // records before those of `tokens`; below 0 before the first run()
+  bool has_taken = false;        // whether this block has taken its only batch of own tokens
+
+  // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
+  __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
+      : op(op),
+        context(op.context),
+        params(params),
+        records(records),
+        for_others(for_others),
+        lane(threadIdx.x % 32),
+        num_tokens(params.args.num_tokens),
+        pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
+        sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.num_others(), 0)),
+        order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
+        next_begin(context.num_nodes() > 1 ? begin_of(order) : 0),
+        reached(order) {
+    // These flags are about the rail peers, and the relay of this rank raises them.
+    sums_here.rank = context.rail_peer(lane + (lane >= context.node));
+    sums_here.raiser = op.rank();
+    records.begin(INT32_MAX);
+  }
+
+  __device__ Milestones milestones() const { return milestones_of(context); }
+
+  // [thread] Return the first sum milestone left for this launch: the second of two launches makes the late sums.
+  __device__ int first_sum() const { return params.pushes ? 0 : milestones().num_early_sums(); }
+
+  // [thread] Return the offset of this block's first token in the chunk of sum milestone `n`. The blocks take turns to
+  // begin: a chunk may have fewer batches than there are blocks.
+  __device__ int begin_of(int n) const { return (for_others.block + n) % for_others.num_blocks * kBatch; }
+
+  // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
+  __device__ TokenBatch take_batch() {
+    TokenBatch taken = take_for_others();
+    if (taken.node < 0) taken = take_own();
+    if (taken.node < 0) return taken;
+    const int ints = context.table_ints;
+    const size_t first = static_cast<size_t>(taken.node) * context.config.max_tokens + taken.begin;
+    const int32_t* table = params.plan.tables + first * ints;
+    records.fetch([&](int n) { return table + n % kBatch * ints; }, taken.num);
+    return taken;
+  }
+
+  // [warp] Take this block's next batch of the rail peers' tokens, or none. Their number comes from the peer's Call.
+  __device__ TokenBatch take_for_others() {
+    for (; order < milestones().num_sums(); ++order, next_begin = begin_of(order)) {
+      const int node = node_of_sum(context, order), length = context.config.window_chunk;
+      const int first = order / milestones().others * length;
+      const int end = min(field_of(op, context.rail_peer(node), Field::kNumTokens), first + length);
+      const int begin = first + next_begin;
+      if (begin >= end) continue;
+      next_begin += for_others.num_blocks * kBatch;
+      return {node, begin, min(kBatch, end - begin), order};
+    }
+    return {-1, 0, 0, milestones().num_sums()};
+  }
+
+  // [warp] Take this block's next batch of own tokens, or none. With few tokens each block has one batch; else all
+  // blocks take theirs from a shared counter. The first of two launches leaves the tokens to the second one.
+  __device__ TokenBatch take_own() {
+    int begin = params.reduces ? 0 : num_tokens;
+    if (params.reduces && num_tokens <= params.own_batch * op.num_blocks) {
+      begin = has_taken ? num_tokens : op.block * params.own_batch;
+      has_taken = true;
+    } else if (params.reduces) {
+      if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
+      begin = __shfl_sync(~0u, begin, 0);
+    }
+    if (begin >= num_tokens) return {-1, 0, 0, milestones().num_sums()};
+    return {context.node, begin, min(params.own_batch, num_tokens - begin), milestones().num_sums()};
+  }
+
+  // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
+  // or -1, and a bit in `nodes` for each other node with a sum of it. Return false after an abort of this rank. After
+  // true, bulk loads may read the addends, also in a warp that synchronizes with this one afterwards.
+  __device__ bool wait_for_addends(const TokenBatch& tokens, const int32_t* item_numbers, bool has_token,
+                                   uint32_t nodes) {
+    const bool is_own = tokens.node == context.node;
+    // Lane l finds the last needed chunk of local rank l. All tokens of a batch for others are in one chunk.
+    const int far_chunk = is_own ? 0 : tokens.order / milestones().others;
+    int chunk_of_lane = -1;
+#pragma unroll 1
+    for (int local = 0; local < op.ranks_per_node(); ++local) {
+      const int number = has_token ? item_numbers[local] : -1;
+      const int chunk = is_own ? context.num_far_chunks() + number / kItemChunk : far_chunk;
+      const int needed = __reduce_max_sync(~0u, number < 0 ? -1 : chunk);
+      if (lane == local) chunk_of_lane = needed;
+    }
+    if (!pushed.wait(op, Phase::kSums, chunk_of_lane)) return false;
+    stamp(op, Step::kSums);
+    if (context.num_nodes() == 1) return true;
+    // Lane i finds the needed chunk of the i-th other node.
+    const uint32_t all = __reduce_or_sync(~0u, nodes);
+    const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
+    const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
+    return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
+  }
+
+  // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if straight, else staging for
+  // the senders.
+  __device__ char* sums_for(int node) const {
+    if (!context.is_straight(node)) return context.inbox_for(node, &Inbox::staging);
+    return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
+  }
+
+  // [warp] Queue the sums of a batch; its rows of the table begin at record n. Once all is written, wait for the
+  // addends. Return false after an abort of this rank: then nothing is queued. Without a usable plan the sums of own
+  // tokens have no addends: zeros.
+  __device__ bool queue(Preparer& preparer, const TokenBatch& tokens, int n) {
+    const bool is_own = tokens.node == context.node, usable = params.plan.head->usable;
+    records.wait(n);
+    // Lane i takes the i-th token of the batch.
+    const bool has_token = usable && lane < tokens.num;
+    const size_t token = tokens.begin + lane;
+    const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
+    const uint32_t nodes = is_own && has_token && context.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
+    bool here = false;  // all addends
+    const auto wait = [&] { return here || (here = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
+    // Leave out masked ranks. Wait first: the wait may mask more. Then read the mask once for the batch.
+    if (has_masks(context) && !wait()) return false;
+    const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
+    const auto has_addend = [&](int local) {
+      return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
+    };
+    // Fill the lane's work.
+    Work work{};
+    char* const to = is_own ? params.args.out : sums_for(tokens.node);
+    work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
+    work.milestone = is_own ? 0 : milestones().summed(tokens.order);
+    work.num_rows = static_cast<int8_t>(__popc(nodes));
+#pragma unroll 1
+    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_addend(local);
+    if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
+    const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
+    const auto fill = [&](const char** addends, int32_t*) {
+      // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
+      const auto add_nodes = [&](uint32_t some) {
+        for (; some != 0; some &= some - 1)
+          *addends++ = context.rail_for(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
+      };
+      add_nodes(nodes & ((1u << context.node) - 1));
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local) {
+        if (!has_addend(local)) continue;
+        const size_t slot = is_own ? static_cast<size_t>(local) * context.config.max_tokens + item_numbers[local]
+                                   : window_slot(context, local, static_cast<int>(token));
+        *addends++ = slots + slot * context.slot_stride;
+      }
+      add_nodes(nodes & ~((1u << context.node) - 1));
+    };
+    if (!preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, wait)) return false;
+    if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
+    return true;
+  }
+
+  // [warp] Take the first tokens, once all ranks agree. Wait for free staging if any sum travels. Return false after an
+  // abort of this rank.
+  __device__ bool begin() {
+    // Sums for a rail peer go to the staging of its inbox, if not straight: wait until the node has read the rows
+    // there. `agree` implies it, so this wait is over at once.
+    const bool sends = order < milestones().num_sums();
+    if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
+      return false;
+    // Keep one batch ahead: its rows of the table load meanwhile.
+    tokens = take_batch();
+    next = tokens.node < 0 ? tokens : take_batch();
+    num_queued = 0;
+    return true;
+  }
+
+  // [warp] Reach all sum milestones before the n-th: this block has no tokens left there. Every block of `for_others`
+  // counts itself in for each, also without tokens.
+  __device__ void reach(Preparer& preparer, int n) {
+    if (n <= reached) return;
+    reached = n;
+    preparer.reach(milestones().summed(n - 1) + 1, false);
+  }
+
+  // [thread] Return the far chunk of the next sums for others, after run(); Milestones::far if none are left.
+  __device__ int next_chunk() const { return milestones().others > 0 ? tokens.order / milestones().others : 0; }
+
+  // [warp] Queue the sums of this block, batch by batch, once all ranks agree: those for others before the sum
+  // milestone `until`, or with Pusher::kAllSums all that are left. Wait for each batch's addends. Return false after an
+  // abort of this rank. Loads of table rows may be under way: at the end, call records.drain().
+  __device__ bool run(Preparer& preparer, int until) {
+    if (num_queued < 0 && !begin()) return false;
+    reach(preparer, min(tokens.order, until));
+    while (tokens.node >= 0 && tokens.order < until) {
+      if (!queue(preparer, tokens, num_queued)) return false;
+      // Free the slots of a chunk before the next wait.
+      reach(preparer, min(next.order, until));
+      num_queued += kBatch;
+      tokens = next;
+      if (tokens.node >= 0) next = take_batch();
+    }
+    return true;
+  }
+};
+
+}  // namespace ep::cuda::EP_KERNELS

@@ -1,3 +1,0 @@
-// The kernel of combine for one node (config.h).
-#define EP_ONE_NODE
-#include "cuda/combine.cu"

@@ -1,0 +1,226 @@
+// Delivery by the helpers: weights, local experts, scales not copied with the rows, and zeros in rows without a token.
+#pragma once
+#include "cuda/plan/direct.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [thread] Write the weights of one item, and in rank layout its local experts. `index`: of the item in the plan.
+// `weights`: of its token. They are read only if the caller wants weights; then they are staged.
+__device__ inline void deliver_weights(const Op& op, const DispatchParams& params, const Item& item, int index,
+                                       bool expert_layout, const float* weights) {
+  const DispatchArgs& args = params.args;
+  const int num_copies = item.num_copies(), num_topk = op.context.config.num_topk;
+  if (expert_layout) {
+    constexpr int kTogether = 4;
+    for (int begin = 0; args.out_weights && begin < num_copies; begin += kTogether) {
+      float values[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i < num_copies) values[i] = weights[item.k(begin + i)];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (begin + i < num_copies) args.out_weights[item.value(begin + i)] = values[i];
+    }
+    return;
+  }
+  // Rank layout: clear the columns first.
+  const size_t begin = static_cast<size_t>(index) * num_topk;
+#pragma unroll 1
+  for (int k = 0; k < num_topk; ++k) {
+    if (args.out_weights) args.out_weights[begin + k] = 0;
+    args.out_topk_idx[begin + k] = -1;
+  }
+#pragma unroll 1
+  for (int copy = 0; copy < num_copies; ++copy) {
+    const int k = item.k(copy);
+    if (args.out_weights) args.out_weights[begin + k] = weights[k];
+    args.out_topk_idx[begin + k] = item.value(copy);
+  }
+}
+
+// [warp] Wait until the tails of up to 32 items are staged. Lane i has token and source of the i-th item, or token -1.
+// Return false after an abort of this rank. After true, all lanes may read the tails.
+__device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
+  // Items are in the order of sources: only sources from `first` to `last` have items here.
+  const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
+  const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
+#pragma unroll 1
+  for (int rank = first; rank <= last; ++rank) {
+    const int of_lane = token >= 0 && source == rank ? token >> op.context.config.log_token_chunk : -1;
+    const int chunk = __reduce_max_sync(~0u, of_lane);
+    if (chunk <= staged.seen(rank)) continue;
+    staged.look(op);
+    if (!staged.wait(op, rank, chunk)) return false;
+  }
+  return true;
+}
+
+// [team] Copy the tables of the rail peers to a new plan, for later combines: the next dispatch overwrites table_in.
+// Called by the helpers of each block, after `listed` of all ranks.
+__device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
+  const Context& context = op.context;
+  const int step = op.num_blocks * Helpers::kThreads;
+#pragma unroll 1
+  for (int node = 0; node < context.num_nodes(); ++node) {
+    if (node == context.node) continue;
+    const int num = field_of(op, context.rail_peer(node), Field::kNumTokens) * context.table_ints;
+    const int32_t* const from = context.rail_for(node, &RailArrays::table_in);
+    int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
+#pragma unroll 1
+    for (int i = op.block * Helpers::kThreads + Helpers::thread(); i < num; i += step) to[i] = __ldcg(from + i);
+  }
+}
+
+// [thread] Write to a new plan where the chunks of a source's tokens begin in its list (Plan::chunk_begin). Each item
+// writes the chunks that begin with it. The last item also writes the chunks behind it. `token`: of item `number`;
+// `token_before`: of the item before it, or -1.
+__device__ inline void keep_chunks(const Context& context, const Plan& plan, int source, int number, bool is_last,
+                                   int token_before, int token) {
+  const int length = context.config.window_chunk, end = is_last ? context.num_far_chunks() : token / length + 1;
+#pragma unroll 1
+  for (int chunk = token_before < 0 ? 1 : token_before / length + 1; chunk < end; ++chunk)
+    plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
+}
+
+// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time (with a direct plan down to
+// 4, so that more warps share them). Also write the items to a new plan. Called by the helpers of each block, after
+// `listed` of all ranks. Wait for staged tails, if there are tails. Return false after an abort of this rank: a warp
+// may then leave alone, so no barrier of the helpers may follow. `shared`: of the block.
+__device__ inline bool deliver_tails(const Op& op, const DispatchParams& params, char* shared) {
+  const Context& context = op.context;
+  const DispatchArgs& args = params.args;
+  const PlanHead& head = *plan_here(op, params, shared).head;
+  const bool expert_layout = head.has_expert_layout();
+  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Helpers::kWarps;
+  int together = params.is_direct() ? 4 : 32;  // items of a warp
+  while (together < 32 && together * num_warps < num_items) together *= 2;
+  const int num_scales = args.scale_bytes / 4;
+  const auto item_at = [&](int index) {
+    return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
+  };
+  StagedFlags staged;
+  if (params.tail_bytes > 0) staged.look(op);
+#pragma unroll 1
+  for (int first = together * (op.block + op.num_blocks * Helpers::warp()); first < num_items;
+       first += together * num_warps) {
+    const int index = first + lane, num_here = min(together, num_items - first);
+    const float* tail = nullptr;
+    int source = 0, token = -1;
+    // Find the item's source, and keep the item in a new plan.
+    if (params.is_direct()) {
+      if (lane < num_here) find_item(params.direct_plan.in(shared), index, source, token);
+      write_items(op, params, shared, source, token, item_at(index).data);
+    } else if (lane < num_here) {
+      source = head.source_of(index);
+      const Item item = item_at(index);
+      if (params.new_plan) {
+        const auto* from =
+            reinterpret_cast<const int4*>(item_at_source(context, source, op.rank(), index - head.item_begin[source]));
+#pragma unroll 4
+        for (int i = 0; i < context.item_ints / 4; ++i) reinterpret_cast<int4*>(item.data)[i] = from[i];
+      }
+      token = item.token();
+    }
+    // Between nodes, keep where the chunks of pushes begin, if there are several.
+    if (context.num_far_chunks() > 1 && params.new_plan) {
+      int before = __shfl_up_sync(~0u, token, 1);
+      if (lane < num_here && context.node_of(source) != context.node) {
+        const int number = index - head.item_begin[source];
+        if (number == 0)
+          before = -1;
+        else if (lane == 0)
+          before = *item_at_source(context, source, op.rank(), number - 1);
+        keep_chunks(context, params.plan, source, number, index + 1 == head.item_begin[source + 1], before, token);
+      }
+    }
+    // Wait for the tails, and deliver the weights.
+    if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;
+    if (lane < num_here) {
+      tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
+                                            static_cast<size_t>(token) * params.tail_bytes);
+      deliver_weights(op, params, item_at(index), index, expert_layout, tail + params.weights_at);
+    }
+    // Deliver the scales, item by item.
+    if (num_scales == 0 || params.bulk_scales) continue;
+    __syncwarp();
+#pragma unroll 1
+    for (int j = 0; j < num_here; ++j) {
+      const auto* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(tail), j));
+      const Item item = item_at(first + j);
+      const int num_rows = expert_layout ? item.num_copies() : 1;
+#pragma unroll 1
+      for (int word = lane; word < params.num_scale_words(); word += 32)
+#pragma unroll 1
+        for (int copy = 0; copy < num_rows; ++copy)
+          params.write_scale(expert_layout ? item.value(copy) : first + j, word, scales);
+    }
+  }
+  return true;
+}
+
+// [warp] Clear a row without a token: zeros, and -1 as its local experts.
+__device__ inline void clear_row(const Op& op, const DispatchParams& params, int64_t row) {
+  const DispatchArgs& args = params.args;
+  const int lane = threadIdx.x % 32, num_topk = op.context.config.num_topk, num_scales = args.scale_bytes / 4;
+  auto* vectors = reinterpret_cast<uint4*>(args.out_rows + row * args.row_bytes);
+  for (int v = lane; v < static_cast<int>(args.row_bytes / kVector); v += 32) vectors[v] = uint4{};
+  for (int i = lane; i < num_scales; i += 32) args.out_scales[row * num_scales + i] = 0;
+  if (args.layout == Layout::kExpert) {
+    if (args.out_weights && lane == 0) args.out_weights[row] = 0;
+  } else if (lane < num_topk) {
+    if (args.out_weights) args.out_weights[row * num_topk + lane] = 0;
+    if (args.out_topk_idx) args.out_topk_idx[row * num_topk + lane] = -1;
+  }
+}
+
+// [team] Clear the output rows from `begin` to the end. Called by the same team in every block; the warps share the
+// rows. In decode layout clear nothing: rows behind an expert's count are not written.
+template <class Team>
+__device__ void clear_from(const Op& op, const DispatchParams& params, int64_t begin) {
+  if (params.args.layout == Layout::kDecode) return;
+  const int warp = op.block + op.num_blocks * Team::warp();
+  for (int64_t row = begin + warp; row < params.args.num_rows; row += op.num_blocks * Team::kWarps)
+    clear_row(op, params, row);
+}
+
+// [block] With waves, count all rows in although none come: kernels of experts must not wait for them. Called in every
+// block.
+__device__ __noinline__ inline void end_waves(const DispatchParams& params) {
+  const int num_groups = params.has_waves() ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
+  for (int i = threadIdx.x; i < num_groups; i += Block::kThreads) atomicAdd(params.args.waves.done + i, kWaveRows);
+}
+
+// [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
+// stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
+// may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. The output is void
+// anyway.
+__device__ inline void clear_after_abort(const Op& op, const DispatchParams& params) {
+  clear_from<Block>(op, params, 0);
+  if (!params.args.out_topk_idx) return;
+  const int64_t num_indices = static_cast<int64_t>(params.args.num_rows) * op.context.config.num_topk;
+  for (int64_t i = threadIdx.x; i < num_indices; i += Block::kThreads) params.args.out_topk_idx[i] = -1;
+}
+
+// [team] Clear the padding of the expert groups, and the rows after the last group. In decode layout there is neither.
+// Called by the helpers of each block.
+__device__ inline void clear_padding(const Op& op, const DispatchParams& params, char* shared) {
+  const Plan plan = plan_here(op, params, shared);
+  const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
+  const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
+  if (plan.head->has_expert_layout())
+    // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
+    for (int first = 0; first < num_local; first += 32) {
+      const int e = min(first + lane, num_local - 1);
+      const int begin = plan.expert_begin[e] + plan.expert_rows[e];
+      const int num = first + lane < num_local ? plan.expert_begin[e + 1] - begin : 0;
+      for (uint32_t padded = __ballot_sync(~0u, num > 0); padded != 0; padded &= padded - 1) {
+        const int from = __ffs(padded) - 1;
+        const int its_begin = __shfl_sync(~0u, begin, from), its_num = __shfl_sync(~0u, num, from);
+        for (int i = (warp + from * Helpers::kWarps) % num_warps; i < its_num; i += num_warps)
+          clear_row(op, params, its_begin + i);
+      }
+    }
+  clear_from<Helpers>(op, params, plan.head->num_rows);
+}
+
+}  // namespace ep::cuda::EP_KERNELS

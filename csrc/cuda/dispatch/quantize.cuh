@@ -1,0 +1,114 @@
+// Quantise rows to float8, bitwise equal to ep_dispatcher/float8.py. Used by staging.
+#pragma once
+#include <cuda_fp8.h>
+
+#include "cuda/combine/sum_rows.cuh"
+#include "cuda/config.h"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [thread] Return a / b, rounded as in IEEE 754. `a` is a bfloat16 number, `reciprocal` is 1 / b rounded:
+// tests/division.cpp tries all of them. Quotients below 2^-34 may differ: float8 rounds them to 0.
+__device__ inline float divide(float a, float b, float reciprocal) {
+  const float near = a * reciprocal;
+  return copysignf(__fmaf_rn(__fmaf_rn(-near, b, a), reciprocal, near), a);  // restore the sign of -0
+}
+
+// [thread] Return 8 elements in float8.
+__device__ inline uint2 to_float8(const float (&values)[BFloat16::kElements]) {
+  uint32_t words[2];
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    const auto low = __nv_cvt_float2_to_fp8x2({values[4 * w], values[4 * w + 1]}, __NV_SATFINITE, __NV_E4M3);
+    const auto high = __nv_cvt_float2_to_fp8x2({values[4 * w + 2], values[4 * w + 3]}, __NV_SATFINITE, __NV_E4M3);
+    words[w] = low | static_cast<uint32_t>(high) << 16;
+  }
+  return {words[0], words[1]};
+}
+
+// [thread] Return 8 bfloat16 elements, of any magnitude, divided by `scale` and in float8.
+__device__ __noinline__ inline uint2 divide_slowly(uint4 vector, float scale) {
+  float values[BFloat16::kElements];
+  BFloat16::load(vector, values);
+  for (float& value : values) value = __fdiv_rn(value, scale);
+  return to_float8(values);
+}
+
+// [warp] Return the bits of the largest magnitude among the 16 lanes of a half warp, with 8 bfloat16 each. Bits order
+// magnitudes; NaN is the largest.
+__device__ inline uint32_t largest_magnitude(const uint4& vector) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  uint32_t most = __vmaxu2(__vmaxu2(vector.x & kMagnitudes, vector.y & kMagnitudes),
+                           __vmaxu2(vector.z & kMagnitudes, vector.w & kMagnitudes));
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
+  return max(most >> 16, most & 0xffff);
+}
+
+// Part of a bfloat16 row, quantised by a warp in one go. Each half of the warp takes every second scale block of 128
+// elements. Both halves do the same, because shuffles need all lanes; a half past the end of the row repeats its last
+// scale block and stores nothing.
+struct RowPart {
+  // Scale blocks of a half warp, and of the part. A part of 14 is 25 KB of code instead of 9: staging 128 rows of 7168
+  // by 24 multiprocessors of an H200 then took 13.5 us instead of 8.5. To measure again: benchmarks/time_line.py.
+  static constexpr int kTogether = 4, kScaleBlocks = 2 * kTogether;
+
+  uint4 vectors[kTogether];
+
+  // [host] [thread] Return the number of parts of a row.
+  EP_HOST_DEVICE static int num_in_row(int num_scale_blocks) {
+    return (num_scale_blocks + kScaleBlocks - 1) / kScaleBlocks;
+  }
+
+  // [warp] Start to load part `number` of a row.
+  __device__ void load(const uint4* row, int number, int num_scale_blocks) {
+    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
+  }
+
+  // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
+  // row. With `powers_of_two` round each scale up to the next one.
+  __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks, bool powers_of_two) const {
+    constexpr float kLargest = 448, kSmallest = 0x1p-126f;
+    const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+    // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const uint32_t its_most = largest_magnitude(vectors[i]);
+      if (lane == i) most = its_most;
+    }
+    // Compute the scales.
+    const float amax = __uint_as_float(most << 16);
+    float scale = __fdiv_rn(amax, kLargest);
+    if (scale < kSmallest) scale = kSmallest;  // false for NaN
+    if (powers_of_two && scale < INFINITY) {   // the sum carries into the exponent unless the mantissa is 0
+      constexpr uint32_t kMantissa = 0x7fffff;
+      scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+    }
+    const float reciprocal = __frcp_rn(scale);
+    // Most rows lie in the range of `divide`.
+    const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
+    if (lane < kTogether && first + 2 * lane < num_scale_blocks) scales[first + 2 * lane] = scale;
+    // Divide, round and store.
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float its_scale = __shfl_sync(~0u, scale, i, 16), its_reciprocal = __shfl_sync(~0u, reciprocal, i, 16);
+      uint2 elements;
+      if (plain) {
+        float values[BFloat16::kElements];
+        BFloat16::load(vectors[i], values);
+#pragma unroll
+        for (float& value : values) value = divide(value, its_scale, its_reciprocal);
+        elements = to_float8(values);
+      } else {
+        elements = divide_slowly(vectors[i], its_scale);
+      }
+      const int scale_block = first + 2 * i;
+      if (scale_block < num_scale_blocks) reinterpret_cast<uint2*>(row)[scale_block * 16 + lane] = elements;
+    }
+  }
+};
+
+}  // namespace ep::cuda::EP_KERNELS

@@ -1,0 +1,325 @@
+// From a routing to a plan. Every rank counts, sends its counts to all ranks, finds the rows of its tokens, and lists
+// its items. The movers of the first `plan_blocks` blocks do all of it.
+#pragma once
+#include "cuda/plan/scan.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
+// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. Loads go to an array
+// first: the compiler cannot rule out that a store changes the next part's count, so without the array each load would
+// wait for the store before it.
+template <class Total>
+__device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num; i += Movers::kThreads) {
+    constexpr int kTogether = 8;  // loads under way
+    int sum = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_parts; first += kTogether) {
+      int* const from = counts + first * stride + i;
+      const int num_here = num_parts - first;
+      int count[kTogether];
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) count[p] = p < num_here ? from[p * stride] : 0;
+#pragma unroll
+      for (int p = 0; p < kTogether; ++p) {
+        if (p < num_here) from[p * stride] = sum;
+        sum += count[p];
+      }
+    }
+    total(i, sum);
+  }
+}
+
+// [team] Write the counts of this block to block_num_tokens and block_num_items, for send_counts. Called by the movers
+// of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No barrier at the
+// end.
+__device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+  const int experts = op.context.config.num_experts;
+  int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
+  int32_t* num_items = op.context.arrays.block_num_items + op.block * op.num_ranks();
+  sum_before(scratch.expert_offset, experts, experts, params.plan_warps,
+             [&](int expert, int sum) { num_tokens[expert] = sum; });
+  sum_before(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
+             [&](int rank, int sum) { num_items[rank] = sum; });
+  int32_t* num_first = op.context.arrays.block_num_first + static_cast<size_t>(op.block) * experts;
+  if (params.numbers_by_expert())
+    sum_before(scratch.first_offset, experts, experts, params.plan_warps,
+               [&](int expert, int sum) { num_first[expert] = sum; });
+}
+
+// [team] Number this rank's items for each receiver by their first local expert, the highest expert first: write the
+// first number of each expert. Combine pushes items in this order, dispatch pulls them in the opposite one (Waves).
+// Called by the movers of the planning block that counts last. No barrier at the end.
+__device__ __noinline__ void number_by_expert(const Op& op, const DispatchParams& params) {
+  const Context& context = op.context;
+  const int num_local = context.num_local_experts, warp = Movers::warp(), lane = threadIdx.x % 32;
+  int32_t* const first_number = context.arrays.first_number;
+  sum_before(context.arrays.block_num_first, context.config.num_experts, context.config.num_experts, params.plan_blocks,
+             [&](int expert, int sum) { first_number[expert] = sum; });
+  Movers::sync();
+#pragma unroll 1
+  for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
+    int before = 0;
+#pragma unroll 1
+    for (int done = 0; done < num_local; done += 32) {
+      const int expert = (rank + 1) * num_local - 1 - done - lane;
+      const bool exists = done + lane < num_local;
+      const int num = exists ? first_number[expert] : 0, up_to = before + inclusive_sum(num);
+      if (exists) first_number[expert] = up_to - num;
+      before = __shfl_sync(~0u, up_to, 31);
+    }
+  }
+}
+
+// [thread] Return the Call of this dispatch.
+__device__ inline Call call_of(const DispatchParams& params) {
+  const DispatchArgs& args = params.args;
+  Call call{};
+  const auto set = [&](Field field, int32_t value) { call.set(field, value); };
+  set(Field::kOperation, static_cast<int32_t>(Operation::kDispatch));
+  set(Field::kPlan, params.new_plan ? 0 : params.plan.head->made);
+  set(Field::kLayout, static_cast<int32_t>(args.layout));
+  set(Field::kAlignment, args.expert_alignment);
+  set(Field::kWeights, args.topk_weights != nullptr);
+  set(Field::kRowBytes, static_cast<int32_t>(args.row_bytes));
+  set(Field::kScaleBytes, static_cast<int32_t>(args.scale_bytes));
+  set(Field::kMaxRows, args.num_rows);
+  set(Field::kNumTokens, args.num_tokens);
+  return call;
+}
+
+// [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the movers of the
+// planning block that counts last. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks.
+// The other planning blocks read them after `called` of this rank.
+__device__ void send_counts(const Op& op, const DispatchParams& params) {
+  const Context& context = op.context;
+  const int experts = context.config.num_experts;
+  const auto counts_for = [&](int local) { return counts_at(op, local, op.rank()); };
+  sum_before(context.arrays.block_num_tokens, experts, experts, params.plan_blocks, [&](int expert, int sum) {
+    for (int local = 0; local < op.ranks_per_node(); ++local)
+      counts_for(local).num_tokens(context.config, expert) = sum;
+  });
+  sum_before(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
+    for (int local = 0; local < op.ranks_per_node(); ++local) counts_for(local).num_items(to) = sum;
+  });
+  if (params.numbers_by_expert()) number_by_expert(op, params);
+  Movers::sync();
+  if (Movers::warp() == 0) announce(op, call_of(params), true);
+}
+
+// [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the movers of a planning block, after
+// `called` of all ranks. Ends with a barrier of the movers.
+__device__ void sum_sources(const Op& op, const Scratch& scratch) {
+  const Context& context = op.context;
+  const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
+#pragma unroll 1
+  for (int e = threadIdx.x; e < context.config.num_experts; e += Movers::kThreads) {
+    int total = 0, before = 0;
+#pragma unroll 4
+    for (int source = 0; source < op.num_ranks(); ++source) {
+      const int tokens = __ldcg(num_tokens + source * context.counts_ints + e);
+      total += tokens;
+      before += source < op.rank() ? tokens : 0;
+    }
+    scratch.expert_total[e] = total;
+    scratch.expert_before[e] = before;
+  }
+  Movers::sync();
+}
+
+// [thread] Return the rows of an expert group with its padding. With a large alignment they need more than 32 bits.
+__device__ inline int64_t padded_rows(uint32_t tokens, uint32_t alignment) {
+  return int64_t{(tokens + alignment - 1) / alignment} * alignment;
+}
+
+// [warp] Lay out the expert groups of one rank: add the first row of each group to expert_before. Return the number of
+// rows of all groups. With `writes`, also write the groups to the plan, and the counts to the caller's outputs and to a
+// waiting host. Called once for each rank in a planning block.
+__device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, const Scratch& scratch, int rank,
+                                   bool writes) {
+  const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
+  const uint32_t alignment = params.args.expert_alignment;
+  int64_t begin = 0;
+#pragma unroll 1
+  for (int first = 0; first < num_local; first += 32) {
+    const int e = first + lane, expert = rank * num_local + e;
+    const uint32_t tokens = e < num_local ? scratch.expert_total[expert] : 0;
+    const int64_t padded = padded_rows(tokens, alignment);
+    const int64_t sum = inclusive_sum(padded);
+    if (e < num_local) {
+      const int64_t group = begin + sum - padded;
+      scratch.expert_before[expert] += static_cast<int>(params.rows_per_group > 0 ? e * params.rows_per_group : group);
+      if (writes) {
+        params.plan.expert_rows[e] = static_cast<int>(tokens);
+        params.plan.expert_begin[e] = static_cast<int>(group);
+        params.write_counts(e, static_cast<int>(tokens), static_cast<int>(padded));
+        if (params.args.num_rows < 0) op.context.counted_rows[e] = padded;
+      }
+    }
+    begin += __shfl_sync(~0u, sum, 31);
+  }
+  if (writes && lane == 0) params.plan.expert_begin[num_local] = static_cast<int>(begin);
+  return begin;
+}
+
+// [team] Find the first row of this rank's tokens at each expert, and for each rank its output rows and this rank's
+// items for it. Called by the movers of a planning block, after `called` of all ranks. Ends with a barrier of the
+// movers.
+__device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+  sum_sources(op, scratch);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
+    // Start these loads before the layout; their values are used after it.
+    const auto items_of = [&](int source) {
+      return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
+    };
+    const int max_rows = field_of(op, rank, Field::kMaxRows);
+    int items[kRankWords];
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word) items[word] = items_of(32 * word + lane);
+    const int64_t rows = lay_out_experts(op, params, scratch, rank, rank == op.rank() && op.block == 0);
+    int num_items = 0;
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word) num_items += items[word];
+    num_items = __reduce_add_sync(~0u, num_items);
+    if (lane == 0) {
+      scratch.needed[rank] = params.args.layout == Layout::kRank ? num_items : rows;
+      scratch.max_rows[rank] = max_rows;
+      scratch.items[rank] = items_for(op.context, rank);
+    }
+  }
+  Movers::sync();
+}
+
+// [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
+// keeps the mistake, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
+// scratch.needed and scratch.max_rows.
+__device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch, bool keeps = true) {
+  const Context& context = op.context;
+  const int lane = threadIdx.x % 32;
+  bool countable = true, fit = true;
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += 32) {
+    const int rank = min(first + lane, op.num_ranks() - 1);
+    const int64_t needed = scratch.needed[rank];
+    const int max_rows = scratch.max_rows[rank];
+    countable &= __all_sync(~0u, needed <= INT32_MAX);
+    fit &= __all_sync(~0u, max_rows < 0 || needed <= max_rows);
+  }
+  if (countable && fit) return true;
+  if (op.block != 0 || !keeps) return false;
+  // Keep the mistake.
+  bool claimed = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
+  claimed = __shfl_sync(~0u, claimed, 0);
+  if (claimed) {
+    MistakeFacts& facts = context.state->facts;
+    facts.detail[0] = params.args.expert_alignment;
+#pragma unroll 1
+    for (int rank = lane; rank < op.num_ranks(); rank += 32) {
+      facts.rows[rank][0] = scratch.needed[rank];
+      facts.rows[rank][1] = scratch.max_rows[rank];
+    }
+    __threadfence();
+  }
+  __syncwarp();
+  return false;
+}
+
+// [warp] If the host waits for the counts, publish a mistake, then the number of rows, and then the ticket, which
+// covers counted_rows too. Called in one warp of block 0; the warp has seen the counted rows.
+__device__ inline void report_rows(const Op& op, const DispatchParams& params, int num_rows) {
+  if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
+  // The mistake first, because the host raises it with the counts.
+  Report* report = op.context.report;
+  publish_mistake(op.context, kept_mistake(op.context));
+  report->num_rows = num_rows;
+  __threadfence_system();
+  *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
+}
+
+// [warp] Write the head of the plan, and report the rows. Called in one warp of block 0. Without `usable` the counts
+// are not read: after a difference they may be stale.
+__device__ void write_head(const Op& op, const DispatchParams& params, const Scratch& scratch, bool usable) {
+  const int lane = threadIdx.x % 32, locals = op.ranks_per_node();
+  PlanHead& head = *params.plan.head;
+  // Find the first item of each source. Count the partial sums of a combine: from ranks of this node, for tokens of
+  // this rank and of its rail peers.
+  int end = 0, addends = 0, most_items = 0;  // of the sources so far; of the lane
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += 32) {
+    const int source = first + lane, rail_peer = source / locals * locals + op.context.local;
+    const bool has_counts = usable && source < op.num_ranks();
+    const int received = has_counts ? __ldcg(&own_counts(op, source).num_items(op.rank())) : 0;
+    addends += has_counts ? __ldcg(&own_counts(op, rail_peer).num_items(op.first_local_rank() + source % locals)) : 0;
+    if (op.context.node_of(min(source, op.num_ranks() - 1)) == op.context.node) most_items = max(most_items, received);
+    const int up_to = end + inclusive_sum(received);
+    if (source < op.num_ranks()) head.item_begin[source] = up_to - received;
+    end = __shfl_sync(~0u, up_to, 31);
+  }
+  addends = __reduce_add_sync(~0u, addends);
+  most_items = __reduce_max_sync(~0u, most_items);
+  // Write the head.
+  if (lane == 0) {
+    head.item_begin[op.num_ranks()] = end;
+    head.num_items = end;
+    head.num_addends = addends;
+    head.most_items = most_items;
+    head.made = static_cast<int32_t>(op.epoch);
+    head.layout = static_cast<int32_t>(params.args.layout);
+    head.num_rows = usable ? static_cast<int32_t>(scratch.needed[op.rank()]) : 0;
+    head.usable = usable;
+  }
+  __syncwarp();
+  report_rows(op, params, head.num_rows);
+}
+
+// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. `is_free`:
+// they had done so when this block began (is_free_at_first_sight). Then there is no wait, and no barrier. Return false
+// after an abort of this rank. Called by the helpers of each block, and by the movers about to announce.
+template <class Team>
+__device__ bool wait_for_free_staging(const Op& op, bool is_free) {
+  return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
+}
+
+// [team] Make the plan. Called by the movers of the planning blocks, once staging is free. Return kAborted after an
+// abort of this rank. Return kDiffer for differing Calls: the plan is then unusable. It is unusable, too, if the rows
+// do not fit; the verdict is still kAgree. An unusable plan has no items, and the caller's counts are 0. After kAgree
+// and kDiffer the last planning block raises `listed`: by then all lists, tables and the plan's head are written.
+__device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* shared) {
+  __shared__ bool usable;
+  const Context& context = op.context;
+  Cursor c(shared);
+  const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps, params.args.by_expert);
+  // Count. The last block to count sends the counts.
+  count_tokens(op, params, scratch);
+  share_counts(op, params, scratch);
+  if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
+  stamp(op, Step::kSent);
+  // Wait for all counts, and lay out the rows.
+  const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op); });
+  stamp(op, Step::kAgreed);
+  if (verdict == Verdict::kAborted) return verdict;
+  if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
+  if (threadIdx.x < 32) {
+    const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
+    if (threadIdx.x == 0) usable = fits;
+  }
+  Movers::sync();
+  // Write the head in the last warp: with few tokens it has none to list.
+  if (op.block == 0 && Movers::warp() == Movers::kWarps - 1) write_head(op, params, scratch, usable);
+  // List the items, or clear the caller's counts.
+  if (usable) {
+    list_items(op, params, scratch);
+  } else if (op.block == 0) {
+    for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads) params.write_counts(e, 0, 0);
+  }
+  // Raise `listed` in the last block to list.
+  if (last_block<Movers>(&context.state->list_done, params.plan_blocks))
+    team_raises<Movers>(op, context.own.listed + op.rank());
+  return verdict;
+}
+
+}  // namespace ep::cuda::EP_KERNELS

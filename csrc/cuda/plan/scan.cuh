@@ -1,0 +1,360 @@
+// Scans of a rank's own routing, by the movers of the planning blocks. There are two scans: count_tokens counts, then
+// list_items writes the items.
+//
+//   tokens of the rank   | block 0                   | block 1                   | ...
+//   tokens of a block    | warp 0 | warp 1 | ...     | in ascending order, so that prefix sums keep the order of tokens
+//   tokens of a warp     | batch | batch | ...       | 32 tokens, one per lane
+//
+// A batch of topk_idx has these forms, in shared memory and in one register:
+//
+//   choices [lane][k]     topk_idx as int16: the expert of each column, -1 for none
+//   marks [expert]        a bit per lane with this expert; the bits of lower lanes count its earlier tokens
+//   ranks (register)      a bit per rank with an expert of the lane's token
+//   numbers [rank][lane]  the number of the lane's item at the rank
+#pragma once
+#include "cuda/dispatch/dispatch.cuh"
+#include "cuda/plan/item.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
+
+// Shared memory of a planning block. Written and read by its movers.
+struct Scratch {
+  int* expert_offset;  // [plan_warps, num_experts] in turn: tokens of each warp; tokens of the block before the warp;
+                       // the row of the warp's next token
+  uint32_t* marks;     // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
+  int* rank_offset;    // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp
+  int* first_offset;   // [plan_warps, num_experts] with by_expert in turn: items of each warp, by their first expert;
+                       // such items of the block before the warp; the number of the warp's next one. Else null
+  int16_t* choices;    // [plan_warps, 32, choices_per_token]
+  int* numbers;        // [plan_warps, num_ranks, 32] numbers of the batch's items, by rank and lane
+  int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
+  int* expert_total;   // [num_experts] tokens of all ranks
+  int64_t* needed;     // [num_ranks] output rows of each rank
+  int* max_rows;       // [num_ranks] rows in the output of each rank, -1: the output is made later
+  int32_t** items;     // [num_ranks] this rank's items for each rank: its inbox, or items_out for another node
+  int choices_per_token;  // num_topk, rounded up to whole vectors
+
+  // [host] [block] Lay out the scratch, or measure it.
+  EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps, bool by_expert) {
+    const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
+    Scratch s;
+    s.choices_per_token = config.choices_per_token();
+    s.expert_offset = c.take<int>(warps * experts);
+    s.marks = c.take<uint32_t>(warps * experts);
+    s.rank_offset = c.take<int>(warps * ranks);
+    s.first_offset = c.take<int>(by_expert ? warps * experts : 0);
+    if (!by_expert) s.first_offset = nullptr;
+    s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
+    s.numbers = c.take<int>(warps * ranks * 32);
+    s.expert_before = c.take<int>(experts);
+    s.expert_total = c.take<int>(experts);
+    s.needed = c.take<int64_t>(ranks);
+    s.max_rows = c.take<int>(ranks);
+    s.items = c.take<int32_t*>(ranks);
+    return s;
+  }
+};
+
+// A bit per rank: the receivers of one token.
+struct RankSet {
+  uint64_t bits = 0;
+  static_assert(kMaxRanks <= 64, "a bit per rank: more ranks need more words");
+
+  __device__ void add(int rank) { bits |= uint64_t{1} << rank; }
+  __device__ bool has(int rank) const { return bits >> rank & 1; }
+  // [thread] Return the bits of ranks [first, first + num), from bit 0 on.
+  __device__ uint64_t among(int first, int num) const { return bits >> first & ((uint64_t{1} << num) - 1); }
+};
+
+// One warp's part of the scratch, and its tokens [begin, end).
+struct Scan {
+  const Context& context;
+  const int64_t* topk_idx;
+  int *expert_offset, *rank_offset, *first_offset, *numbers;
+  uint32_t* marks;
+  int16_t* choices;
+  int choices_per_token, begin, end;
+  uint32_t inverse;  // 2^32 / num_local_experts, rounded up; for rank_of
+
+  // [warp] Find the warp's tokens and its part of the scratch.
+  __device__ Scan(const Op& op, const DispatchParams& params, const Scratch& scratch, int warp)
+      : context(op.context), topk_idx(params.args.topk_idx) {
+    const int experts = context.config.num_experts, num_tokens = params.args.num_tokens;
+    expert_offset = scratch.expert_offset + warp * experts;
+    marks = scratch.marks + warp * experts;
+    rank_offset = scratch.rank_offset + warp * context.num_ranks;
+    first_offset = scratch.first_offset ? scratch.first_offset + warp * experts : nullptr;
+    choices_per_token = scratch.choices_per_token;
+    choices = scratch.choices + warp * 32 * choices_per_token;
+    numbers = scratch.numbers + warp * context.num_ranks * 32;
+    const int batches = (num_tokens + 31) / 32, per_block = (batches + params.plan_blocks - 1) / params.plan_blocks;
+    const int first = op.block * per_block, last = first + per_block;
+    const int per_warp = (per_block + params.plan_warps - 1) / params.plan_warps;
+    begin = min(num_tokens, min(first + warp * per_warp, last) * 32);
+    end = min(num_tokens, min(first + (warp + 1) * per_warp, last) * 32);
+    inverse = 0xffffffffu / context.num_local_experts + 1;
+  }
+
+  // [thread] Return the rank of an expert: expert / num_local_experts. Exact while the product of both is below 2^32.
+  __device__ int rank_of(int expert) const {
+    return context.num_local_experts == 1 ? expert : __umulhi(expert, inverse);
+  }
+
+  // [thread] Return the choices of the lane's token.
+  __device__ int16_t* lane_choices() const { return choices + threadIdx.x % 32 * choices_per_token; }
+
+  // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts. The marks are 0 before.
+  // Return the ranks of the lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a
+  // mistake.
+  __device__ RankSet load(int first, bool checks) const {
+    const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
+    const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
+    // Read the entries in the order of memory, so a lane has entries of several tokens. Several loads overlap: each
+    // takes a microsecond and more while other warps stage rows.
+    constexpr int kTogether = 8;
+    int token = lane / num_topk, k = lane % num_topk;
+    const int step_tokens = 32 / num_topk, step_k = 32 % num_topk;
+#pragma unroll 1
+    for (int left = num * num_topk - lane; left > 0; left -= 32 * kTogether, from += 32 * kTogether) {
+      int64_t given[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) given[i] = 32 * i < left ? __ldg(from + lane + 32 * i) : -1;
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (32 * i >= left) break;
+        const bool bad = given[i] < -1 || given[i] >= context.config.num_experts;
+        if (bad && checks) keep_bad_entry(context, first + token, k, false, given[i]);
+        choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given[i]);
+        token += step_tokens, k += step_k;
+        if (k >= num_topk) k -= num_topk, ++token;
+      }
+    }
+    __syncwarp();
+    // Mark the experts of the lane's own token.
+    RankSet ranks;
+    if (lane < num)
+#pragma unroll 1
+      for (k = 0; k < num_topk; ++k) {
+        const int expert = lane_choices()[k];
+        if (expert < 0) continue;
+        if (atomicOr(marks + expert, 1u << lane) >> lane & 1) {
+          if (checks) keep_bad_entry(context, first + lane, k, true, expert);
+          lane_choices()[k] = -1;
+        } else {
+          ranks.add(rank_of(expert));
+        }
+      }
+    __syncwarp();
+    return ranks;
+  }
+
+  // [thread] Return the lowest expert of the lane's token in [begin, end), or `end`.
+  __device__ int first_between(int begin, int end) const {
+    int first = end;
+#pragma unroll 1
+    for (int k = 0; k < context.config.num_topk; ++k) {
+      const int expert = lane_choices()[k];
+      if (expert >= begin) first = min(first, expert);
+    }
+    return first;
+  }
+
+  // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
+  // lowest lane with an expert does it for this expert, at the expert's column.
+  __device__ void finish(int first) const {
+    const int lane = threadIdx.x % 32;
+    const bool has_token = first + lane < end;
+    __syncwarp();
+#pragma unroll 1
+    for (int k = 0; k < context.config.num_topk; ++k) {
+      const int expert = has_token ? lane_choices()[k] : -1;
+      const uint32_t lanes = expert < 0 ? 0 : marks[expert];  // 0: cleared at an earlier column
+      __syncwarp();
+      if (lane == __ffs(lanes) - 1) {
+        expert_offset[expert] += __popc(lanes);
+        marks[expert] = 0;
+      }
+      __syncwarp();
+    }
+  }
+};
+
+// [thread] Add to counts[which]. The array stays in registers, because all indices are constants.
+__device__ inline void add_to(int (&counts)[kRankWords], int which, int count) {
+#pragma unroll
+  for (int word = 0; word < kRankWords; ++word) counts[word] += word == which ? count : 0;
+}
+
+// [thread] Return counts[which]. The array stays in registers.
+__device__ inline int get_from(const int (&counts)[kRankWords], int which) {
+  int count = counts[0];
+#pragma unroll
+  for (int word = 1; word < kRankWords; ++word) count = word == which ? counts[word] : count;
+  return count;
+}
+
+// [thread] Return a bit for each other node with one of the ranks.
+__device__ inline uint32_t other_nodes(const Context& context, const RankSet& ranks) {
+  const int locals = context.config.ranks_per_node;
+  uint32_t nodes = 0;
+#pragma unroll 1
+  for (int node = 0; node < context.num_nodes(); ++node)
+    if (node != context.node && ranks.among(node * locals, locals) != 0) nodes |= 1u << node;
+  return nodes;
+}
+
+// [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
+// plan. Called by the movers of a planning block. Ends with a barrier of the movers.
+__device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < params.plan_warps) {
+    const Scan scan(op, params, scratch, warp);
+    // Clear this warp's scratch.
+    for (int e = lane; e < op.context.config.num_experts; e += 32) {
+      scan.expert_offset[e] = 0, scan.marks[e] = 0;
+      if (params.numbers_by_expert()) scan.first_offset[e] = 0;
+    }
+    for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
+    __syncwarp();
+    int num_items[kRankWords] = {};  // items of rank 32 * word + lane
+    // Count batch by batch. `finish` counts the tokens of each expert.
+    for (int first = scan.begin; first < scan.end; first += 32) {
+      const RankSet ranks = scan.load(first, true);
+      if (op.context.num_nodes() > 1 && first + lane < scan.end)
+        params.plan.sent_nodes[first + lane] = other_nodes(op.context, ranks);
+      scan.finish(first);
+#pragma unroll 1
+      for (int rank = 0; rank < op.num_ranks(); ++rank) {
+        const int num_here = __popc(__ballot_sync(~0u, ranks.has(rank)));
+        if (lane == rank % 32) add_to(num_items, rank / 32, num_here);
+        const int begin = rank * op.context.num_local_experts, end = begin + op.context.num_local_experts;
+        if (params.numbers_by_expert() && ranks.has(rank))
+          atomicAdd(scan.first_offset + scan.first_between(begin, end), 1);
+      }
+      if (params.numbers_by_expert()) __syncwarp();  // the next load overwrites the choices
+    }
+#pragma unroll
+    for (int word = 0; word < kRankWords; ++word)
+      if (32 * word + lane < op.num_ranks()) scan.rank_offset[32 * word + lane] = num_items[word];
+  }
+  Movers::sync();
+}
+
+// [thread] Count a token's experts in [first, expert). `choices`: of the token, in num_vectors vectors.
+__device__ int count_between(const int16_t* choices, int num_vectors, int first, int expert) {
+  int count = 0;
+  for (int v = 0; v < num_vectors; ++v) {
+    const uint4 vector = reinterpret_cast<const uint4*>(choices)[v];
+    const uint32_t words[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int low = static_cast<int16_t>(words[i]), high = static_cast<int>(words[i]) >> 16;
+      count += static_cast<uint32_t>(low - first) < static_cast<uint32_t>(expert - first);
+      count += static_cast<uint32_t>(high - first) < static_cast<uint32_t>(expert - first);
+    }
+  }
+  return count;
+}
+
+// [thread] Write the node of each of a token's columns to the plan, for combines.
+__device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token) {
+  const Context& context = scan.context;
+  const int num_topk = context.config.num_topk;
+#pragma unroll 1
+  for (int k = 0; k < num_topk; ++k) {
+    const int expert = scan.lane_choices()[k];
+    const int node = expert < 0 ? context.node : context.node_of(scan.rank_of(expert));
+    plan.k_node[static_cast<size_t>(token) * num_topk + k] = static_cast<uint8_t>(node);
+  }
+}
+
+// [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
+// find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
+// plan, and for other nodes to table_out. The plan also gets sent_k and k_node. `agree` has freed all this memory.
+// No barrier at the end.
+__device__ void list_items(const Op& op, const DispatchParams& params, const Scratch& scratch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= params.plan_warps) return;
+  const Context& context = op.context;
+  const Config& config = context.config;
+  const Scan scan(op, params, scratch, warp);
+  const int num_local = context.num_local_experts, locals = config.ranks_per_node;
+  const int num_vectors = scan.choices_per_token / kChoices;
+  const bool expert_layout = params.args.layout != Layout::kRank;
+  const auto item_of = [&](int rank, int number) {
+    return Item{scratch.items[rank] + static_cast<size_t>(number) * context.item_ints, context.max_copies};
+  };
+  // Begin after the rows of lower ranks, and after the rows and items of earlier blocks and warps.
+  const int32_t* block_num_tokens =
+      context.arrays.block_num_tokens + static_cast<size_t>(op.block) * config.num_experts;
+  for (int e = lane; e < config.num_experts; e += 32)
+    scan.expert_offset[e] += scratch.expert_before[e] + __ldcg(block_num_tokens + e);
+  int next_number[kRankWords] = {};  // number of the next item at rank 32 * word + lane
+#pragma unroll
+  for (int word = 0; word < kRankWords; ++word)
+    if (const int rank = 32 * word + lane; rank < op.num_ranks())
+      next_number[word] =
+          scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
+  const int32_t* block_num_first = context.arrays.block_num_first + static_cast<size_t>(op.block) * config.num_experts;
+  for (int e = lane; params.numbers_by_expert() && e < config.num_experts; e += 32)
+    scan.first_offset[e] += __ldcg(context.arrays.first_number + e) + __ldcg(block_num_first + e);
+  __syncwarp();
+  for (int first = scan.begin; first < scan.end; first += 32) {
+    const int token = first + lane;
+    const RankSet ranks = scan.load(first, false);
+    // Number the items of the batch, rank by rank. Begin each item: its token, and its number of copies.
+#pragma unroll 1
+    for (int node = 0; node < op.context.num_nodes(); ++node) {
+      int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
+                                                                              config.max_tokens * context.table_ints
+                                                   : context.rail_for(node, &RailArrays::table_out)) +
+                             static_cast<size_t>(token) * context.table_ints;
+#pragma unroll 1
+      for (int local = 0; local < locals; ++local) {
+        const int rank = node * locals + local;
+        const bool goes = ranks.has(rank);
+        const int begin = rank * num_local;
+        int number;
+        if (params.numbers_by_expert()) {
+          const int first_expert = goes ? scan.first_between(begin, begin + num_local) : -1;
+          const uint32_t lanes = __match_any_sync(~0u, first_expert);
+          number = goes ? scan.first_offset[first_expert] + __popc(lanes & ((1u << lane) - 1)) : 0;
+          __syncwarp();
+          if (goes && lane == __ffs(lanes) - 1) scan.first_offset[first_expert] += __popc(lanes);
+          __syncwarp();
+        } else {
+          const uint32_t lanes = __ballot_sync(~0u, goes);
+          number = __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
+          if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
+        }
+        if (token < scan.end) table[local] = goes ? number : -1;
+        scan.numbers[rank * 32 + lane] = number;
+        if (!goes) continue;
+        item_of(rank, number).begin(token, count_between(scan.lane_choices(), num_vectors, begin, begin + num_local));
+      }
+    }
+    // Write the copies. A copy's position in its item is the number of the token's lower experts on the same rank.
+    uint32_t used = 0;
+    if (token < scan.end)
+#pragma unroll 1
+      for (int k = 0; k < config.num_topk; ++k) {
+        const int expert = scan.lane_choices()[k];
+        if (expert < 0) continue;
+        used |= 1u << k;
+        const int rank = scan.rank_of(expert), begin = rank * num_local;
+        const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
+        const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
+        const Item item = item_of(rank, scan.numbers[rank * 32 + lane]);
+        item.value(copy) = expert_layout ? row : expert - begin;
+        item.k(copy) = static_cast<uint8_t>(k);
+      }
+    // Describe the token for senders and combine.
+    if (token < scan.end) params.plan.sent_k[token] = used;
+    if (token < scan.end && op.context.num_nodes() > 1) list_nodes(scan, params.plan, token);
+    scan.finish(first);
+  }
+}
+
+}  // namespace ep::cuda::EP_KERNELS

@@ -1,0 +1,237 @@
+// The rail blocks of a rank. Their first warps are relays, one for each other node: a relay waits for data of the rail
+// peer there, and raises ordinary flags for it on this node. All other warps are senders: they put this rank's data to
+// its rail peers. One rail block has 15 or 16 warps, more than kMaxNodes - 1 relays, so there is always a sender.
+//
+//   sender                                           relay for node m, on the receiving rank
+//   `inbox_free` -> rail peers                       (senders wait for it)
+//   Call (and counts) -> rail peers                  Counts, then Call -> ranks of the node
+//   rows and tails, chunk by chunk -> rail peers     `staged`
+//   items and tables, between two chunks             `listed`
+//   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
+//
+// Before all ranks agree, only `inbox_free`, Calls, counts, rows and tails are sent.
+#pragma once
+#include "cuda/rail/long_puts.cuh"
+#include "cuda/sync/call.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// This warp, among all warps of all rail blocks. Warps with consecutive numbers are in different blocks, so the relays
+// spread over the blocks.
+struct RailWarp {
+  const Op& op;
+  const Context& context;
+  const int lane, warp, num_warps;
+  const int num_others, num_senders;
+
+  // [warp] Find this warp's number. Called in all warps of rail blocks.
+  __device__ explicit RailWarp(const Op& op)
+      : op(op),
+        context(op.context),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
+        num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
+        num_others(op.context.num_others()),
+        num_senders(num_warps - num_others) {}
+
+  // [warp] Return true in a relay, false in a sender.
+  __device__ bool relays() const { return warp < num_others; }
+  // [warp] Return the number of this sender, from 0.
+  __device__ int sender() const { return warp - num_others; }
+  // [thread] Return the i-th other node. Every node begins with a different one.
+  __device__ int node(int i) const { return (context.node + 1 + i) % context.num_nodes(); }
+  __device__ Wire wire() const { return Wire{context}; }
+  // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
+  // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.
+  __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
+    return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
+  }
+
+  // [warp] Wait for a wire flag of the rail peer on `node`. Return false after an abort of this rank. Otherwise the
+  // data covered by the flag may be read, by this warp. Called in relays, and in senders for `inbox_free`.
+  __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
+    uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
+    if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
+    if (lane == 0) wire().arrived(node, flag, op.epoch);
+    __syncwarp();
+    return true;
+  }
+
+  // [warp] Wait for a flag raised by other blocks of this rank; all lanes read it. Return false after an abort of this
+  // rank. After true, all lanes may read the memory covered by the flag, also by bulk loads. The wait has no limit:
+  // those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and
+  // would report this rank as late. Called in senders, and in relays for `listed`.
+  __device__ bool wait_for_self(const uint64_t* flag) const {
+    bool here;
+    do here = ptx::load_acquire(flag) >= op.epoch;
+    while (!here && !has_aborted(context));
+    here = __all_sync(~0u, here);
+    ptx::fence_before_bulk();
+    return here;
+  }
+
+  // [warp] Raise flags [0, num) at every rank of the node. They cover all data seen or copied by this warp before.
+  // Called in relays.
+  __device__ void raise(uint64_t* flags_here, int num = 1) const {
+    __syncwarp();
+    if (lane < op.ranks_per_node()) {
+      ptx::fence_system();
+      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(flags_here + i, lane), op.epoch);
+    }
+    __syncwarp();
+  }
+
+  // [warp] Return the long puts of this sender. All warps of a rail block share `bytes` of shared memory.
+  __device__ LongPuts long_puts(char* shared, uint32_t bytes) const {
+    const uint32_t of_warp = bytes / (blockDim.x / 32) / 128 * 128;
+    return {context, shared + threadIdx.x / 32 * of_warp, of_warp};
+  }
+
+  // [warp] Begin to send `bytes` to a node: count them, and book the wire for them. Return the time at which they have
+  // crossed, in lane 0. A later call returns a later time, so a sender keeps only the last one of each flag. Called in
+  // senders, just before their puts.
+  __device__ uint32_t begin_sending(uint64_t* counters, int node, uint32_t bytes) const {
+    if (lane != 0) return 0;
+    atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
+    return wire().book(bytes);
+  }
+
+  // [warp] Count this sender in, after its puts, once they have crossed. The last of all senders resets the counter and
+  // raises the wire flag at the rail peer: it covers the puts of all senders. `crossed`: of begin_sending, in lane 0; 0
+  // without puts. Each sender waits for its own puts only, so no flag waits for later puts to cross.
+  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there, uint32_t crossed) const {
+    __syncwarp();
+    if (lane == 0) {
+      wire().wait_to_cross(crossed);
+      ptx::fence_system();
+      if (atomicAdd(counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
+        *counter = 0;
+        ptx::fence_system();
+        wire().signal(node, flag_there, op.epoch);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Puts of this sender that it has not counted in for yet.
+  struct Sent {
+    int node = -1;  // -1: there are none
+    int chunk;      // kItems: items and the table
+    uint32_t crossed;
+  };
+  static constexpr int kItems = -1;
+
+  // [warp] Finish what was sent before `next`, which is under way too. Leave `next` in `before` while it crosses a
+  // paced wire: meanwhile this sender makes more puts, as with a network card. `finish(sent)` calls finish_sending.
+  template <class Finish>
+  __device__ void finish_before(Sent& before, const Sent& next, const Finish& finish) const {
+    finish_last(before, finish);
+    before = next;
+    if (__all_sync(~0u, lane != 0 || wire().has_crossed(next.crossed))) finish_last(before, finish);
+  }
+
+  // [warp] Finish what was sent last, if it is unfinished.
+  template <class Finish>
+  __device__ void finish_last(Sent& before, const Finish& finish) const {
+    if (before.node >= 0) finish(before);
+    before.node = -1;
+  }
+
+  // [warp] Wait as wait_for_self. If the flag has not arrived yet, first finish what was sent.
+  template <class Finish>
+  __device__ bool finish_and_wait(Sent& before, const uint64_t* flag, const Finish& finish) const {
+    if (!__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) {
+      finish_last(before, finish);
+      return wait_for_self(flag);
+    }
+    ptx::fence_before_bulk();
+    return true;
+  }
+
+  // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then raise
+  // `inbox_free` at the rail peers: theirs may come. The senders take the peers in turn. If a peer is in another kind
+  // of operation, it may send rows all the same, but nobody reads them. `is_free` as in wait_for_free_staging. Return
+  // false after an abort of this rank. Called in senders, once per operation.
+  __device__ bool hand_over_inbox(bool is_free) const {
+    if (sender() >= num_others) return true;
+    if (!is_free && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
+      return false;
+    for (int i = sender(); i < num_others; i += num_senders)
+      if (lane == 0) wire().signal(node(i), flag_at(node(i), context.own.inbox_free), op.epoch);
+    __syncwarp();
+    return true;
+  }
+
+  // [warp] Raise a wire flag that covers the puts of this sender alone, once they have crossed.
+  __device__ void signal_alone(int node, uint64_t* flag_there, uint32_t crossed) const {
+    __syncwarp();
+    if (lane == 0) {
+      wire().wait_to_cross(crossed);
+      wire().signal(node, flag_there, op.epoch);
+    }
+  }
+
+  static constexpr uint32_t kCallBytes = Call::kNumWords * sizeof(Tagged);
+
+  // [thread] Return the Call of this operation in RailArrays::call.
+  __device__ Tagged* arriving_call(Tagged* calls) const { return calls + op.epoch % 2 * Call::kNumWords; }
+
+  // [warp] Put this rank's Call, and the counts of a new plan, to the rail peers; the senders take the peers in turn.
+  // Wait until this rank has announced them, then signal `call_arrived` behind them. Return false after an abort of
+  // this rank. Called in senders.
+  __device__ bool send_call(bool has_counts) const {
+    if (sender() >= num_others) return true;
+    const Tagged* const call = call_at(op, op.rank());
+    if (!wait_for_self(&call[min(lane, Call::kNumWords - 1)].epoch)) return false;
+#pragma unroll 1
+    for (int i = sender(); i < num_others; i += num_senders) {
+      const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
+      int32_t* const counts = own_counts(op, op.rank()).data;
+      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
+      if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
+      wire().put(node(i), arriving_call(op.context.rail_at_peer(node(i), &RailArrays::call)), call, kCallBytes);
+      signal_alone(node(i), flag_at(node(i), context.own.call_arrived), crossed);
+    }
+    return true;
+  }
+
+  // [warp] Wait for the Call of the rail peer on `node`, and for the counts of its new plan. Copy both to the ranks of
+  // this node, the Call last: it covers the counts. Return false after an abort of this rank. Called in
+  // a relay. If the peer makes no new plan, the copied counts are stale: the Calls differ, so no rank reads them.
+  __device__ bool relay_call(int node, bool has_counts) const {
+    if (!wait_for_peer(phase_of_calls(op), node, context.own.call_arrived)) return false;
+    const int source = context.rail_peer(node);
+#pragma unroll 1
+    for (int local = 0; has_counts && local < op.ranks_per_node(); ++local) {
+      if (local == context.local) continue;
+      int32_t* const counts = own_counts(op, source).data;
+      copy_words<uint4, 2>(reinterpret_cast<uint4*>(context.peers.at(counts, local)), reinterpret_cast<uint4*>(counts),
+                           context.counts_ints * sizeof(int32_t));
+    }
+    __syncwarp();
+    if (lane < Call::kNumWords) {  // a lane for each word
+      const uint64_t data = __ldcg(&arriving_call(context.rail_for(node, &RailArrays::call))[lane].data);
+      Tagged* const to = call_at(op, source) + lane;
+      ptx::fence_system();
+#pragma unroll 1
+      for (int local = 0; local < op.ranks_per_node(); ++local)
+        ptx::store_pair(context.peers.at(to, local), op.epoch, data);
+    }
+    __syncwarp();
+    return true;
+  }
+
+  // [warp] Begin a dispatch with the rail peers: hand the inboxes over and exchange Calls. `is_free` as in
+  // wait_for_free_staging. Return false after an abort of this rank.
+  __device__ bool begin_dispatch(bool has_counts, bool is_free) const {
+    return relays() ? relay_call(node(warp), has_counts) : hand_over_inbox(is_free) && send_call(has_counts);
+  }
+
+  // [warp] Begin a combine with the rail peers. Only a peer that differs, and is in a dispatch, needs the inboxes. So
+  // the Call goes first: it does not wait for `consumed`, and a late rank delays no other one.
+  __device__ bool begin_combine() const {
+    return relays() ? relay_call(node(warp), false) : send_call(false) && hand_over_inbox(false);
+  }
+};
+
+}  // namespace ep::cuda::EP_KERNELS

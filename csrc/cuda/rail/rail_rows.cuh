@@ -1,0 +1,201 @@
+// The rail blocks of a dispatch: they send and relay items, and rows and tails, chunk by chunk.
+#pragma once
+#include "cuda/dispatch/dispatch.cuh"
+#include "cuda/rail/rail.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+struct DispatchRailWarp : RailWarp {
+  // The maximum number of chunks of rows sent before the items of a new plan. A sender that does not wait for its puts
+  // to cross could post all rows first, but no rank there pulls a row before it has all items.
+  static constexpr int kChunksAhead = 4;
+
+  using RailWarp::RailWarp;
+
+  // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
+  // `piece` counts them over all arrays, the same in all senders. If this sender puts anything, set `crossed` to what
+  // begin_sending returns. Wait for nothing.
+  __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece,
+                             uint32_t& crossed) const {
+    constexpr uint32_t kPiece = 8192;
+    for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
+      if (piece % num_senders != sender()) continue;
+      const uint32_t here_bytes = min(kPiece, bytes - offset);
+      crossed = begin_sending(context.state->lists_sent, node, here_bytes);
+      wire().put(node, there + offset / 4, here + offset / 4, here_bytes);
+    }
+  }
+
+  // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
+  // there even without a usable plan. `before` and `finish` as in finish_before. Called in senders, after `listed` of
+  // this rank.
+  template <class Finish>
+  __device__ void send_items(const DispatchParams& params, bool usable, Sent& before, const Finish& finish) const {
+    const Config& config = context.config;
+    for (int i = 0; i < num_others; ++i) {
+      const int to = node(i);
+      uint32_t crossed = 0;
+      int piece = 0;
+      for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
+        const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
+        const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
+        // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
+        send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
+                   context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece, crossed);
+      }
+      if (usable)
+        send_share(to, context.rail_at_peer(to, &RailArrays::table_in), context.rail_for(to, &RailArrays::table_out),
+                   params.args.num_tokens * context.table_ints * 4, piece, crossed);
+      finish_before(before, {to, kItems, crossed}, finish);
+    }
+  }
+
+  // [thread] Return whether rows go before all ranks agree. Not in the second of two launches: there the ranks agree
+  // already. Not with one rail block, because rows under way delay the Calls: 4096 tokens, expert layout,
+  // 8 blocks on H200 took 1495 us instead of 1455.
+  __device__ bool sends_early(const DispatchParams& params) const {
+    return params.stages && params.pulls && params.rail_blocks > 1;
+  }
+
+  // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
+  // the movers may not have counted them yet.
+  __device__ bool goes_to(const DispatchParams& params, int token, int node) const {
+    if (!params.new_plan || !sends_early(params)) return __ldcg(params.plan.sent_nodes + token) >> node & 1;
+    const Config& config = context.config;
+    const int64_t* const experts = params.args.topk_idx + static_cast<size_t>(token) * config.num_topk;
+    const int of_node = context.num_local_experts * config.ranks_per_node;
+    bool goes = false;
+#pragma unroll 4
+    for (int k = 0; k < config.num_topk; ++k) {
+      const int64_t expert = __ldg(experts + k) - static_cast<int64_t>(node) * of_node;
+      goes |= expert >= 0 && expert < of_node;
+    }
+    return goes;
+  }
+
+  // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
+  // Row and tail of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not staged
+  // come from the caller's tensor. Return the time at which they have crossed, as begin_sending. Called in senders,
+  // after `staged` of this rank.
+  __device__ uint32_t send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
+    char* const staging = context.inbox_for(context.node, &Inbox::staging);
+    const char* const rows = params.stages_rows ? staging : params.args.rows;
+    const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
+    char* const tails = context.inbox_for(context.node, &Inbox::tails);
+    uint32_t crossed = 0;
+    for (int first = begin + sender(); first < end; first += 32 * num_senders) {
+      // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
+      const int lane_token = first + lane * num_senders;
+      const bool goes = lane_token < end && goes_to(params, lane_token, to);
+      uint32_t lanes = __ballot_sync(~0u, goes);
+      if (lanes == 0) continue;
+      // Book once for all: an atomic access and its answer take as long as a short put.
+      crossed =
+          begin_sending(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
+      for (; lanes != 0; lanes &= lanes - 1) {
+        const size_t token = first + (__ffs(lanes) - 1) * num_senders;
+        char* const tail = tails + token * params.tail_bytes;
+        puts.put(to, {staging + token * params.row_stride, rows + token * stride, params.args.row_bytes},
+                 {tail, tail, params.tail_bytes});
+      }
+    }
+    puts.drain();
+    return crossed;
+  }
+
+  // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
+  __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
+
+  // [warp] Send this rank's items, rows and tails to all rail peers. A chunk of rows goes once this rank has staged it,
+  // and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when they
+  // are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not known yet
+  // whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads them. Return
+  // what `agree` found, or kAborted after an abort of this rank. Called in senders.
+  __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
+    if (!sends_early(params) || !sends_rows(params)) {
+      const Verdict verdict = agree(op, false);
+      if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
+    }
+    const uint64_t* const listed = context.own.listed + op.rank();
+    bool has_items = params.new_plan;  // to be sent
+    Sent before;
+    const auto finish = [&](const Sent& sent) {
+      const int other = context.other(sent.node), max_chunks = context.max_token_chunks;
+      if (sent.chunk == kItems)
+        finish_sending(context.arrays.items_sent + other, sent.node, flag_at(sent.node, context.own.items_arrived),
+                       sent.crossed);
+      else
+        finish_sending(context.arrays.rows_sent + other * max_chunks + sent.chunk, sent.node,
+                       flag_at(sent.node, context.own.rows_arrived, max_chunks, sent.chunk), sent.crossed);
+    };
+    LongPuts puts = long_puts(shared, params.counters_at);
+    const int max_chunks = context.max_token_chunks;
+    const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
+    for (int chunk = 0;; ++chunk) {
+      const bool waits = chunk == num_chunks || chunk == kChunksAhead;
+      if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
+        if (!finish_and_wait(before, listed, finish)) return Verdict::kAborted;
+        send_items(params, params.plan.head->usable, before, finish);
+        stamp(op, Step::kItemsSent);
+        has_items = false;
+      }
+      if (chunk == num_chunks) {
+        finish_last(before, finish);
+        stamp(op, Step::kAllSent);
+        return agree(op, false);
+      }
+      const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
+      if (!finish_and_wait(before, staged, finish)) return Verdict::kAborted;
+      const int length = context.config.token_chunk(), begin = chunk * length;
+      const int end = min(params.args.num_tokens, begin + length);
+      for (int i = 0; i < num_others; ++i) {
+        if (chunk == 0) {
+          finish_last(before, finish);
+          if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
+          ptx::fence_before_bulk();
+        }
+        const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
+        finish_before(before, {node(i), chunk, crossed}, finish);
+      }
+      if (chunk == 0) stamp(op, Step::kFirstSent);
+    }
+  }
+
+  // [warp] Wait for the items of the rail peer on `node`, then for each chunk of its rows. Raise `listed`, then
+  // `staged`, at every rank of this node. If the new plan is unusable, raise only `listed`, but wait for the rows too:
+  // once this operation is complete here, no peer may still store data here. Return what `agree` found, or kAborted
+  // after an abort of this rank. Called in a relay. After a difference wait for no rows: they have arrived before all
+  // ranks agree on the next operation.
+  __device__ Verdict relay_rows(const DispatchParams& params, int node) const {
+    const Verdict verdict = agree(op, false);
+    if (verdict != Verdict::kAgree || !sends_rows(params)) return verdict;
+    const int source = context.rail_peer(node), max_chunks = context.max_token_chunks;
+    if (params.new_plan) {
+      if (!wait_for_peer(Phase::kLists, node, context.own.items_arrived)) return Verdict::kAborted;
+      raise(context.own.listed + source);
+      if (!wait_for_self(context.own.listed + op.rank())) return Verdict::kAborted;  // then PlanHead::usable is written
+    }
+    const bool usable = params.plan.head->usable;
+    const int num_chunks = context.config.num_token_chunks(field_of(op, source, Field::kNumTokens));
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      if (!wait_for_peer(Phase::kRows, node, context.own.rows_arrived, max_chunks, chunk)) return Verdict::kAborted;
+      // The last chunk stands for all chunks without tokens too.
+      const int past = chunk == num_chunks - 1 ? max_chunks : chunk + 1;
+      if (usable) raise(context.own.staged + static_cast<size_t>(source) * max_chunks + chunk, past - chunk);
+    }
+    stamp(op, Step::kRelayed);
+    return verdict;
+  }
+};
+
+// [warp] Do one rail warp's part of a dispatch: begin, then send or relay. Called in all warps of rail blocks.
+// `is_free` as in wait_for_free_staging. Return what `agree` found, or kAborted after an abort of this rank.
+__device__ __noinline__ inline Verdict run_rail(Op op, const DispatchParams& params, char* shared, bool is_free) {
+  const DispatchRailWarp warp(op);
+  if (params.stages && !warp.begin_dispatch(params.new_plan, is_free)) return Verdict::kAborted;
+  stamp(op, Step::kBegun);
+  if (!params.pulls) return Verdict::kAgree;
+  return warp.relays() ? warp.relay_rows(params, warp.node(warp.warp)) : warp.send_rows(params, shared);
+}
+
+}  // namespace ep::cuda::EP_KERNELS

@@ -1,0 +1,132 @@
+// The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
+// relay those sent to this rank. In decode layout factors are sent and relayed first.
+#pragma once
+#include "cuda/combine/combine.cuh"
+#include "cuda/rail/rail.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+struct CombineRailWarp : RailWarp {
+  using RailWarp::RailWarp;
+
+  // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
+  // experts on this node. Straight sums are only counted: they are there already. Weights go by whole tokens; the owner
+  // reads only the columns with experts here. Called in senders, after `summed`. Return the time at which all have
+  // crossed, as begin_sending.
+  __device__ uint32_t send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
+    const Config& config = context.config;
+    const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
+    const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
+    uint32_t crossed = 0;
+    for (int first = begin + sender(); first < end; first += 32 * num_senders) {
+      const int lane_token = first + lane * num_senders;
+      bool goes = false;
+      for (int local = 0; lane_token < end && local < op.ranks_per_node(); ++local)
+        goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
+      uint32_t lanes = __ballot_sync(~0u, goes);
+      if (lanes == 0) continue;
+      // Book once for all, as for rows.
+      crossed = begin_sending(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
+      for (; !context.is_straight(to) && lanes != 0; lanes &= lanes - 1) {
+        const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
+        puts.put(to, {context.rail_at_peer(to, &RailArrays::sums) + offset,
+                      context.inbox_for(to, &Inbox::staging) + offset, context.row_bytes});
+      }
+      if (weight_bytes > 0) {
+        const size_t offset = static_cast<size_t>(lane_token) * config.num_topk;
+        wire().put_each(to, goes, context.rail_at_peer(to, &RailArrays::weights) + offset,
+                        context.inbox_for(to, &Inbox::weights) + offset, config.num_topk);
+      }
+    }
+    puts.drain();
+    return crossed;
+  }
+
+  // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
+  // begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
+  __device__ void send_factors(const CombineParams& params) const {
+    float* const factors = context.inbox_for(context.node, &Inbox::weights);
+    // Whole vectors: up to 12 bytes more go to the padding behind the array.
+    const int num = params.args.num_tokens * context.config.num_topk;
+    const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
+    for (int i = sender(); i < num_others; i += num_senders) {
+      // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
+      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), bytes);
+      wire().put(node(i), factors, factors, bytes);
+      signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks), crossed);
+    }
+  }
+
+  // [warp] Wait for the factors of the rail peer on `node`, and raise its first `staged` flag at every rank of this
+  // node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  __device__ bool relay_factors(int node) const {
+    if (!wait_for_peer(Phase::kWeights, node, context.own.rows_arrived, context.max_token_chunks)) return false;
+    raise(context.own.staged + static_cast<size_t>(context.rail_peer(node)) * context.max_token_chunks);
+    return true;
+  }
+
+  // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
+  // Return false after an abort of this rank. Called in senders, once all ranks agree.
+  __device__ bool send_sums(const CombineParams& params, char* shared) const {
+    LongPuts puts = long_puts(shared, params.memory.pipeline.num_bays * params.memory.pipeline.bay_bytes);
+    const int max_chunks = context.max_sum_chunks;
+    Sent before;
+    const auto finish = [&](const Sent& sent) {
+      finish_sending(context.arrays.sums_sent + context.other(sent.node) * max_chunks + sent.chunk, sent.node,
+                     flag_at(sent.node, context.own.sums_arrived, max_chunks, sent.chunk), sent.crossed);
+    };
+    for (int chunk = 0; chunk < max_chunks; ++chunk)
+      for (int i = 0; i < num_others; ++i) {
+        const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
+        const int end = min(field_of(op, context.rail_peer(to), Field::kNumTokens), begin + length);
+        if (begin >= end) continue;
+        // Wait for the chunk of the window with the last of these tokens.
+        const int summed = context.other(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
+        if (!finish_and_wait(before, context.own.summed + summed, finish)) return false;
+        const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
+        finish_before(before, {to, chunk, crossed}, finish);
+        if (chunk == 0) stamp(op, Step::kFirstSent);
+      }
+    finish_last(before, finish);
+    stamp(op, Step::kAllSent);
+    return true;
+  }
+
+  // [warp] Wait for each chunk of sums from the rail peer on `node`, and raise `sums_here`: at this rank alone, because
+  // no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  __device__ bool relay_sums(const CombineParams& params, int node) const {
+    const int max_chunks = context.max_sum_chunks;
+    for (int chunk = 0; chunk << context.config.log_sum_chunk < params.args.num_tokens; ++chunk) {
+      if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
+      if (lane == 0) {
+        ptx::fence_system();
+        ptx::store_relaxed(context.own.sums_here + context.other(node) * max_chunks + chunk, op.epoch);
+      }
+    }
+    stamp(op, Step::kRelayed);
+    return true;
+  }
+};
+
+// [warp] Do one rail warp's part of a combine: begin, agree, send or relay factors, then sums. Called in all
+// warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
+__device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
+  const CombineRailWarp warp(op);
+  if (params.pushes && !warp.begin_combine()) return Verdict::kAborted;
+  stamp(op, Step::kBegun);
+  if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
+  const Verdict verdict = agree(op, false);
+  if (verdict != Verdict::kAgree) return verdict;
+  if (!params.plan.head->usable) return verdict;  // on all ranks: nothing is sent
+  if (params.shares_factors()) {
+    if (!warp.relays())
+      warp.send_factors(params);
+    else if (!warp.relay_factors(warp.node(warp.warp)))
+      return Verdict::kAborted;
+  }
+  if (!params.reduces) return verdict;
+  const bool ok = warp.relays() ? warp.relay_sums(params, warp.node(warp.warp)) : warp.send_sums(params, shared);
+  return ok ? verdict : Verdict::kAborted;
+}
+
+}  // namespace ep::cuda::EP_KERNELS

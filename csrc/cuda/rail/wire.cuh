@@ -1,0 +1,37 @@
+// The wire between nodes: from a rank to its rail peers. An address "there" is given as the address of the same place
+// in this rank's own region: all regions are laid out alike. Only rail blocks put (rail.cuh); any thread may signal an
+// abort. Long puts are those of long_puts.cuh.
+//
+//   maps       [thread] return whether the rail peer's region is mapped here; the peer maps this rank's too then
+//   at         [thread] return an address there as mapped here
+//   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
+//   put_each   [warp] the same for a few words of 4 bytes of each lane
+//   book       [thread] take the time of puts on a paced wire, just before them; return the time at which they have
+//              crossed (pace.h, 32 bits), or 0 without a pace
+//   has_crossed    [thread] return whether this time has come
+//   wait_to_cross  [thread] wait for this time, between the puts and their signal; the end of an own booking, so it is
+//              soon over
+//   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
+//   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
+//   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and
+//              their data is there
+//
+// Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores alike.
+//
+// One module is compiled for each wire, with the same kernels.
+#pragma once
+#ifdef EP_WIRE_NVSHMEM
+#include "cuda/rail/wire_nvshmem.cuh"
+#else
+#include "cuda/rail/wire_peer.cuh"
+#endif
+
+namespace ep::cuda::EP_KERNELS {
+
+#ifdef EP_WIRE_NVSHMEM
+using Wire = NvshmemWire;
+#else
+using Wire = PeerWire;
+#endif
+
+}  // namespace ep::cuda::EP_KERNELS

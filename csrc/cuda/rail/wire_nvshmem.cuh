@@ -1,0 +1,78 @@
+// The NVSHMEM wire: the GPU itself starts puts, through a network card between hosts. Regions are in NVSHMEM's
+// symmetric heap. Where NVLink reaches the rail peer, its region is mapped, and this wire is the peer wire. The
+// functions are those of wire.cuh.
+#pragma once
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "cuda/context.cuh"
+#include "cuda/rail/wire_peer.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+struct NvshmemWire {
+  const Context& context;
+
+  __device__ PeerWire stores() const { return PeerWire{context}; }
+  __device__ bool maps(int node) const { return context.maps(node); }
+  template <class T>
+  __device__ T* at(int node, T* there) const {
+    return stores().at(node, there);
+  }
+
+  // [warp] Start a put. It completes later.
+  template <class T>
+  __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
+    if (maps(node)) return copy(at(node, there), here, bytes);
+    start_put(there, here, bytes, context.wire.pe[node]);
+  }
+
+  // [warp] Start a put for each lane with `has` set, one after the other.
+  __device__ void put_each(int node, bool has, float* there, const float* here, int num) const {
+    if (maps(node)) return stores().put_each(node, has, there, here, num);
+    for (uint32_t lanes = __ballot_sync(~0u, has); lanes != 0; lanes &= lanes - 1) {
+      const int lane = __ffs(lanes) - 1;
+      auto* const to = reinterpret_cast<float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(there), lane));
+      const auto* from = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(here), lane));
+      start_put(to, from, num * sizeof(float), context.wire.pe[node]);
+    }
+  }
+
+  // [thread] Do nothing: the network card has its own pace.
+  __device__ uint32_t book(uint32_t) const { return 0; }
+  __device__ bool has_crossed(uint32_t) const { return true; }
+  __device__ void wait_to_cross(uint32_t) const {}
+
+  // [thread] Raise a flag there, after the puts of all threads counted in before: the fence covers every queue of this
+  // rank.
+  __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
+    if (maps(node)) return stores().signal(node, flag_there, value);
+    ptx::fence_system();
+#ifdef EP_TEST_NO_RAIL_FENCE  // docs/tests.md. Flags of rows and sums are the last arrays of flags
+    if (flag_there < context.own.rows_arrived)
+#endif
+      nvshmem_fence();
+    nvshmemx_signal_op(flag_there, value, NVSHMEM_SIGNAL_SET, context.wire.pe[node]);
+  }
+
+  // [thread] Make the data covered by the flag visible, through NVSHMEM's own wait. The flag has arrived: no real wait.
+  __device__ void arrived(int node, uint64_t* flag, uint64_t value) const {
+    if (!maps(node)) nvshmem_uint64_wait_until(flag, NVSHMEM_CMP_GE, value);  // returns at once
+  }
+
+  // [thread] Wait until all puts of this rank are complete at their targets, so they have read their source.
+  __device__ void quiet() const {
+    if (context.wire.mapped != (1u << context.num_nodes()) - 1) nvshmem_quiet();
+  }
+
+ private:
+  // [warp] The two ways to put. They are not inlined: both take many registers, and so do the bulk copies around them.
+  static __device__ __noinline__ void copy(void* to, const void* from, uint32_t bytes) {
+    copy_words<uint4, 14>(static_cast<uint4*>(to), static_cast<const uint4*>(from), bytes);
+  }
+  static __device__ __noinline__ void start_put(void* there, const void* here, uint32_t bytes, int pe) {
+    nvshmemx_putmem_nbi_warp(there, here, bytes, pe);
+  }
+};
+
+}  // namespace ep::cuda::EP_KERNELS

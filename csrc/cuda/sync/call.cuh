@@ -1,0 +1,228 @@
+// Agreement at the start of every operation: each rank writes its Call to all ranks, and each rank compares all Calls.
+#pragma once
+#include "cuda/device/team.cuh"
+#include "cuda/engine.h"
+#include "cuda/sync/mistake.cuh"
+
+namespace ep::cuda::EP_KERNELS {
+
+// [block] Count this block in, so that kernels of experts can wait until all blocks have begun. Called once per block.
+__device__ inline void begin_waves(const Waves& waves) {
+  if (kExtras && waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
+}
+
+// [thread] Return the Call of `rank` in this rank's memory, for this operation: [Call::kNumWords].
+__device__ inline Tagged* call_at(const Op& op, int rank) {
+  return op.context.own.called + (static_cast<int>(op.epoch % 2) * op.num_ranks() + rank) * Call::kNumWords;
+}
+// [thread] Return one word of it. `agree` has seen the Call. The word of an absent rank may be of an older operation.
+__device__ inline uint64_t word_of_call(const Op& op, int rank, int word) {
+  uint64_t epoch, data;
+  ptx::load_pair(call_at(op, rank) + word, epoch, data);
+  return data;
+}
+// [thread] Return a field of it, as word_of_call.
+__device__ inline int32_t field_of(const Op& op, int rank, Field field) {
+  const int which = static_cast<int>(field);
+  return static_cast<int32_t>(word_of_call(op, rank, which / 2) >> 32 * (which % 2));
+}
+
+// [thread] Return the counts of `source` in the memory of local rank `local`, for this operation.
+__device__ inline Counts counts_at(const Op& op, int local, int source) {
+  const int index = static_cast<int>(op.epoch % 2) * op.num_ranks() + source;
+  return {op.context.peers.at(op.context.own.counts + index * op.context.counts_ints, local)};
+}
+// [thread] Return the counts of `source` in this rank's memory.
+__device__ inline Counts own_counts(const Op& op, int source) { return counts_at(op, op.context.local, source); }
+
+// [warp] Write this rank's Call to every rank of the node, in one warp of one block. Wait for nothing. All that this
+// rank did in earlier operations comes before this kernel, so it comes before the Call. With `covers` the Call also
+// covers what this warp did before in this operation, and what it has seen by a barrier: counts for example. This takes
+// a fence, and 1 to 2 us.
+//
+// A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
+// e - 1, and completed e - 2. The same holds for counts, choices and factors.
+__device__ inline void announce(const Op& op, const Call& call, bool covers) {
+  const Context& context = op.context;
+  const int local = threadIdx.x % 32;
+  if (local >= op.ranks_per_node()) return;
+  if (covers) ptx::fence_system();
+  Tagged* const to = context.peers.at(call_at(op, op.rank()), local);
+#pragma unroll
+  for (int i = 0; i < Call::kNumWords; ++i) ptx::store_pair(to + i, op.epoch, call.word(i));
+}
+
+// The result of `agree`: all Calls are equal; some differ; this rank has aborted. Steps that compare nothing return
+// kAgree.
+enum class Verdict { kAgree, kDiffer, kAborted };
+
+// [thread] Return the phase of a wait for Calls.
+__device__ inline Phase phase_of_calls(const Op& op) {
+  return op.operation == Operation::kDispatch ? Phase::kCounts : Phase::kSums;
+}
+
+// [warp] Wait for the Calls of all ranks. Return as wait_until. A lane waits for one word. If all words need several
+// waits, wait for one word of each rank first: each wait has the limit anew, and names only late ranks of its own.
+__device__ inline bool wait_for_calls(const Op& op) {
+  constexpr int kTogether = 32 / Call::kNumWords;  // ranks
+  const int lane = threadIdx.x % 32;
+  const auto wait = [&](int rank, int word) {
+    rank = min(rank, op.num_ranks() - 1);
+    const uint64_t* const flag = &call_at(op, rank)[word].epoch;
+    return wait_until(op, phase_of_calls(op), flag, op.epoch, rank, op.context.raiser_of(rank));
+  };
+  // Wait for one word of each rank.
+#pragma unroll 1
+  for (int first = 0; op.num_ranks() > kTogether && first < op.num_ranks(); first += 32)
+    if (!wait(first + lane, Call::kNumWords - 1)) return false;
+  // Wait for all words.
+#pragma unroll 1
+  for (int first = 0; first < op.num_ranks(); first += kTogether)
+    if (!wait(first + lane / Call::kNumWords, lane % Call::kNumWords)) return false;
+  return true;
+}
+
+// [warp] With masks: decide once for all blocks which ranks take part in the operation. One warp of block 0 waits for
+// all ranks and decides, and all other callers wait for it. Called by every warp that compares the Calls. Return false
+// after an abort of this rank.
+__device__ inline bool decide(const Op& op) {
+  const Context& context = op.context;
+  const auto has_decided = [&] { return ptx::load_acquire(&context.state->decided) >= op.epoch; };
+  const bool decides = op.block == 0 && (op.operation == Operation::kCombine || threadIdx.x < 32);
+  if (decides && !__any_sync(~0u, has_decided())) {
+    if (!wait_for_calls(op)) return false;
+    if (aborts_if_excluded(op, phase_of_calls(op))) return false;
+    const uint32_t absent = masked_ranks(op);
+    if (threadIdx.x % 32 == 0) {
+      *static_cast<volatile uint32_t*>(&context.state->absent) = absent;
+      ptx::fence_system();
+      ptx::store_relaxed(&context.state->decided, op.epoch);
+    }
+    __syncwarp();
+    return true;
+  }
+  for (int turn = 1; !__any_sync(~0u, has_decided()); ++turn)
+    if (turn % 32 == 0 && __any_sync(~0u, has_aborted(context))) return false;
+  ptx::fence_system();
+  __syncwarp();
+  return true;
+}
+
+// [thread] Return a bit for each rank that takes no part in this operation. Called after `agree`.
+__device__ inline uint32_t absent_ranks(const Op& op) {
+  return has_masks(op.context) ? *static_cast<volatile uint32_t*>(&op.context.state->absent) : 0;
+}
+
+// [warp] Compare the Calls of all ranks, after wait_for_calls. Find the first field that differs, and the first rank
+// that differs there. A lane compares one word of one rank at a time: this code runs once, so short code is fast code.
+__device__ inline Difference find_difference(const Op& op) {
+  constexpr int kTogether = 32 / Call::kNumWords;  // ranks
+  const int lane = threadIdx.x % 32, which = lane % Call::kNumWords;
+  const auto load = [&](int rank) { return word_of_call(op, rank, which); };
+  const uint32_t absent = absent_ranks(op);
+  const int first_rank = absent == 0 ? 0 : __ffs(~absent) - 1;
+  const uint64_t of_first = load(first_rank);
+  int first = INT32_MAX;  // field * kMaxRanks + rank of the lane's first difference
+#pragma unroll 2
+  for (int begin = 0; begin < op.num_ranks(); begin += kTogether) {
+    const int rank = min(begin + lane / Call::kNumWords, op.num_ranks() - 1);
+    const uint64_t differs = load(rank) ^ of_first;
+    if (differs == 0 || (absent != 0 && (absent >> rank & 1))) continue;
+    const int field = 2 * which + (static_cast<uint32_t>(differs) == 0);
+    if (field < kNumCompared) first = min(first, field * kMaxRanks + rank);
+  }
+  first = __reduce_min_sync(~0u, first);
+  if (first == INT32_MAX) return {};
+  const int rank = first % kMaxRanks, field = first / kMaxRanks;
+  const auto value_of = [&](int of) { return field_of(op, of, static_cast<Field>(field)); };
+  return {true, field, rank, value_of(rank), first_rank, value_of(first_rank)};
+}
+
+// [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
+// `keeps`, block 0 keeps a difference as the operation's mistake.
+// After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
+// After kDiffer all partial sums pushed to this rank have arrived. Only early rows and tails may still arrive. No rank
+// reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags of
+// its own pushes first.
+__device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
+  const Context& context = op.context;
+  if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
+  const Difference found = find_difference(op);
+  if (!found.found) return Verdict::kAgree;
+  if (!drains) return Verdict::kDiffer;
+  // Keep the difference.
+  const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
+  const int chunks = lane < op.ranks_per_node() ? field_of(op, local_rank, Field::kNumChunks) : 0;
+  if (keeps && op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
+    int32_t* detail = context.state->facts.detail;
+    detail[0] = found.field;
+    detail[1] = found.rank;
+    detail[2] = found.theirs;
+    detail[3] = found.first;
+    context.state->facts.value = found.first_rank;
+  }
+  // Wait for the pushes promised by the Calls: once this operation is complete here, no peer may still push.
+  ChunkFlags pushed =
+      chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank());
+  return pushed.wait(op, Phase::kSums, chunks - 1) ? Verdict::kDiffer : Verdict::kAborted;
+}
+
+// [block] With masks: abort this rank if another one has masked it, because that rank may have overwritten memory read
+// here. Return whether it has aborted. Called in the last block, before `complete`.
+template <class Block>
+__device__ bool comes_too_late(const Op& op) {
+  if (!has_masks(op.context)) return false;
+  bool excluded = false;
+  if (Block::thread() < 32) {
+    const Phase phase = op.operation == Operation::kDispatch ? Phase::kRows : Phase::kSums;
+    excluded = aborts_if_excluded(op, phase);
+  }
+  return __syncthreads_or(excluded);
+}
+
+// [block] Hand memory back to the peers and complete the operation. Called in the last block, after all blocks have
+// arrived. Raise `released` (consumed or slots_free) on the node, and set `released_epoch`. After a difference peers
+// may be in the other operation, so raise both flags. Afterwards State::epoch is this operation's. Wait for own puts,
+// not for peers.
+//
+// The flags say that this rank has read memory of its peers, or its own slots. All these loads have ended: their values
+// were used, or their mbarriers have counted the bytes. Nothing that a peer stores after it sees the flag can change
+// them any more. So with one node the flags need no fence of the system, which takes 1.6 us even with nothing to order
+// (H100). With several nodes puts have read memory too; there the fence stays.
+template <class Block>
+__device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t State::* released_epoch, bool differs) {
+  const Context& context = op.context;
+  State* state = context.state;
+  const bool one_node = context.num_nodes() == 1;
+  // Wait until all puts have read their source: a flag below lets peers overwrite it.
+  if (!one_node) {
+    if (Block::thread() == 0) Wire{context}.quiet();
+    Block::sync();
+  }
+  // Raise the flags. The mistake is read meanwhile.
+  const int32_t mistake = kept_mistake(context);
+  const auto raise = [&](uint64_t* flag) {
+    if (!one_node)
+      team_raises<Block>(op, flag);
+    else if (Block::thread() == 0)
+      raise_on_node(context, flag, op.epoch);
+  };
+  if (differs) {
+    raise(context.own.consumed + context.local);
+    raise(context.own.slots_free + context.local);
+  } else {
+    raise(context.own.*released + context.local);
+  }
+  if (!one_node) Block::sync();
+  if (Block::thread() != 0) return;
+  // Finish the state for the next operation.
+  if (differs)
+    state->staged_epoch = state->pushed_epoch = op.epoch;
+  else
+    state->*released_epoch = op.epoch;
+  publish_mistake(context, mistake);
+  state->next_token = 0;
+  state->epoch = op.epoch;
+}
+
+}  // namespace ep::cuda::EP_KERNELS
