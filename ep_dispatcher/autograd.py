@@ -478,6 +478,9 @@ def dispatch(
     with other work on a GPU, call it in a stream of your own (``torch.cuda.stream``), by PyTorch's rules for streams.
     Its backward then runs in that stream too.
 
+    Under torch.autocast of the buffer's dtype rows are cast, here and in combine, as PyTorch's matrix products cast
+    their arguments: from float32, bfloat16 or float16. Gradients have the caller's dtype. topk_weights are never cast.
+
     With ``quantize`` the gradient passes through the rounding unchanged. It arrives through ``ep.dequantize(out.x)``,
     or through ``out.x.anchor`` in an operator of your own (see ep.QuantizedRows). With ``max_recv_rows`` all shapes are
     static, and torch.compile keeps the graph whole.

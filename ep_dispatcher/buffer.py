@@ -209,7 +209,8 @@ class Buffer:
             decode layout:  out.x[expert, i] = x[the expert's i-th token]  for i < out.tokens_per_expert[expert]
 
         x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
-                      float32 [num_tokens, hidden / 128]); out.x is of the same kind
+                      float32 [num_tokens, hidden / 128]); out.x is of the same kind. torch.autocast of the buffer's
+                      dtype casts rows, also those of a combine
         topk_idx      int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none. No expert may
                       appear twice for a token
         topk_weights  float32 [num_tokens, num_topk], or None on every rank
@@ -636,6 +637,8 @@ class Buffer:
         """Check the arguments of a dispatch."""
         config, engine = self._config, self._live_engine()
         device = engine.device
+        if torch.is_autocast_enabled(device):
+            x = self._as_autocast(x)
         checks.rows(x, config.hidden, config.dtype, device, config.max_tokens_per_rank, quantize)
         rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
         num_tokens = rows.shape[0]
@@ -654,6 +657,16 @@ class Buffer:
         return DispatchRequest(
             rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
         )
+
+    def _as_autocast(self, value: Any) -> Any:
+        """Return rows or weights in this buffer's dtype if torch.autocast, which is on, casts to that dtype.
+
+        PyTorch casts the arguments of its matrix products by the same rule: not float64, nothing on another device.
+        """
+        dtype, device = self._config.dtype, self._live_engine().device
+        if torch.get_autocast_dtype(device) != dtype or not isinstance(value, Tensor):
+            return value
+        return value.to(dtype) if value.dtype in checks.DTYPES and value.device.type == device else value
 
     def _check_routing(
         self,
@@ -705,6 +718,8 @@ class Buffer:
         config, engine = self._config, self._live_engine()
         device = engine.device
         checks.handle(handle, self.id)
+        if torch.is_autocast_enabled(device):
+            y = self._as_autocast(y)
         checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
         if topk_weights is not None:
             shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)

@@ -171,7 +171,24 @@ def tensor(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tu
         dtensor(argument, value)
         given = f"{list(sizes)} of {value.dtype} on {value.device.type}{'' if dense else f' ({value.layout})'}"
     words = f"a tensor [{', '.join(str(s) for s in shape)}] of {' or '.join(str(d) for d in dtypes)} on {device}"
-    fail(argument, given, words)
+    fail(argument, given, words + _why_not_cast(argument, value, dtypes, device))
+
+
+def _why_not_cast(argument: str, value: Any, dtypes: tuple[torch.dtype, ...], device: str) -> str:
+    """Return what a caller whose rows have another floating dtype may not know: what casts tensors, and what does not.
+
+    Weights are never cast up: a router or a wrapper that rounds them by mistake would go unnoticed.
+    """
+    if not isinstance(value, Tensor) or value.dtype in dtypes or value.dtype not in DTYPES:
+        return ""
+    if argument == "topk_weights":
+        return (
+            "; compute them in float32, also under torch.autocast. FSDP2's MixedPrecisionPolicy rounds arguments of a "
+            "wrapped module: wrap a module with the router in it, or set cast_forward_inputs=False"
+        )
+    if torch.is_autocast_enabled(device):
+        return f"; torch.autocast is on, and casts to {torch.get_autocast_dtype(device)} only"
+    return ""
 
 
 def _fits(sizes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:

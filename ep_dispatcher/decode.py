@@ -118,6 +118,8 @@ def combine(
     if topk_weights is not None:
         checks.fail("topk_weights", "a tensor", "None with a handle of layout='decode', which takes weights")
     rows_per_group = handle.num_rows // config.num_local_experts
+    if torch.is_autocast_enabled(engine.device):
+        y = buffer._as_autocast(y)
     checks.tensor("y", y, (config.dtype,), (config.num_local_experts, rows_per_group, config.hidden), engine.device)
     checks.tensor("weights", weights, (torch.float32,), (handle.num_tokens, config.num_topk), engine.device)
     assert weights is not None  # as it is a tensor

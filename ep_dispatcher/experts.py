@@ -65,6 +65,9 @@ def moe_mlp(
     keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
                    ``intermediate`` values per received row
 
+    Under torch.autocast of the buffer's dtype x, w1 and w2 are cast in each call, as in ep.dispatch. In torch.compile
+    the buffer's dtype must be bfloat16, because PyTorch traces grouped GEMMs of no other one.
+
     GEMMs accumulate in float32 and round once. The activation is computed in float32, multiplied by topk_weights, then
     rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. The gradients
     of w1 and w2 sum over the rows of the first part, then over those of the second, and are rounded once. In
@@ -84,6 +87,8 @@ def moe_mlp(
     num_parts = parts.num_parts_of(buffer, num_parts)
     config, experts = buffer._config, buffer.num_local_experts
     device = buffer._live_engine().device
+    if torch.is_autocast_enabled(device):
+        x, w1, w2 = map(buffer._as_autocast, (x, w1, w2))
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
     checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
@@ -231,7 +236,8 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     end = ends.tolist()
-    parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
+    with torch.autocast(rows.device.type, enabled=False):  # it casts rows of another dtype too, and not grouped_mm's
+        parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
 
 

@@ -103,7 +103,8 @@ def linear_grad_weights(
     sets = [(grad, rows, ends)] if more is None else [(grad, rows, ends), more]
     for expert, of_expert in enumerate(zip(*([one for _, one in _groups(each)] for _, _, each in sets))):
         a, b = ([t[group] for t, group in zip(ts, of_expert)] for ts in list(zip(*sets))[:2])
-        of_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
+        with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
+            of_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
         if accumulate:
             out[expert].add_(of_weights)
         else:

@@ -66,6 +66,7 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
     compiles, keeps_less = how.startswith("compiled"), how.endswith("keeps less")
     options = {"max_recv_rows": MAX_RECV_ROWS} if how == "fixed rows" or compiles else {}
     options |= {"keep_activated": False} if keeps_less else {}
+    options |= {"num_parts": 2} if how == "two parts" else {}
 
     def forward(x, topk_weights, w1, w2):
         return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
