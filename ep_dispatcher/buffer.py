@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
@@ -59,8 +59,8 @@ class Buffer:
     All ranks of the group make the buffer together, destroy it together, and call every operation in the same order.
     ``ep.dispatch`` and ``ep.combine`` are the same operations with gradients.
 
-    group                torch.distributed process group; None: the default group. Each rank owns
-                         ``num_experts / num_ranks`` consecutive experts
+    group                torch.distributed process group, or a DeviceMesh of one dimension (``mesh["ep"]``); None: the
+                         default group. Each rank owns ``num_experts / num_ranks`` consecutive experts
     hidden               elements of a row; a row must be a multiple of 16 bytes
     num_experts          on all ranks together
     num_topk             columns of topk_idx, at most 32
@@ -95,7 +95,7 @@ class Buffer:
 
     def __init__(
         self,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         *,
         hidden: int,
         num_experts: int,
@@ -780,7 +780,7 @@ class Buffer:
         return error
 
 
-def _checked_group(group: ProcessGroup | None) -> ProcessGroup:
+def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group of a buffer, the default one for None. ValueError if this process cannot have a buffer there."""
     if not dist.is_initialized():
         given = "None" if group is None else type(group).__name__
@@ -790,7 +790,13 @@ def _checked_group(group: ProcessGroup | None) -> ProcessGroup:
             "a group, or None for the default one, after torch.distributed.init_process_group",
         )
     group = group if group is not None else dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            given = f"a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}"
+            checks.fail("group", given, 'one of one dimension, such as mesh["ep"]')
+        group = group.get_group() if group.get_coordinate() else None  # None on other ranks
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         checks.fail("group", "one that this process is not a member of", "a group on its members alone")
     if not isinstance(group, ProcessGroup):
         checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")

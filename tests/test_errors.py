@@ -198,6 +198,24 @@ def test_not_a_member_of_the_group(pools, engine):
     assert message == "group: given one that this process is not a member of, allowed: a group on its members alone"
 
 
+def construct_on_meshes(rank: int, engine: str) -> list[str]:
+    """A buffer on one dimension of a mesh, and the errors of a mesh of two and of one without rank 1."""
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    with make_buffer(mesh["ep"], engine=engine) as buffer:
+        assert buffer.topology.num_ranks == 2 and buffer._config.group is mesh["ep"].get_group()
+        round_trip(buffer)
+    beside = dist.DeviceMesh("cpu", [0])  # collective of all ranks
+    return [error_of(make_buffer, one, engine=engine) for one in (mesh, *[beside] * rank)]
+
+
+def test_a_mesh_is_a_group_if_it_has_one_dimension(pools, engine):
+    of_two, of_others = pools(2).run(construct_on_meshes, engine)[1]
+    assert of_two == (
+        "group: given a DeviceMesh of 2 dimensions ('dp', 'ep'), allowed: one of one dimension, such as mesh[\"ep\"]"
+    )
+    assert of_others.startswith("group: given one that this process is not a member of")
+
+
 # ---- the arguments of dispatch and combine --------------------------------------------------------------------------
 
 
