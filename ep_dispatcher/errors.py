@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _WITHOUT_EPOCH = ("suspend", "resume", "unmask")  # operations on a buffer that have no epoch
+_COMPILES = " If a rank was compiling (torch.compile, Triton, a CUDA graph), raise EP_DISPATCHER_TIMEOUT_S."
 
 
 class PeerTimeoutError(RuntimeError):
@@ -62,7 +63,9 @@ class PeerTimeoutError(RuntimeError):
         if self.operation == "unmask":
             return "No mask has changed; all ranks can call it again."
         if self.operation != "buffer":
-            return "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+            left = "destroy() this buffer; the ranks that are left can make a new one on a smaller group."
+            may_compile = not self.reason and self.operation not in _WITHOUT_EPOCH
+            return left + _COMPILES * may_compile
         if self.rank in self.late_ranks:
             return "No rank has this buffer; all ranks can make a new one."
         return (

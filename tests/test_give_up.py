@@ -76,6 +76,15 @@ def test_a_chain_that_ends_at_the_asking_rank_names_it():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+def test_a_rank_that_may_be_compiling_is_advice_unless_more_is_known():
+    """Compilation takes minutes on one rank, while the others wait in an operation."""
+    late = ep.PeerTimeoutError("combine", 5, "partial sums", 0, [3], 100.0)
+    assert "compiling" in str(late) and "EP_DISPATCHER_TIMEOUT_S" in str(late)
+    left = follow_chain(Words({}), 0, [3], gone=[3])
+    for operation, reason in (("combine", left.reason), ("suspend", ""), ("unmask", ""), ("buffer", "")):
+        assert "compiling" not in str(ep.PeerTimeoutError(operation, 5, "rows", 0, [3], 100.0, reason)), operation
+
+
 def test_ranks_that_wait_for_each_other_in_different_operations_say_so():
     words = {"1": word([0], operation="combine", epoch=5)}
     chain = follow_chain(Words(words), 0, [1], operation="dispatch", epoch=5)
