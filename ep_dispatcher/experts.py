@@ -65,8 +65,8 @@ def moe_mlp(
     keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
                    ``intermediate`` values per received row
 
-    Under torch.autocast of the buffer's dtype x, w1 and w2 are cast in each call, as in ep.dispatch. In torch.compile
-    the buffer's dtype must be bfloat16, because PyTorch traces grouped GEMMs of no other one.
+    Under torch.autocast of the buffer's dtype x, w1 and w2 are cast in each call, as in ep.dispatch. torch.compile
+    keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
 
     GEMMs accumulate in float32 and round once. The activation is computed in float32, multiplied by topk_weights, then
     rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. The gradients
@@ -233,6 +233,8 @@ def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
     """
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # without fullgraph this is no error but a break
+        checks.fail("buffer", f"one of {rows.dtype}", "one of torch.bfloat16 for moe_mlp in a whole graph")
     if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     end = ends.tolist()

@@ -178,6 +178,32 @@ def test_why_it_does_not_overlap(pools, engine):
     pools(1).run(reasons, engine)
 
 
+def compiled_in_float32(rank: int, engine: str) -> str:
+    """The error of a whole graph. With breaks in the graph every bit is that of eager."""
+    case, inputs = make_case(1, 1)
+    device = device_of(engine, rank)
+    given = [t[0].to(device) for t in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
+    matrices = [w.to(device).requires_grad_() for w in weights_of(case)]
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+
+        def forward(*matrices):
+            return ep.moe_mlp(buffer, *given, *matrices, max_recv_rows=MAX_RECV_ROWS)
+
+        eager, broken = (call(*matrices) for call in (forward, torch.compile(forward, backend="aot_eager")))
+        assert torch.equal(broken, eager)
+        grads = [torch.autograd.grad(y.sum(), matrices) for y in (eager, broken)]
+        assert all(map(torch.equal, *grads))
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            torch.compile(forward, backend="aot_eager", fullgraph=True)(*matrices)
+    return str(caught.value)
+
+
+def test_torch_compile_in_another_dtype_than_bfloat16(pools, engine):
+    (text,) = pools(1).run(compiled_in_float32, engine)
+    assert "ValueError('buffer: given one of torch.float32, allowed: one of torch.bfloat16" in text
+
+
 def wrong_arguments(rank: int, engine: str) -> None:
     case, inputs = make_case(1, 1)
     device = device_of(engine, rank)
