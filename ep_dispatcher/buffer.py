@@ -708,7 +708,7 @@ class Buffer:
             num_rows=num_rows,
             plan=plan,
             rows_on_host=None if is_traced else engine.rows_on_host,
-            made_with=(request.layout, request.expert_alignment, num_tokens, num_rows, plan.shape, plan.dtype),
+            made_with=(request.layout, request.expert_alignment, num_tokens, num_rows, plan),
         )
 
     def _checked_combine(

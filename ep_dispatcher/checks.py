@@ -234,8 +234,8 @@ def handle(handle: Handle, buffer_id: str) -> None:
     if handle.buffer_id != buffer_id:
         fail("handle", f"one of buffer {handle.buffer_id}", f"one of this buffer ({buffer_id})")
     # Engines trust them: with others they would leave the memory of the plan, or that of the rows.
-    if not torch.compiler.is_compiling() and handle.sizes() != handle.made_with:
-        fail("handle", "one with changed sizes", "the handle as its dispatch returned it")
+    if not torch.compiler.is_compiling() and not handle.is_as_made():
+        fail("handle", "one with changed fields", "the handle as its dispatch returned it")
 
 
 def reuse(

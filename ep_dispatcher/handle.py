@@ -55,12 +55,12 @@ class Handle(_Result):
     # DispatchOutput.rows_per_expert on the CPU, for experts that need their counts there. Reading it never waits.
     # None if the host does not know the counts: after a dispatch with max_recv_rows on a GPU, or in one being traced.
     rows_on_host: Tensor | None = None
-    made_with: tuple[Any, ...] = field(default=(), repr=False)  # sizes() when it was made
+    made_with: tuple[Any, ...] = field(default=(), repr=False)  # layout to plan, when it was made
 
-    def sizes(self) -> tuple[Any, ...]:
-        """Return what decides how much memory an operation with this handle reads and writes."""
-        plan = self.plan
-        return self.layout, self.expert_alignment, self.num_tokens, self.num_rows, plan.shape, plan.dtype
+    def is_as_made(self) -> bool:
+        """Return whether nothing was changed that decides how much memory an operation reads and writes."""
+        *sizes, plan = self.made_with or (None,)
+        return self.plan is plan and sizes == [self.layout, self.expert_alignment, self.num_tokens, self.num_rows]
 
 
 class Event(Protocol):

@@ -1,4 +1,4 @@
-"""The division of csrc/cuda/dispatch/quantize.cuh, tried on this machine's processor with all numbers: 10^9, some seconds."""
+"""The division of csrc/cuda/dispatch/quantize.cuh, tried on this machine's processor with all numbers: 10^9."""
 
 import shutil
 import subprocess

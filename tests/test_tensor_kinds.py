@@ -145,6 +145,8 @@ def combinations():
 
 @pytest.mark.parametrize("name,argument,error", [*combinations()])
 def test_of_every_argument(pools, engine, name, argument, error):
+    if engine == "cuda" and name == "storage too small" and argument not in ("out", "dispatch_wait_ns"):
+        pytest.skip("to ask for the size of a storage takes the host 1 us, so the CUDA engine does not")
     for found in pools(2).run(kind_of_argument, engine, name, argument):
         if error is None:
             assert found is True, found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 from ep_dispatcher import _C_cpu, checks, envs, float8
 from ep_dispatcher.engines import suspension
 from ep_dispatcher.engines.base import (
+    COMBINE_ARGUMENTS,
+    DISPATCH_ARGUMENTS,
     Combined,
     CombineRequest,
     DispatchRequest,
@@ -34,7 +36,7 @@ from ep_dispatcher.engines.waiter import Message
 from ep_dispatcher.errors import PeerTimeoutError, again
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import CompletedEvent
-from ep_dispatcher.plain import plain
+from ep_dispatcher.plain import plain, require_memory
 
 _DTYPES = {
     torch.float32: _C_cpu.DType.float32,
@@ -48,6 +50,13 @@ _COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between 
 def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
     """Return (address, bytes per row) of the arrays whose rows travel together."""
     return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
+
+
+def _require_memory(arguments: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors whose storage somebody has made too small: reading behind its end can end the process."""
+    for argument, t in zip(arguments, tensors):
+        if t is not None:
+            require_memory(argument, t)
 
 
 class _Connections:
@@ -140,6 +149,7 @@ class CpuEngine:
         self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
     ) -> Received:
         assert not by_expert  # this engine has no waves
+        _require_memory(DISPATCH_ARGUMENTS, request[:5])
         if request.quantize:
             rows, scales = float8.quantize(request.rows, powers_of_two=packs_scales)
             request = request._replace(rows=rows, scales=scales)
@@ -235,6 +245,7 @@ class CpuEngine:
         out: Tensor | None = None,
     ) -> Combined:
         assert waves is None
+        _require_memory((*COMBINE_ARGUMENTS, "weights"), (*request[:3], weights))
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
         weights_out = None
@@ -368,6 +379,7 @@ class CpuEngine:
         self._health.stop(self._connections.interrupt, self._connections.free)
 
     def check_routing(self, topk_idx: Tensor) -> None:
+        require_memory("topk_idx", topk_idx)
         topk_idx = plain("topk_idx", topk_idx).long()
         num_tokens, num_topk = topk_idx.shape
         entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
 from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
-from ep_dispatcher.plain import plain
+from ep_dispatcher.plain import plain, require_memory
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -23,6 +23,7 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple
     [num_experts], is_token_in_rank bool [num_tokens, num_ranks]. Refuse experts below -1, or of num_experts and above.
     """
     checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), ("num_tokens", "num_topk"), topk_idx.device.type)
+    require_memory("topk_idx", topk_idx)  # PyTorch does not look, and may end the process
     topk_idx = plain("topk_idx", topk_idx)
     num_experts = checks.integer("num_experts", num_experts, 1)
     if num_experts % num_ranks:
