@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
@@ -14,11 +15,15 @@ from torch.distributed import PrefixStore, ProcessGroup
 import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.errors import is_peer_failure
 
 _agreements: Counter[str] = Counter()  # number by group; the same on all its ranks
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
+# Outside of compiled graphs: a host waits here with a limit, and looks for late ranks. No operator could do more for a
+# graph, because sizes on the host depend on the result.
+@torch.compiler.disable(reason="ranks agree on their hosts, with a time limit")
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup, *, about: str, note: str) -> None:
     """Reduce a tensor on the CPU in place, as ``dist.all_reduce``. It is complete on return, with any backend.
 
@@ -26,7 +31,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     forever.
 
     Raises PeerTimeoutError if a rank does not arrive within EP_DISPATCHER_TIMEOUT_S, or has ended. Its operation is
-    "dispatch", because one follows, with epoch 0, phase ``about`` and the note.
+    "dispatch", because one follows, with epoch 0, phase ``about`` and the note. All other errors are raised as they are.
     """
     name = group.group_name
     _agreements[name] += 1
@@ -35,6 +40,8 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
         limit = timedelta(seconds=envs.timeout_s())
         dist.all_reduce(tensor, op, group=_hosts(group, limit), async_op=True).wait(limit)
     except RuntimeError as cause:
+        if not is_peer_failure(cause):
+            raise
         waited_s, rank = time.monotonic() - started, group.rank()
         prefix = f"ep_dispatcher/agree/{name}/{_agreements[name]}"
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
+from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import limits, overfull, plugin
@@ -222,7 +223,9 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
     ranks = [str(r) for r in range(group.size())]
     try:
         store.wait(ranks, timedelta(seconds=limit_s))
-    except RuntimeError:
+    except RuntimeError as error:
+        if not is_peer_failure(error):
+            raise
         missing = ", ".join(r for r in ranks if not store.check([r]))
         store.delete_key(str(rank))
         checks.fail(
