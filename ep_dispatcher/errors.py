@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 # The words for a time-out or a closed connection in the stores and gloo of PyTorch 2.9 to 2.14 (provoked), in gloo's
-# other paths and in NCCL (read). gloo and FileStore raise a plain RuntimeError. Its subclasses, as Dynamo's, are others.
+# other paths and in NCCL (read). gloo and FileStore raise a plain RuntimeError. Its subclasses are others.
 _PEER_FAILURE_TYPES = (RuntimeError, DistBackendError, DistNetworkError, DistStoreError)
 _PEER_FAILURE_TEXT = re.compile(
     r"(wait|connect|read|write|socket|application|operation) timeout|timeout waiting for"

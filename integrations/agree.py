@@ -31,7 +31,7 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     forever.
 
     Raises PeerTimeoutError if a rank does not arrive within EP_DISPATCHER_TIMEOUT_S, or has ended. Its operation is
-    "dispatch", because one follows, with epoch 0, phase ``about`` and the note. All other errors are raised as they are.
+    "dispatch", because one follows, with epoch 0, phase ``about`` and the note. Other errors are raised as they are.
     """
     name = group.group_name
     _agreements[name] += 1

@@ -1,0 +1,48 @@
+"""A MoELayer under torch.compile, from its first pass on, which makes buffers and lets ranks agree."""
+
+import pytest
+import torch
+from conftest import exhaustive
+from megatron_layer import (
+    NO_MEGATRON,
+    Layout,
+    grads_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    tokens_of,
+    use_layout,
+)
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+RANKS, COMPILE_S = 2, 300
+
+
+def train(rank: int, is_compiled: bool, settings: dict, lengths: tuple) -> list[torch.Tensor | None]:
+    """Outputs and gradients of two steps."""
+    torch._dynamo.reset()
+    use_layout(Layout(ep=RANKS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EP_DISPATCHER_TIMEOUT_S", str(COMPILE_S))
+        layer = make_layer(make_config(**settings))
+        run = torch.compile(layer, backend="aot_eager") if is_compiled else layer
+        results = []
+        for step in range(2):
+            x = tokens_of(rank, step, lengths[rank]).requires_grad_()
+            output = run(x)[0]
+            output.square().sum().backward()
+            results += [output.detach(), x.grad]
+    return [*results, *grads_of(layer).values()]
+
+
+@pytest.mark.parametrize(
+    "settings,lengths", [exhaustive({}, (8, 8)), (dict(variable_seq_lengths=True), (8, 5))], ids=str
+)
+def test_a_compiled_layer_gives_the_same_bits(settings, lengths):
+    eager, compiled = (
+        megatron_pool(RANKS).run(train, on, settings, lengths, timeout_s=COMPILE_S) for on in (False, True)
+    )
+    for ours, theirs in zip(compiled, eager):
+        for a, b in zip(ours, theirs):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
