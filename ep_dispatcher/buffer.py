@@ -231,7 +231,7 @@ class Buffer:
                       or destroy() (the buffer has ended). Discard the outputs
         scale_format  decode layout with quantize: "float32", or "ue8m0" for scales that are powers of two, four
                       exponents in an int32; hidden must then be a multiple of 512
-        return_hook   decode layout: the call only stages, and out.hook() moves rows, in the stream that is current then.
+        return_hook   decode layout: the call only stages, and out.hook() moves rows, in the stream current then.
                       In between no multiprocessor is in use. The arguments may be overwritten once the work of the
                       call in its stream is done. Call the hook before any other operation of this buffer, and in the
                       same CUDA graph as the call; another buffer may be used meanwhile. Until the hook is called

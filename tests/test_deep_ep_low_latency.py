@@ -33,13 +33,11 @@ def check_handle(data: Data, rank: int, handle, recv_count, exact: bool) -> None
     assert (most, hidden, num_experts) == (MOST, HIDDEN, EXPERTS) and recv_count.dtype == torch.int32
     for local in range(LOCAL):
         assert int(recv_count[local]) == sum(map(len, sent_to(data, rank * LOCAL + local)))
-    if not exact:
-        for name, item in (("recv_src_info", src_info), ("recv_layout_range", ranges)):
-            with pytest.raises(NotImplementedError, match=f"{name} .*EP_DISPATCHER_DEEP_EP_EXACT"):
-                item[0]
-        return
     assert src_info.shape == (LOCAL, RANKS * MOST) and src_info.dtype == torch.int32
     assert ranges.shape == (LOCAL, RANKS) and ranges.dtype == torch.int64
+    if not exact:
+        assert all(bool((item == torch.iinfo(item.dtype).max).all()) for item in (src_info, ranges))
+        return
     for local in range(LOCAL):
         tokens = sent_to(data, rank * LOCAL + local)
         for source, expected in enumerate(tokens):
@@ -319,28 +317,6 @@ def run_choices_changed_in_place(rank: int, case: Case):
 @pytest.mark.parametrize("exact", [False, True])
 def test_choices_changed_in_place(pools, engine, exact):
     pools(RANKS).run(run_choices_changed_in_place, Case(engine, exact=exact))
-
-
-def run_an_expert_twice(rank: int, case: Case):
-    data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case):
-        buffer = make_buffer()
-        x, idx = data.x[rank].new_zeros(2, HIDDEN), torch.tensor([[0, -1, 1], [3, 5, 3]])
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
-        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
-        match = r"^topk_idx\[1, 2\]: given expert 3 again, allowed: every expert at most once in a row$"
-        with pytest.raises(ValueError, match=match):
-            buffer.dispatch(x, topk_idx=idx, topk_weights=idx.float(), **layout)
-        with pytest.raises(ValueError, match=match):
-            buffer.low_latency_dispatch(x, idx, MOST, EXPERTS)
-        trip_without(buffer, data, rank, case, None)  # the buffer is as good as before
-        buffer.destroy()
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_an_expert_stands_only_once_in_a_row(pools, exact):
-    """On the CPU engine; the CUDA engine finds it late, and its buffer ends."""
-    pools(RANKS).run(run_an_expert_twice, Case("cpu", exact=exact))
 
 
 def run_masks_and_errors(rank: int, case: Case):

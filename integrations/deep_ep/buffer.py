@@ -11,16 +11,20 @@ from torch.distributed import ProcessGroup
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep import config as configs
 from ep_dispatcher.integrations.deep_ep import layout
-from ep_dispatcher.integrations.deep_ep.config import Config, say_once
+from ep_dispatcher.integrations.deep_ep.config import Config, say_once, say_without_effect
 from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
+from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
-from ep_dispatcher.integrations.deep_ep.handle import Plans, carried_by
+from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import EXACT_HAS_NO_MASKS, LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
 from ep_dispatcher.integrations.deep_ep.runtime import Runtime
 
+_OWN_MEMORY = "the engine finds out which memory ranks can share when a buffer is made"
 
+
+@outside_graphs
 class Buffer(LowLatency):
     """Dispatch and combine with DeepEP's names, arguments and results.
 
@@ -32,6 +36,8 @@ class Buffer(LowLatency):
     that needs one makes it (pool.py), and all deep_ep.Buffers of a group share them.
 
     group               the ranks
+    num_qps_per_rank, allow_mnnvl, use_fabric  without effect, and a line says so once. comm and
+                        allow_nvlink_for_low_latency_mode=False: NotImplementedError
     num_nvl_bytes, num_rdma_bytes  kept for programs that compare them; they reserve nothing
     low_latency_mode    allows the low_latency_ methods
     enable_shrink       low_latency_ methods mask a rank that does not answer within EP_DISPATCHER_TIMEOUT_S, and go on
@@ -59,6 +65,11 @@ class Buffer(LowLatency):
     ):
         if group is None and comm is not None:
             raise NotImplementedError("comm: the ranks of an engine are a torch.distributed group, not MPI's")
+        if not allow_nvlink_for_low_latency_mode:
+            raise NotImplementedError(
+                "allow_nvlink_for_low_latency_mode: given False; ranks of a node read and write each other's memory. "
+                "With EP_DISPATCHER_RANKS_PER_NODE=1 each rank is a node of its own"
+            )
         if group is None:
             checks.fail("group", None, "a torch.distributed group")
         self._pool: Pool | None = pool_of(group)
@@ -69,6 +80,12 @@ class Buffer(LowLatency):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
+        if num_qps_per_rank != 24:  # nearly every program gives it
+            say_without_effect("num_qps_per_rank", "between nodes the engine uses the connections of its own wire")
+        if allow_mnnvl:
+            say_without_effect("allow_mnnvl", _OWN_MEMORY)
+        if use_fabric:
+            say_without_effect("use_fabric", _OWN_MEMORY)
         if enable_shrink and envs.deep_ep_exact():
             say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError: {EXACT_HAS_NO_MASKS}")
 
@@ -107,11 +124,13 @@ class Buffer(LowLatency):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Return a config for any number of ranks. Only ``num_sms`` has an effect."""
+        """Return a config, the same for any number of ranks."""
+        checks.integer("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        checks.integer("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
@@ -121,10 +140,20 @@ class Buffer(LowLatency):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> Tensor:
-        raise NotImplementedError(
-            "get_local_buffer_tensor: the memory that ranks write into is the engine's; it is laid out in another way, "
-            "there is more than one, and nothing of it may be written from outside"
-        )
+        """Return a tensor without elements, for programs that zero DeepEP's memory after a fault.
+
+        Nothing needs to be zeroed, and nothing of the engine's memory may be written from outside. A part of the memory
+        is a NotImplementedError.
+        """
+        self._live_pool()
+        if size is not None or offset:
+            raise NotImplementedError(
+                "get_local_buffer_tensor: given size or offset; the memory that ranks write into is the engine's: it "
+                "has another layout, there is more than one, and nothing of it may be written from outside"
+            )
+        which = "low-latency" if use_rdma_buffer else "other"
+        say_once(f"get_local_buffer_tensor: returns 0 elements for the {which} memory, which needs no zeroing")
+        return torch.empty(0, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def get_dispatch_layout(
         self,
@@ -139,7 +168,10 @@ class Buffer(LowLatency):
         Shapes and dtypes are those of layout.dispatch_layout. Here and elsewhere ``event`` is empty without
         ``async_finish``.
         """
-        with self._comm.operation(topk_idx, previous_event=previous_event, async_finish=async_finish) as operation:
+        asked: dict[str, Any] = dict(
+            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
+        )
+        with self._comm.operation(topk_idx, **asked) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
             layout.remember(counted[-1], topk_idx, counted[0], counted[2])
             operation.hand_over(*counted)
@@ -170,39 +202,57 @@ class Buffer(LowLatency):
 
         x                 rows, or a pair of rows and scales: see rows.Rows
         handle            of an earlier dispatch, to use its routing again. Then topk_idx and topk_weights must be None,
-                          other arguments of a routing are ignored, and all results but recv_x and event are None
+                          num_worst_tokens 0 or the handle's, and all results but recv_x and event are None. Other
+                          arguments of a routing have no effect, and a line says so once
         topk_idx, topk_weights  int64 and float32 [num_tokens, num_topk], both or none: is_token_in_rank and
                           num_tokens_per_expert are enough
         expert_alignment  only rounds up num_recv_tokens_per_expert_list
         num_worst_tokens  rows of the output, the same on all ranks. Then no host waits, the list is empty, and unused
                           rows have -1 in recv_topk_idx
-        config            accepted, without effect
+        config            without effect, but for the shapes of the handle's items. A line says so once
 
         Raises ValueError for arguments that are not allowed, PeerTimeoutError if a rank does not arrive.
         """
         pool, rows = self._live_pool(), Rows(x)
         self._say_of_config(config)
+        expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
+        num_worst_tokens = checks.integer("num_worst_tokens", num_worst_tokens, 0)
+        given: tuple[Any, Any, Any] = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
+        plans = None
+        if handle is not None:
+            plans = plans_of(handle, pool)
+            if topk_idx is not None or topk_weights is not None:
+                checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
+            if num_worst_tokens not in (0, plans.num_rows):
+                checks.fail("num_worst_tokens", num_worst_tokens, f"0, or the {plans.num_rows} rows of the handle")
+            if any(one is not None for one in (*given, num_tokens_per_rdma_rank)) or expert_alignment != 1:
+                arguments = "num_tokens_per_..., is_token_in_rank and expert_alignment beside handle"
+                say_without_effect(arguments, "the handle has the routing")
         inputs: tuple[Tensor | None, ...] = ()
         if async_finish or previous_event is not None:
-            inputs = topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            inputs += rows.tensors() if handle is None else (*rows.tensors(), *_plans(handle).tensors())
-        with self._comm.operation(*inputs, previous_event=previous_event, async_finish=async_finish) as operation:
-            if handle is not None:
-                if topk_idx is not None or topk_weights is not None:
-                    checks.fail("topk_idx", "tensors beside handle", "None: the handle has the routing")
-                plans = _plans(handle)
+            inputs = topk_idx, topk_weights, *given, *rows.tensors(), *(() if plans is None else plans.tensors())
+        asked: dict[str, Any] = dict(
+            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
+        )
+        with self._comm.operation(*inputs, **asked) as operation:
+            if plans is not None:
                 recv_x = rows.restore(plans.dispatch(rows))
                 if operation.is_apart:
                     operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
                 received: tuple[Any, ...] = (recv_x, None, None, None, None)
             else:
-                given = num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
-                routing = Routing(*given, topk_idx, topk_weights)  # it refuses None
-                made = received = dispatch(
-                    pool, rows, routing, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
+                routing = Routing(*given, num_tokens_per_rdma_rank, topk_idx, topk_weights)  # it refuses None
+                made = dispatch(
+                    pool,
+                    rows,
+                    routing,
+                    expert_alignment=expert_alignment,
+                    num_worst_tokens=num_worst_tokens,
+                    num_channels=max(1, (Buffer.num_sms if config is None else config.num_sms) // 2),
                 )
+                received = made[:5]
                 if operation.is_apart:
-                    operation.hand_over(*_flat(made.x), *made[1:3], *made.handle.tensors())
+                    operation.hand_over(*_flat(made.x), *made[1:3], *made.plans.tensors())
         return *received, operation.event
 
     def combine(
@@ -226,10 +276,9 @@ class Buffer(LowLatency):
                       returns them. Otherwise NotImplementedError; on a GPU combined_topk_weights of the token is NaN.
                       With EP_DISPATCHER_DEEP_EP_EXACT=1 they may have any value, for one more small operation
         bias          one or two tensors [num_tokens, hidden] of the dtype of x, added in float32 after the sum
-        config        accepted, without effect
+        config        without effect, and a line says so once
         """
-        self._live_pool()
-        plans = _plans(handle)
+        plans = plans_of(handle, self._live_pool())
         self._say_of_config(config)
         biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
         device = x.device.type
@@ -243,7 +292,10 @@ class Buffer(LowLatency):
         inputs: tuple[Tensor | None, ...] = ()
         if async_finish or previous_event is not None:
             inputs = x, topk_weights, *biases, *plans.tensors()
-        with self._comm.operation(*inputs, previous_event=previous_event, async_finish=async_finish) as operation:
+        asked: dict[str, Any] = dict(
+            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
+        )
+        with self._comm.operation(*inputs, **asked) as operation:
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
             if biases:
                 combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
@@ -322,14 +374,7 @@ class Buffer(LowLatency):
     @staticmethod
     def _say_of_config(config: Config | None) -> None:
         if config is not None:
-            say_once("config: accepted, and without effect; Buffer.set_num_sms and EP_DISPATCHER_NUM_SMS have one")
-
-
-def _plans(handle: tuple | list) -> Plans:
-    plans = carried_by(handle, -1)
-    if not isinstance(plans, Plans):
-        checks.fail("handle", type(handle).__name__, "the handle of a dispatch, or a tuple or list of its items")
-    return plans
+            say_without_effect("config", "Buffer.set_num_sms and EP_DISPATCHER_NUM_SMS have one")
 
 
 def _flat(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

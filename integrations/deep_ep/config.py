@@ -6,6 +6,8 @@ import logging
 
 import torch
 
+from ep_dispatcher import checks
+
 topk_idx_t = torch.int64  # of topk_idx
 NVL_PEERS = 8  # ranks that DeepEP takes for one node
 _ALIGNMENT = 128  # bytes
@@ -20,6 +22,10 @@ def say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         logger.warning("ep_dispatcher as deep_ep: %s", text)
+
+
+def say_without_effect(arguments: str, reason: str) -> None:
+    say_once(f"{arguments}: accepted, and without effect: {reason}")
 
 
 class Config:
@@ -65,6 +71,7 @@ def get_low_latency_rdma_size_hint(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
 ) -> int:
     """Return bytes, a multiple of 128: two buffers with a bfloat16 row for every expert and token, both ways."""
+    checks.integer("num_ranks", num_ranks, 1)  # the number of ranks changes nothing
     return _aligned(2 * 2 * num_experts * num_max_dispatch_tokens_per_rank * (2 * hidden + 16))
 
 

@@ -9,18 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher import checks, envs
-from ep_dispatcher.integrations.deep_ep.handle import DispatchHandle, Plans, sources
-from ep_dispatcher.integrations.deep_ep.layout import check_same_routing, is_of_one_layout, routing_of_ranks
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
+from ep_dispatcher.integrations.deep_ep.handle import Items, Plans, say_missing, sources
+from ep_dispatcher.integrations.deep_ep.layout import (
+    check_same_routing,
+    distinct,
+    is_of_one_layout,
+    refuse_repeated,
+    routing_of_ranks,
+)
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Rows
+from ep_dispatcher.memory import MAX_EXPERTS
+
+_EXACT = f"with EP_DISPATCHER_DEEP_EP_EXACT=1 it may, if experts times choices are at most {MAX_EXPERTS}"
 
 
 class Routing(NamedTuple):
-    """A program's description of a routing. The last two are both given or both None."""
+    """A program's description of a routing. The last two are both given or both None; the one before may be None."""
 
     num_tokens_per_rank: Tensor  # int32 [num_ranks]
     num_tokens_per_expert: Tensor  # int32 [num_experts]
     is_token_in_rank: Tensor  # bool [num_tokens, num_ranks]
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes]; the engine counts them itself
     topk_idx: Tensor | None  # int64 [num_tokens, num_topk]
     topk_weights: Tensor | None  # float32 [num_tokens, num_topk]
 
@@ -32,6 +43,9 @@ class Routing(NamedTuple):
             checks.tensor("num_tokens_per_rank", per_rank, (torch.int32,), (num_ranks,), device)
             checks.tensor("num_tokens_per_expert", per_expert, (torch.int32,), ("num_experts",), device)
             checks.tensor("is_token_in_rank", in_rank, (torch.bool,), (rows.num_tokens, num_ranks), device)
+        if self.num_tokens_per_rdma_rank is not None:
+            shape, device = (num_rdma_ranks(num_ranks),), rows.device.type
+            checks.tensor("num_tokens_per_rdma_rank", self.num_tokens_per_rdma_rank, (torch.int32,), shape, device)
         if (self.topk_idx is None) != (self.topk_weights is None):
             missing = "topk_idx" if self.topk_idx is None else "topk_weights"
             checks.fail(missing, None, "both of topk_idx and topk_weights, or none of them")
@@ -46,24 +60,33 @@ class Dispatched(NamedTuple):
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     num_tokens_per_expert: list[int]
-    handle: DispatchHandle
+    handle: tuple[Tensor, ...]
+    plans: Plans
 
 
-def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int) -> Dispatched:
+def dispatch(
+    pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int, num_channels: int
+) -> Dispatched:
     """Dispatch with a new routing. The arguments are those of ``Buffer.dispatch``."""
+    is_distinct = False
     num_ranks, by_topk, exact = pool.group.size(), routing.topk_idx is not None, envs.deep_ep_exact()
     routing.check(rows, num_ranks)
     if num_worst_tokens and not by_topk:
         checks.fail("num_worst_tokens", num_worst_tokens, "0 without topk_idx")
     if routing.topk_idx is not None:
         idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.numel()
+        is_distinct = exact and num_experts * idx.shape[1] <= MAX_EXPERTS
+        if is_distinct:
+            idx, num_experts = distinct(idx), num_experts * idx.shape[1]
+        else:
+            refuse_repeated(idx, _EXACT)
     else:
         idx, num_experts = routing_of_ranks(routing.is_token_in_rank), num_ranks
     key = Key(rows.kind, num_experts, idx.shape[1])
     sized = pool.for_dispatch(key, rows.num_tokens, num_worst_tokens)
     # Make these before the launch: after a wait for counts the device may wait for the host.
-    plans = Plans(pool, routing.is_token_in_rank, sized.max_tokens, num_worst_tokens=num_worst_tokens)
-    handle = DispatchHandle.make(plans)
+    plans = Plans(pool, routing.is_token_in_rank, sized.max_tokens, num_worst_tokens or None)
+    items = Items(routing.is_token_in_rank, num_channels, plans)
     out = sized.buffer.dispatch(
         rows.data,
         idx,
@@ -73,19 +96,25 @@ def dispatch(pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int,
         max_recv_rows=num_worst_tokens or None,
     )
     plans.begin(key, sized.buffer, out)
-    everyone = None
+    everyone = prefix = src_idx = None
+    if num_ranks <= NVL_PEERS and not exact:
+        say_missing("rank_prefix_matrix and recv_src_idx" if by_topk else "recv_src_idx")
     if exact or not by_topk:
         everyone = _gather(pool, routing)
         prefix = everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
-        handle = DispatchHandle.make(plans, prefix, sources(plans) if exact else None)
+        src_idx = sources(plans) if exact else None
+        plans.gathered += [prefix] if src_idx is None else [prefix, src_idx]
     if num_worst_tokens:
         counts: list[int] = []
-    elif by_topk:
+    elif everyone is None:
         counts = out.rows_on_host.tolist()  # the host has waited for them
     else:
-        assert everyone is not None  # without topk_idx
         counts = _counts(pool, everyone, expert_alignment)
-    return Dispatched(rows.restore(out.x), out.topk_idx if by_topk else None, out.topk_weights, counts, handle)
+    recv_idx = out.topk_idx if by_topk else None
+    if recv_idx is not None and is_distinct:
+        recv_idx = recv_idx.div(recv_idx.shape[1], rounding_mode="floor")  # of -1 it is -1
+    handle = items.handle(plans.num_rows, prefix, src_idx)
+    return Dispatched(rows.restore(out.x), recv_idx, out.topk_weights, counts, handle, plans)
 
 
 def _gather(pool: Pool, routing: Routing) -> Tensor:

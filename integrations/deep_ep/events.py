@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
 
 
+@outside_graphs
 class EventHandle:
     """An event of all work so far in the current stream; of nothing without a GPU."""
 
@@ -23,6 +25,7 @@ class EventHandle:
             torch.cuda.current_stream().wait_event(self._event)
 
 
+@outside_graphs
 class EventOverlap:
     """An event for which the current stream waits at the end of a ``with`` block.
 
@@ -87,14 +90,23 @@ class CommStream:
         return self._stream
 
     def operation(
-        self, *inputs: Tensor | None, previous_event: EventOverlap | None, async_finish: bool
+        self,
+        *inputs: Tensor | None,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        on_comm_stream: bool = False,
     ) -> AbstractContextManager[Operation]:
         """Run the operation inside after ``previous_event``, or else after all work so far in the current stream.
 
         Without ``async_finish`` the current stream waits for it; with it, the caller waits by ``event``. ``inputs`` are
         needed only with ``previous_event`` or ``async_finish``.
+
+        An operation in a stream of its own allocates there in any case. on_comm_stream: allocate_on_comm_stream, which
+        DeepEP takes only with both others
         """
         before = getattr(previous_event, "event", None)
+        if on_comm_stream and (before is None or not async_finish):
+            checks.fail("allocate_on_comm_stream", True, "True only with previous_event and async_finish")
         return self._asked_for(inputs, before, async_finish) if async_finish or before is not None else Operation(False)
 
     @contextmanager

@@ -60,6 +60,24 @@ def routing_of_ranks(is_token_in_rank: Tensor) -> Tensor:
     return ranks.where(is_token_in_rank, -1)
 
 
+def distinct(topk_idx: Tensor) -> Tensor:
+    """Return expert * num_topk + k for every choice, and -1 for none: a routing in which no row repeats an expert.
+
+    It leads to the same ranks. ``// num_topk`` gives the expert again.
+    """
+    choices = torch.arange(topk_idx.shape[1], dtype=topk_idx.dtype, device=topk_idx.device)
+    return (topk_idx * topk_idx.shape[1] + choices).where(topk_idx >= 0, -1)
+
+
+def refuse_repeated(topk_idx: Tensor, reason: str) -> None:
+    """Raise NotImplementedError if a row has an expert twice. On a GPU only the engine sees it, and raises late."""
+    if topk_idx.is_cuda:
+        return
+    ordered = topk_idx.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()):
+        raise NotImplementedError(f"topk_idx: given an expert twice for a token, allowed: once; {reason}")
+
+
 def remember(is_token_in_rank: Tensor, topk_idx: Tensor, *counts: Tensor) -> None:
     """Note the routing of a layout on the layout, so that a dispatch can check it without counting again."""
     is_token_in_rank.counted_from = ref(topk_idx)  # type: ignore[attr-defined]  # attributes of our own

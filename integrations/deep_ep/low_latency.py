@@ -12,12 +12,15 @@ from torch import Tensor
 
 from ep_dispatcher import checks, envs, float8
 from ep_dispatcher.integrations.deep_ep import low_latency_decode, low_latency_exact
-from ep_dispatcher.integrations.deep_ep.config import say_once
+from ep_dispatcher.integrations.deep_ep.config import say_without_effect
+from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
-from ep_dispatcher.integrations.deep_ep.handle import Unavailable, carried_by
+from ep_dispatcher.integrations.deep_ep.handle import carried_by
+from ep_dispatcher.integrations.deep_ep.layout import refuse_repeated
 from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Route
 from ep_dispatcher.integrations.deep_ep.pool import Pool
 
+_ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
 EXACT_HAS_NO_MASKS = "with EP_DISPATCHER_DEEP_EP_EXACT=1 operations need all ranks"
 
 
@@ -30,12 +33,9 @@ class Trip:
 
     def handle(self, most: int, num_experts: int) -> tuple:
         """Return recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts, as DeepEP."""
-        route, ranges = self.route, self.route.layout_range
-        if isinstance(ranges, Tensor):
-            ranges = ranges.view_as(ranges)  # the route keeps the original, so there is no cycle
-            ranges.carried = self  # type: ignore[attr-defined]  # an attribute of our own
-        elif isinstance(ranges, Unavailable):
-            ranges = ranges.carrying(self)
+        route = self.route
+        ranges = route.layout_range.view_as(route.layout_range)  # the route keeps the original, so there is no cycle
+        ranges.carried = self  # type: ignore[attr-defined]  # an attribute of our own
         return route.src_info, ranges, most, route.shape[2], num_experts
 
 
@@ -47,6 +47,7 @@ def _trip(handle: tuple) -> Trip:
     return trip
 
 
+@outside_graphs
 class LowLatency:
     """Methods of Buffer, which sets these attributes."""
 
@@ -57,8 +58,11 @@ class LowLatency:
     _live_pool: Callable[[], Pool]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Do nothing: no other operation shares the memory, and it starts clean."""
+        """Only check the arguments: no other operation shares the memory, and it starts clean."""
         self._check_low_latency()
+        checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        checks.integer("hidden", hidden, 1)
+        checks.integer("num_experts", num_experts, 1)
 
     def low_latency_dispatch(
         self,
@@ -73,6 +77,9 @@ class LowLatency:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, tuple, EventOverlap, Callable[[], None] | None]:
         """Bring every token to its experts. Return recv_x, recv_count, handle, event, hook.
 
@@ -87,21 +94,29 @@ class LowLatency:
         recv_count int32 [num_local_experts]
         handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...).
-                   These two need EP_DISPATCHER_DEEP_EP_EXACT=1; otherwise any use raises NotImplementedError
+                   These two need EP_DISPATCHER_DEEP_EP_EXACT=1; otherwise they are handle.missing
         cumulative_local_expert_recv_stats  int32 [num_local_experts]; the dispatch adds recv_count
         dispatch_wait_recv_cost_stats       int64 [num_ranks]; the dispatch adds its wait for each rank, in nanoseconds
                    (``ep.Buffer.dispatch_wait_ns``; DeepEP counts clock cycles)
         hook       with return_recv_hook: call it before reading recv_x. Two dispatches may wait for their hooks; a
                    third one calls the first hook
+        use_nvfp4, x_global_scale  of a branch of DeepEP that SGLang calls: NotImplementedError
 
-        An expert may occur only once in a row of topk_idx. Raises ValueError for arguments that are not allowed.
+        An expert may occur only once in a row of topk_idx: NotImplementedError, on a GPU a late ValueError. Raises
+        ValueError for arguments that are not allowed.
         """
+        if use_nvfp4 or x_global_scale is not None:
+            argument = "use_nvfp4" if use_nvfp4 else "x_global_scale"
+            raise NotImplementedError(
+                f"{argument}: rows travel as bfloat16 or float8, and the engine has no 4-bit rows"
+            )
         pool, num_ranks, stats = self._check_low_latency(), self.group_size, cumulative_local_expert_recv_stats
         self._check_asking(async_finish, return_recv_hook)
         waits = dispatch_wait_recv_cost_stats
         self._check_waits("dispatch_wait_recv_cost_stats", waits, x)
         most = self._check_rows(x, topk_idx, num_max_dispatch_tokens_per_rank)
         _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
+        refuse_repeated(topk_idx, _ONE_PLACE)
         num_local = num_experts // num_ranks
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
@@ -136,6 +151,15 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int | None = None,
+        threshold: int | None = None,
+        num_sms: int | None = None,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         """Sum every token's rows with its weights. Return combined_x, event, hook.
 
@@ -149,15 +173,23 @@ class LowLatency:
         use_logfmt    accepted, but rows travel as bfloat16, so the result is closer to the exact one
         out           bfloat16 [num_tokens, hidden], which becomes combined_x
         combine_wait_recv_cost_stats  int64 [num_ranks], as those of low_latency_dispatch
+        overlap       of a branch of DeepEP that SGLang calls. True lets a combine wait for signals of a GEMM that still
+                      writes x: NotImplementedError. With False the arguments after it describe nothing, and are ignored
+                      as there
 
         Sums and products are in float32. The sum of each rank's rows is rounded to bfloat16, and so is their sum; with
         EP_DISPATCHER_DEEP_EP_EXACT=1 the sum is in the order of k, and rounded once.
         """
         self._check_low_latency()
         self._check_asking(async_finish, return_recv_hook)
+        if overlap:
+            raise NotImplementedError(
+                "overlap: given True, allowed: False; a combine does not wait for signals of a GEMM that still writes "
+                "x. With SGLang leave out --enable-single-batch-overlap"
+            )
         trip = _trip(handle)
         if use_logfmt:
-            say_once("use_logfmt: accepted; rows travel as bfloat16")
+            say_without_effect("use_logfmt", "rows travel as bfloat16")
         route = trip.route
         if zero_copy:
             if trip.combine_buffer is None:

@@ -7,7 +7,7 @@ each rank's sum over its experts is rounded to bfloat16 before the owner adds th
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,13 +15,11 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, float8
-from ep_dispatcher.integrations.deep_ep.handle import Unavailable
+from ep_dispatcher.integrations.deep_ep.handle import missing, say_missing
 from ep_dispatcher.integrations.deep_ep.layout import is_same_memory
 from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Routed, measured, same_experts
 from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-
-_EXACT = "set EP_DISPATCHER_DEEP_EP_EXACT=1, with which low latency is built of slower operations"
 
 
 class Decoded(NamedTuple):
@@ -32,8 +30,8 @@ class Decoded(NamedTuple):
     shape: tuple[int, int, int]
     topk_idx: Tensor
     version: int
-    src_info: object = Unavailable("recv_src_info", _EXACT)
-    layout_range: object = Unavailable("recv_layout_range", _EXACT)
+    src_info: Tensor
+    layout_range: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.handle.plan, self.topk_idx
@@ -77,7 +75,9 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
             return_hook=asked.hook,
         )
     shape = (asked.num_experts // num_ranks, num_ranks * asked.max_tokens, hidden)
-    decoded = Decoded(hooked, out.handle, shape, topk_idx, _version(topk_idx))
+    items = _items(*shape[:2], num_ranks, x.device)
+    say_missing("recv_src_info and recv_layout_range")
+    decoded = Decoded(hooked, out.handle, shape, topk_idx, _version(topk_idx), *items)
     recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
     hook = None
     if asked.hook:
@@ -85,6 +85,13 @@ def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
     else:
         asked.add_counts(out.tokens_per_expert)
     return Routed(recv_x, out.tokens_per_expert, decoded, hook)
+
+
+@cache
+def _items(num_local: int, rows_per_group: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return recv_src_info and recv_layout_range, which are not there. Kept: each takes the host a microsecond."""
+    src_info = missing(num_local, rows_per_group, device=device)
+    return src_info, missing(num_local, num_ranks, dtype=torch.int64, device=device)
 
 
 def _version(t: Tensor) -> int:

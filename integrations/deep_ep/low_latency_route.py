@@ -43,12 +43,13 @@ class Route(Protocol):
         """[num_tokens, num_topk] of this rank's tokens."""
 
     @property
-    def src_info(self) -> object:
-        """int32 [num_local_experts, rows_per_group], a row's token on its source rank."""
+    def src_info(self) -> Tensor:
+        """int32 [num_local_experts, rows_per_group], a row's token on its source rank;
+        ``missing`` without EP_DISPATCHER_DEEP_EP_EXACT=1."""
 
     @property
-    def layout_range(self) -> object:
-        """int64 [num_local_experts, num_ranks], first row << 32 | rows of each source."""
+    def layout_range(self) -> Tensor:
+        """int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; else ``missing``."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that operations read."""

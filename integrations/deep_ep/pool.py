@@ -110,6 +110,13 @@ class Pool:
             sized.append(Sized(self._make(key, max_tokens), max_tokens))
         return sized[-1]
 
+    def most_tokens(self) -> int:
+        """Return tokens per rank that were enough for every dispatch so far, the same on all ranks."""
+        sizes = [sized.max_tokens for made in self._buffers.values() for sized in made]
+        if not sizes:
+            checks.fail("handle", "one of buffers that are destroyed", "a handle of this group's living buffers")
+        return max(sizes)
+
     def in_turn(self, key: Key, max_tokens: int, masks: bool) -> HookedBuffer:
         """Return one of two buffers of exactly ``max_tokens``, in turn. Like in DeepEP, two hooks may wait at a time.
 

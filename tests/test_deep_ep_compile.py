@@ -1,0 +1,137 @@
+"""torch.compile breaks its graph at calls of deep_ep, and changes nothing. Its errors stay what they are."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_case import EXPERTS, Case, environment, make_data
+
+from ep_dispatcher import PeerTimeoutError
+from ep_dispatcher.integrations import agree
+from ep_dispatcher.testing import RankError
+
+RANKS, COMPILE_S = 2, 300
+LENGTHS = (13, 7)
+
+
+def layer(buffer, x, idx, weights, matrix):
+    """A layer of one matrix as programs write it."""
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        idx, EXPERTS, previous_event=buffer.capture(), async_finish=True
+    )
+    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        torch.tanh(x),
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        num_tokens_per_expert=per_expert,
+        is_token_in_rank=in_rank,
+        topk_idx=idx,
+        topk_weights=weights,
+        previous_event=event,
+        async_finish=True,
+    )
+    event.current_stream_wait()
+    y = torch.relu(recv_x @ matrix) * recv_weights.sum(1, keepdim=True).to(recv_x.dtype)
+    return buffer.combine(y + sum(counts), handle)[0] * 2
+
+
+def decoding(buffer, x, idx, weights, matrix):
+    recv_x, count, handle, _, hook = buffer.low_latency_dispatch(
+        x + 1, idx, max(LENGTHS), EXPERTS, use_fp8=False, return_recv_hook=True
+    )
+    hook()
+    there = torch.arange(recv_x.shape[1], device=x.device) < count[:, None]
+    y = torch.relu(recv_x.where(there[..., None], 0.0) @ matrix)
+    combined, _, hook = buffer.low_latency_combine(y, idx, weights, handle, return_recv_hook=True)
+    hook()
+    return combined * 2
+
+
+def run_compiled(rank: int, case: Case, function):
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    torch._dynamo.reset()
+    compiled, results = torch.compile(function, backend="aot_eager"), []
+    with environment(case, EP_DISPATCHER_TIMEOUT_S=str(COMPILE_S)):
+        buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+        for seed in range(2):
+            data = make_data(case, rank, seed=seed, dtype=torch.bfloat16)
+            matrix = torch.randn(data.x[0].shape[1], data.x[0].shape[1], generator=torch.Generator().manual_seed(rank))
+            given = data.x[rank], data.topk_idx[rank], data.weights[rank], matrix.to(data.x[rank])
+            for f in (compiled, function) if seed == 0 else (function, compiled):
+                results.append(f(buffer, *given))
+        buffer.destroy()
+    assert torch.equal(*results[:2]) and torch.equal(*results[2:]) and results[0].any()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("function", [layer, decoding])
+def test_compiled_programs_give_the_same_bits(pools, engine, function):
+    graphs = pools(RANKS).run(run_compiled, Case(engine, lengths=LENGTHS), function, timeout_s=COMPILE_S)
+    assert min(graphs) >= 2, "nothing was compiled"
+
+
+def program(x):
+    """It makes its buffer where it is first needed, as DeepEP's examples do."""
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    counts = buffer.get_dispatch_layout(x.long() % EXPERTS, EXPERTS)[2]
+    buffer.destroy()
+    return counts * 2
+
+
+def run_program(rank: int):
+    torch._dynamo.reset()
+    x = torch.arange(12, dtype=torch.float32).view(4, 3)
+    assert torch.equal(torch.compile(program, backend="aot_eager")(x), program(x))
+
+
+def test_a_buffer_made_in_a_compiled_program(pools):
+    pools(RANKS).run(run_program, timeout_s=COMPILE_S)
+
+
+# ---- errors of agreements -------------------------------------------------------------------------------------------
+
+
+def run_agreement(rank: int, dtype: torch.dtype, error: Exception | None):
+    tensor = torch.ones(2, dtype=dtype, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if error is not None:
+
+            def fail(*_, **__):
+                raise error
+
+            patch.setattr(agree.dist, "all_reduce", fail)
+        agree.all_reduce(tensor, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="a note")
+    return tensor.tolist()
+
+
+def run_compiled_agreement(rank: int):
+    def total(x):
+        y = x + 1
+        agree.all_reduce(y, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="")
+        return y * 2
+
+    torch._dynamo.reset()
+    return torch.compile(total, backend="aot_eager")(torch.arange(3, dtype=torch.int64)).tolist()
+
+
+def test_an_agreement_under_compile(pools):
+    assert pools(RANKS).run(run_compiled_agreement, timeout_s=COMPILE_S) == [[4, 8, 12]] * RANKS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("something else"), dist.DistBackendError("invalid usage")], ids=str)
+def test_other_errors_of_an_agreement_stay_what_they_are(pools, error):
+    with pytest.raises(RankError) as caught:
+        pools(RANKS).run(run_agreement, torch.int64, error)
+    expected = (type(error).__name__, str(error))
+    assert [failure[:2] for failure in caught.value.failures.values()] == [expected] * RANKS
+
+
+def test_a_closed_connection_is_a_late_peer(pools):
+    error = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+    with pytest.raises(RankError) as caught:
+        pools(RANKS).run(run_agreement, torch.int64, error)
+    kinds = {failure[0] for failure in caught.value.failures.values()}
+    assert kinds == {PeerTimeoutError.__name__}
+    assert all("a note: " in failure[1] for failure in caught.value.failures.values())
