@@ -1,7 +1,10 @@
-"""A MoELayer under torch.compile, from its first pass on, which makes buffers and lets ranks agree."""
+"""A MoELayer under torch.compile, from its first pass on, which makes buffers and lets ranks agree; and its errors."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import exhaustive
 from megatron_layer import (
     NO_MEGATRON,
@@ -46,3 +49,24 @@ def test_a_compiled_layer_gives_the_same_bits(settings, lengths):
     for ours, theirs in zip(compiled, eager):
         for a, b in zip(ours, theirs):
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+@pytest.mark.parametrize("cause", [None, RuntimeError("not implemented")], ids=str)
+def test_only_a_late_rank_keeps_others_from_a_larger_buffer(monkeypatch, cause):
+    from ep_dispatcher.integrations.megatron import buffers
+
+    class Store(dist.HashStore):
+        def wait(self, *args):
+            if cause is not None:
+                raise cause
+            return super().wait(*args)
+
+    store = Store()
+    monkeypatch.setattr(buffers, "PrefixStore", lambda name, _: store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("EP_DISPATCHER_TIMEOUT_S", "1")
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    shared = SimpleNamespace(buffers=[SimpleNamespace(id="id")], max_tokens=8)
+    expected = "at most 8 on rank 1" if cause is None else str(cause)
+    with pytest.raises(ValueError if cause is None else RuntimeError, match=expected):
+        buffers._agree_to_grow(group, shared, 9)

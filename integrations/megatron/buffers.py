@@ -223,7 +223,7 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
     ranks = [str(r) for r in range(group.size())]
     try:
         store.wait(ranks, timedelta(seconds=limit_s))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if not is_peer_failure(error):
             raise
         missing = ", ".join(r for r in ranks if not store.check([r]))
