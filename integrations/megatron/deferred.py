@@ -12,7 +12,7 @@ experts. So the other steps only pass on what they get:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import grouped_gemm
 from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.experts import run_grouped_nodes, run_layer
+from ep_dispatcher.experts import run_grouped_nodes, run_layer, run_nodes
 from ep_dispatcher.grouped_gemm import Matrices
 from ep_dispatcher.parts import num_parts_of
 
@@ -54,3 +54,23 @@ class Deferred:
             return run_grouped_nodes(*given, num_parts=num_parts, **options)
         overlap = not self.has_plan and not observed and grouped_gemm.has_kernels(tokens)
         return run_layer(*given, send, overlap=overlap, num_parts=num_parts, **options)
+
+    def run_megatrons_way(
+        self, tokens: Tensor, probs: Tensor, run_experts: Callable[..., tuple[Tensor, Any]]
+    ) -> Tensor:
+        """Do what ``run`` does with other experts, in the same operations: the other ranks wait for them.
+
+        run_experts: takes rows, their counts and their probs, as Megatron's experts do, and returns a pair
+        """
+
+        def run(sent: Sequence[ep.DispatchOutput]) -> list[Tensor]:
+            counts = [
+                out.rows_per_expert if out.handle.rows_on_host is None else out.handle.rows_on_host for out in sent
+            ]
+            return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
+
+        num_parts = 1 if self.has_plan else num_parts_of(self.buffer)
+        if num_parts > 1:
+            return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, num_parts, run)
+        out = self.send(tokens, probs, self.max_rows)
+        return ep.combine(self.buffer, run([out])[0], out.handle)

@@ -60,6 +60,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self._needs_host_counts = hasattr(config, "moe_use_legacy_grouped_gemm") and config.moe_grouped_gemm
         self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these two if it notes the layer
         self.experts_communicate: Callable[[ep.Buffer], bool] = _no
+        self._gives_to_grouped = False  # what experts_are_grouped said of this forward pass
         self._plans = recompute.RecomputePlans.make(config)
         self._num_forwards = 0
         self._where = ""
@@ -108,6 +109,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
+        self._gives_to_grouped = self.experts_are_grouped()
         limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
         send = partial(self._send, self.buffer, self.topk_idx, handle, microbatch)
         if self.experts_communicate(self.buffer):
@@ -147,7 +149,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def _max_rows(self, num_tokens: int) -> int | None:
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
-        if limit is None and self.experts_are_grouped():
+        if limit is None and self._gives_to_grouped:
             most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
             limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
         if limit is None and graphs.is_capturing():
@@ -171,7 +173,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             return hidden_states, self.deferred, probs
         tokens_per_expert, handle = self.rows_per_expert, self.handle
         assert tokens_per_expert is not None and handle is not None  # since token_dispatch
-        if not self.experts_are_grouped():
+        if not self._gives_to_grouped:
             if self._takes_host_counts and handle.rows_on_host is not None:
                 return hidden_states, handle.rows_on_host, probs
             if self._needs_host_counts:

@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules import module as torch_module
+from torch.utils.module_tracker import ModuleTracker
 
 from ep_dispatcher import grouped_gemm
 from ep_dispatcher.integrations.megatron import graphs, limits, plugin
+from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 
 if TYPE_CHECKING:
     from ep_dispatcher.integrations.megatron.experts import Experts
@@ -39,18 +45,101 @@ PLAIN_SETTINGS = {
     "moe_apply_probs_on_input": False,
     "cpu_offloading": False,
 }
-# The linear layers that grouped GEMMs can replace, by the names of their classes.
-GROUPED_LINEARS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
-LINEARS = ("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear")
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
-HOOKS = ("_forward_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+GLOBAL_HOOKS = tuple(
+    getattr(torch_module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+_hooks_of = itemgetter(*HOOKS)
+
+
+@functools.cache
+def plain_forwards() -> dict[type, Callable[..., Any]]:
+    """Return the exact classes that grouped GEMMs can replace, with their forwards as register() finds them."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.mlp import MLP
+
+    found = [MLP, tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear]
+    try:
+        from megatron.core.extensions import transformer_engine as te
+    except ImportError:
+        te = None
+    names = [f"TE{side}Parallel{kind}Linear" for side in ("Column", "Row") for kind in ("", "Grouped")]
+    found += [getattr(te, name, None) for name in names]
+    classes: list[Any] = [kind for kind in found if isinstance(kind, type)]  # without the engine some are stand-ins
+    return {kind: kind.forward for kind in classes}
+
+
+def state(modules: Iterable[Module]) -> list[Any]:
+    """Return what may change after a decision about these modules, as objects to compare by identity.
+
+    Modules, their classes and forwards, hooks and parameters. Every forward pass of a layer asks, so it is fast. Hooks
+    are there by their numbers, which PyTorch uses once: a hook itself may keep a whole model alive.
+    """
+    found: list[Any] = []
+    for hooks in GLOBAL_HOOKS:
+        if hooks:
+            found += hooks
+    for module in modules:
+        own, kind = module.__dict__, type(module)
+        get = own.get
+        found += (kind, kind.forward, "forward" in own, get("activation_func"), get("te_quant_params") is None)
+        found += own["_parameters"].values()
+        found += own["_modules"].values()
+        hooks_of_module = _hooks_of(own)
+        if any(hooks_of_module):
+            for name, hooks in zip(HOOKS, hooks_of_module):
+                found += (name, *hooks)
+    return found
+
+
+def linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
+    """Return the linear layers with w1, those with w2, and every module that grouped GEMMs leave uncalled.
+
+    Return nothing of an unknown module.
+    """
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+    if type(experts) is TEGroupedMLP:
+        owners = [experts]
+    elif type(experts) is SequentialMLP:
+        owners = list(experts.local_experts)
+    else:
+        return [], [], []
+    if not all(hasattr(owner, name) for owner in owners for name in ("linear_fc1", "linear_fc2")):
+        return [], [], []
+    fc1, fc2 = [owner.linear_fc1 for owner in owners], [owner.linear_fc2 for owner in owners]
+    return fc1, fc2, [owner for owner in owners if owner is not experts] + fc1 + fc2
 
 
 def why_not(experts: Any, ours: Experts) -> str | None:
     """Say why this experts module cannot run in grouped GEMMs. None: it can."""
     if not ours.fc1:
-        return f"its experts are {type(experts).__name__}"
+        return f"its experts are {_name(type(experts))}"
+    if not ours.takes_deferred(experts):
+        return _foreign_forward(experts)
     return _why_not_settings(ours.config, type(experts).__name__) or _why_not_modules(experts, ours)
+
+
+def _foreign_forward(experts: Any) -> str:
+    return f"the forward of {type(experts).__name__} is not ep_dispatcher's"
+
+
+def why_no_deferred(experts: Any, ours: Experts) -> str | None:
+    """Say why this experts module cannot get tokens in place of rows. None: it can, however it runs them."""
+    return _why_not_hooks(experts) if ours.takes_deferred(experts) else _foreign_forward(experts)
+
+
+def _name(kind: type) -> str:
+    """Return the name of a class, with its module if it is the name of one that could run."""
+    known = {one.__name__ for one in plain_forwards()} | {"TEGroupedMLP", "SequentialMLP"}
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ in known else kind.__name__
 
 
 def _why_not_settings(config, kind: str) -> str | None:
@@ -76,28 +165,57 @@ def _why_not_settings(config, kind: str) -> str | None:
 
 
 def _why_not_modules(experts: Any, ours: Experts) -> str | None:
-    grouped = type(experts).__name__ == "TEGroupedMLP"
+    grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
     names = [f"weight{i}" for i in range(num_weights)] if grouped else ["weight"]
-    for linear in ours.fc1 + ours.fc2:
-        kind = type(linear).__name__
-        if kind not in (GROUPED_LINEARS if grouped else LINEARS):
-            return f"its linear layers are {kind}"
-        if [name for name, _ in linear.named_parameters()] != names:
-            return f"{kind} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
-        if getattr(linear, "te_quant_params", None) is not None:
-            return f"{kind} has a quantisation of its own"
-    return _why_not_hooks(*ours.bypassed) or _why_not_weights(ours)
+    linears = {*ours.fc1, *ours.fc2}
+    for module in ours.bypassed:
+        kind, forwards = type(module), plain_forwards()
+        if kind not in forwards:
+            return f"its {'linear layers' if module in linears else 'experts'} are {_name(kind)}"
+        if "forward" in vars(module) or kind.forward is not forwards[kind]:
+            return f"the forward of {kind.__name__} was replaced"
+        if module in linears and [name for name, _ in module.named_parameters()] != names:
+            return (
+                f"{kind.__name__} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
+            )
+        if getattr(module, "te_quant_params", None) is not None:
+            return f"{kind.__name__} has a quantisation of its own"
+    for module in (experts, *ours.bypassed):
+        if getattr(module, "activation_func", F.silu) is not F.silu:
+            return f"the activation_func of {type(module).__name__} was replaced"
+    return _why_not_global_hooks() or _why_not_hooks(*ours.bypassed) or _why_not_weights(ours)
+
+
+def _why_not_global_hooks() -> str | None:
+    """Hooks of all modules. Those of FlopCounterMode only note where the program is."""
+    for hooks in GLOBAL_HOOKS:
+        for hook in hooks.values():
+            if type(getattr(hook, "__self__", None)) is not ModuleTracker:
+                return f"all modules have a hook: {getattr(hook, '__qualname__', hook)}"
+    return None
 
 
 def _why_not_hooks(*modules: Module) -> str | None:
     for module in modules:
-        for hooks in HOOKS:
-            if graphs.is_capturing() and hooks == "_forward_hooks":
+        for name, hooks in zip(HOOKS, _hooks_of(vars(module))):
+            if graphs.is_capturing() and name == "_forward_hooks":
                 continue  # Transformer Engine's own, while it warms up
-            if getattr(module, hooks):
-                return f"{type(module).__name__} has hooks ({hooks.strip('_')})"
+            if name == "_forward_pre_hooks":
+                hooks = [hook for hook in hooks.values() if not _brings_weights(hook)]
+            if hooks:
+                return f"{type(module).__name__} has hooks ({name.strip('_')})"
     return None
+
+
+def _brings_weights(hook: Any) -> bool:
+    """Return whether a forward pre-hook is that of Megatron's DistributedDataParallel with overlap_param_gather.
+
+    It waits for the module's weights, and reads nothing that the module is given.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    return getattr(hook, "__code__", None) in DistributedDataParallel._make_forward_pre_hook.__code__.co_consts
 
 
 def _why_not_weights(ours: Experts) -> str | None:
@@ -110,6 +228,8 @@ def _why_not_weights(ours: Experts) -> str | None:
             return "Megatron's FSDP holds its weights"
         if weight.dtype != dtype or weight.device != device:
             return "its weights have different dtypes or devices"
+    if len({hasattr(weight, "main_grad") for weight in (*w1, *w2)}) > 1:
+        return "some of its weights have no main_grad"
     if len({getattr(weight, "main_grad", weight).dtype for weight in (*w1, *w2)}) > 1:
         return "its main_grads have different dtypes"
     if device.type == "cuda":
@@ -131,7 +251,7 @@ def why_no_waves(experts: Any, ours: Experts, *, gemms_wait: bool = True) -> str
     if ours.why_not is not None or layer is None:
         return "its experts run Megatron's way"
     dispatcher = layer.token_dispatcher
-    if not hasattr(dispatcher, "experts_communicate"):
+    if not isinstance(dispatcher, MoEEPTokenDispatcher):
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(ours.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
@@ -146,7 +266,7 @@ def why_no_waves(experts: Any, ours: Experts, *, gemms_wait: bool = True) -> str
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
-    return _why_not_hooks(experts)  # they would get other rows
+    return why_no_deferred(experts, ours)  # hooks would get other rows
 
 
 def why_copied(ours: Experts) -> str | None:

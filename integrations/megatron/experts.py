@@ -1,7 +1,8 @@
 """Runs Megatron's routed experts in a few grouped GEMMs: EP_DISPATCHER_GROUPED_EXPERTS=1.
 
 A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is replaced, if
-possible. The first forward pass decides for which layers: by then all of them have their final form.
+possible. The first forward pass decides for which layers. Each later one sees what has changed since then: LoRA on a
+linear layer, another module, class or forward, a hook, a parameter. Then it decides anew, and prints a line.
 
 With EP_DISPATCHER_EXPERT_WAVES=1 dispatch and combine of these layers run under the GEMMs, if possible: deferred.py.
 """
@@ -13,18 +14,20 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
 from ep_dispatcher import envs, waves
 from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import eligibility, graphs, limits
 from ep_dispatcher.integrations.megatron.deferred import Deferred
+from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.parts import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
@@ -32,6 +35,7 @@ SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
 WAVES_SWITCH = "EP_DISPATCHER_EXPERT_WAVES"
 
 _layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
+_forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
 _leave_alone = False
 
 
@@ -52,6 +56,11 @@ class Experts:
         self.why_no_parts: str | None = None
         self.parts_agreed: bool | None = None  # whether all ranks of the layer can run two parts; None: not asked yet
         self.is_decided = False
+        self.state: list[Any] = []  # what it was decided from; see eligibility.state
+        self.said: set[str | None] = set()  # what has been printed of this layer as its why_not
+        self.ran_megatrons_way = False
+        self.is_captured = False  # whether CUDA graphs contain these experts
+        self.is_delivered = False  # whether a backward has called _deliver_in_graph, and the anchor's hook is next
         self.anchor: Any = None  # the one weight that autograd sees, if CUDA graphs may contain the layer
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
@@ -62,21 +71,34 @@ class Experts:
 
     def decide(self, experts: Any) -> None:
         self.is_decided = True
-        self.fc1, self.fc2, self.bypassed = _linear_layers(experts)
+        self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(experts)
         self.why_not = eligibility.why_not(experts, self)
         self.why_no_waves = eligibility.why_no_waves(experts, self)
         self.why_no_parts = eligibility.why_no_waves(experts, self, gemms_wait=False)
+        self.state = self._state(experts)
+
+    def has_changed(self, experts: Any) -> bool:
+        """Return whether there is something new since ``decide``."""
+        state = self._state(experts)
+        return len(state) != len(self.state) or not all(map(is_, state, self.state))
+
+    def _state(self, experts: Any) -> list[Any]:
+        lists = [module for module in experts.children() if type(module) is ModuleList]  # SequentialMLP has one
+        return eligibility.state((experts, *lists, *self.bypassed))
+
+    def takes_deferred(self, experts: Any) -> bool:
+        """Return whether the forward of this experts module is ours: not after unregister(), or if it was replaced."""
+        return vars(experts).get("forward", type(experts).forward) in _forwards
 
     def forward(self, rows: Tensor, counts: Tensor | Deferred, probs: Tensor) -> tuple[Tensor, None]:
         """Do what TEGroupedMLP.forward does. Counts may be on the host or on the device: the host reads none of them.
 
         With a Deferred in place of counts, rows and probs are the tokens of this rank, and the result is combined.
         """
-        for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights
+        self.is_captured |= graphs.is_capturing()
+        for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights, and do no more
             for hook in module._forward_pre_hooks.values():
-                if hook(module, (rows, counts)) is not None:
-                    kind = type(module).__name__
-                    raise RuntimeError(f"a forward pre-hook of {kind} changes what it is given: {hook}")
+                hook(module, (rows, counts))
         w1, w2 = self.weights()
         take_grads, anchor = self._take_grads(w1, w2, communicate=isinstance(counts, Deferred))
         options: dict[str, Any] = dict(
@@ -157,15 +179,20 @@ class Experts:
         """
         write([w.main_grad for w in w1], [w.main_grad for w in w2], True)
         _say_added([*w1, *w2])
+        self.is_delivered = True
         return _dummy(w2[0].shape, w2[0].dtype, w2[0].device).detach()
 
     def after_backward(self, anchor: Any) -> None:
         """Run Megatron's hooks for all weights, once autograd has accumulated the gradient of the anchor.
 
-        Do nothing while Megatron captures, as its own hooks do.
+        Do nothing while Megatron captures, as its own hooks do, nor if the forward pass has run Megatron's way.
         """
-        layer = self.layer()
-        if graphs.is_capturing() or layer is None or not getattr(layer.experts.forward, "in_grouped_gemms", False):
+        layer, is_delivered = self.layer(), self.is_delivered
+        self.is_delivered = False
+        if graphs.is_capturing() or layer is None:
+            return
+        is_replayed = self.is_captured and self.why_not is None and self.takes_deferred(layer.experts)
+        if not is_delivered and not is_replayed:
             return
         w1, w2 = self.weights()
         _say_added([*w1, *w2])
@@ -173,11 +200,27 @@ class Experts:
         if self.ddp() is None:
             anchor.grad = None  # a dummy
 
+    def check_rows(self, rows: Tensor, counts: Tensor) -> None:
+        """Refuse rows that were dispatched for grouped GEMMs, more than the counts say: Megatron's experts take none.
+
+        They are there if the experts have changed since the dispatch.
+        """
+        if envs.rank_capacity_factor() is None or getattr(self.config, "moe_expert_rank_capacity_factor", None):
+            return
+        if rows.shape[0] > int(counts.sum()):
+            layer = self.layer()
+            raise RuntimeError(
+                f"layer {getattr(layer, 'layer_number', None)}: its experts have changed between the dispatch and "
+                f"their forward ({self.why_not}), and EP_DISPATCHER_RANK_CAPACITY_FACTOR has given them more rows than "
+                "Megatron's own experts take. Change them between two forward passes"
+            )
+
     def all_run_in_parts(self, here: bool) -> bool:
         """Return whether all ranks can run dispatch and combine in two parts. The first call is collective.
 
-        A hook on the experts of one rank is enough to forbid it. Raises RuntimeError if this rank could at the first
-        call, and cannot any more: the others would wait for its second part.
+        A hook on the experts of one rank is enough to forbid it. If the linear layers change later, this rank still
+        takes part, with Megatron's own experts. Raises RuntimeError if it cannot any more, because the experts' own
+        forward was replaced or has hooks: the others would wait for its second part.
         """
         layer = self.layer()
         if layer is None:
@@ -193,10 +236,11 @@ class Experts:
             if group.rank() == 0 and 0 < len(refusing) < group.size():
                 some = f"{len(refusing)} of {group.size()} ranks cannot overlap them, the first is rank {refusing[0]}"
                 print(f"ep_dispatcher runs the steps of {note} one after the other: {some}", flush=True)
-        if self.parts_agreed and not here:
+        why_not = eligibility.why_no_deferred(layer.experts, self) if self.parts_agreed and not here else None
+        if why_not is not None:
             raise RuntimeError(
-                f"{note} has run in two parts of the tokens on all ranks, and the forward of its experts on this rank "
-                "is no longer ours: ranks would get out of step. Replace it before the first pass"
+                f"{note} has run in two parts of the tokens on all ranks, and cannot any more on this rank: {why_not}. "
+                "Ranks would get out of step. Change the experts before the first pass"
             )
         return self.parts_agreed
 
@@ -223,30 +267,20 @@ def _recomputes_activation(config) -> bool:
     return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
 
 
-def _linear_layers(experts: Any) -> tuple[list[Module], list[Module], list[Module]]:
-    """Return fc1, fc2 and bypassed; nothing of an unknown module."""
-    if type(experts).__name__ == "TEGroupedMLP":
-        fc1, fc2 = [experts.linear_fc1], [experts.linear_fc2]
-        return fc1, fc2, fc1 + fc2
-    if type(experts).__name__ == "SequentialMLP":
-        mlps = list(experts.local_experts)
-        fc1, fc2 = [mlp.linear_fc1 for mlp in mlps], [mlp.linear_fc2 for mlp in mlps]
-        return fc1, fc2, mlps + fc1 + fc2
-    return [], [], []
-
-
 def _parameters(linears: Sequence[Module]) -> list[Any]:
     """Return weight0, weight1, ... of one grouped layer, or the weights of many layers, with Megatron's attributes."""
     return [weight for linear in linears for weight in linear._parameters.values() if weight is not None]
 
 
 def communicates(experts: Module, buffer: Any) -> bool:
-    """Return whether this experts module takes a Deferred, and runs dispatch and combine itself."""
+    """Return whether this experts module takes a Deferred, and runs dispatch and combine itself.
+
+    Ask ``is_grouped`` first: it sees what has changed.
+    """
     one = _layers.get(experts)
     if one is None:
         return False
-    # After unregister(), or if somebody has replaced the forward, it takes no Deferred.
-    can = one.may_overlap and getattr(experts.forward, "in_grouped_gemms", False) and is_grouped(experts)
+    can = one.is_decided and one.why_not is None and one.may_overlap
     if num_parts_of(buffer) > 1:  # a rank without EP_DISPATCHER_EXPERT_WAVES takes part, and says no
         return one.all_run_in_parts(can and one.why_no_parts is None)
     if not can or one.why_no_waves is not None:
@@ -255,12 +289,17 @@ def communicates(experts: Module, buffer: Any) -> bool:
 
 
 def is_grouped(experts: Module) -> bool:
-    """Return whether this experts module runs in grouped GEMMs. The first call decides for all layers, and says so."""
+    """Return whether this experts module runs in grouped GEMMs now. Print what is new.
+
+    The first call decides for all layers.
+    """
     found = _layers.get(experts)
     if found is None:
         return False
     if not found.is_decided:
         _decide_all()
+    elif found.has_changed(experts):
+        _decide_again()
     return found.why_not is None
 
 
@@ -268,6 +307,7 @@ def _decide_all() -> None:
     new = [(module, one) for module, one in _layers.items() if not one.is_decided]
     for module, one in new:
         one.decide(module)
+        one.said = {one.why_not} - {None}
     if not dist.is_initialized() or dist.get_rank() == 0:
         layers = [one for _, one in new]
         print(_said(layers), flush=True)
@@ -276,6 +316,29 @@ def _decide_all() -> None:
             print(f"ep_dispatcher copies weights of experts for each GEMM: {copied}", flush=True)
         if any(one.may_overlap for one in layers):
             print(_said_of_waves(layers), flush=True)
+
+
+def _decide_again() -> None:
+    """Decide anew for the layers that have changed. Print one line for all, on each rank that sees a change."""
+    new = []
+    for module, one in list(_layers.items()):
+        if one.is_decided and one.has_changed(module):
+            before = one.why_not
+            one.decide(module)
+            if one.why_not != before and one.why_not not in one.said:
+                one.said.add(one.why_not)
+                new.append(one)
+    if new:
+        print(_said_of_changes(new), flush=True)
+
+
+def _said_of_changes(layers: Sequence[Experts]) -> str:
+    """Return a line: how these layers run their experts now."""
+    _, others = _reasons((one, one.why_not) for one in layers)
+    _, again = _reasons((one, "in grouped GEMMs again" if one.why_not is None else None) for one in layers)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parts = [f"Megatron's own way: {others}" * bool(others), again]
+    return f"ep_dispatcher: experts have changed on rank {rank}. {'. '.join(filter(None, parts))}"
 
 
 def _said(layers: Sequence[Experts]) -> str:
@@ -350,7 +413,7 @@ def note_layer(old: Callable[..., None], *, may_overlap: bool) -> Callable[..., 
         old(layer, *args, **kwargs)
         if not _leave_alone:
             _layers[layer.experts] = Experts(layer, may_overlap)
-            if hasattr(layer.token_dispatcher, "experts_are_grouped"):  # ours
+            if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
                 layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
                 layer.token_dispatcher.experts_communicate = functools.partial(communicates, layer.experts)
 
@@ -362,11 +425,26 @@ def forward_grouped(old: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(old)
     def forward(experts, rows, tokens_per_expert, permuted_probs, *rest, **options):
-        if rest or options or not is_grouped(experts):
-            return old(experts, rows, tokens_per_expert, permuted_probs, *rest, **options)
-        return _layers[experts].forward(rows, tokens_per_expert, permuted_probs)
+        one = _layers.get(experts)
+        if one is not None and not rest and not options and is_grouped(experts):
+            return one.forward(rows, tokens_per_expert, permuted_probs)
 
-    forward.in_grouped_gemms = True  # type: ignore[attr-defined]  # and it takes a Deferred
+        def run(rows, counts, probs):
+            if one is not None:
+                one.ran_megatrons_way = True
+                one.check_rows(rows, counts)
+            return old(experts, rows, counts, probs, *rest, **options)
+
+        if isinstance(tokens_per_expert, Deferred):
+            return tokens_per_expert.run_megatrons_way(rows, permuted_probs, run), None
+        return run(rows, tokens_per_expert, permuted_probs)
+
+    return take_for_ours(forward)
+
+
+def take_for_ours(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let this function, as the forward of an experts module, get what our own forward gets."""
+    _forwards.add(forward)
     return forward
 
 
@@ -375,7 +453,10 @@ def delayed_grads(old: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(old)
     def backward_dw(experts):
-        return _layers[experts].backward_dw() if is_grouped(experts) else old(experts)
+        one = _layers.get(experts)
+        if one is None or (one.ran_megatrons_way and not one.delayed):
+            return old(experts)
+        return one.backward_dw()
 
     return backward_dw
 
@@ -389,5 +470,6 @@ def note_ddp(old: Callable[..., None]) -> Callable[..., None]:
         for module in ddp.module.modules():
             if module in _layers:
                 _layers[module].ddp = weakref.ref(ddp)
+                _layers[module].state = []  # look at its weights again
 
     return init

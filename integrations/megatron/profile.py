@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ep_dispatcher.integrations.megatron import plugin
+from ep_dispatcher.integrations.megatron import experts, plugin
 
 # The steps of a forward pass, in their order.
 FORWARD = ("router", *plugin.STEPS[:3], "experts", *plugin.STEPS[3:])
@@ -56,6 +56,7 @@ def _named_steps(layer: Any) -> Iterator[None]:
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
         setattr(owner, method, _named(getattr(owner, method), step))
+    experts.take_for_ours(layer.experts.forward)
     try:
         yield
     finally:
