@@ -454,8 +454,14 @@ def look_for_megatron() -> str:
     "nothing here needs it; Megatron-core uses it for its own layers",
     "pip install --no-build-isolation 'transformer-engine[pytorch]' (with CUDA)",
 )
-def look_for_transformer_engine() -> str:
-    return installed("transformer-engine")
+def look_for_transformer_engine() -> str | Finding:
+    found, te = installed("transformer-engine"), _load("te_version")
+    if te.graphs_lose_gradients():
+        matters = "only for --cuda-graph-impl transformer_engine; register() of the Megatron plug-in prevents it"
+        return Finding(
+            "Transformer Engine", OPTIONAL, f"{found}: {te.FAULT}", matters, "Transformer Engine 2.14 or newer"
+        )
+    return found
 
 
 @probe("apex", OPTIONAL, "nothing here needs it; Megatron-core can use its fused layers", "build it from its sources")

@@ -104,6 +104,16 @@ def test_without_megatron_a_buffer_can_be_made(monkeypatch):
     assert result["ok"] and finding["state"] == "optional" and finding["fix"] == "pip install megatron-core"
 
 
+@pytest.mark.parametrize(
+    "version, is_named", [("2.12.0", True), ("2.13.0+abc", True), ("2.14.0", False), ("3.0", False)]
+)
+def test_a_transformer_engine_that_loses_gradients_is_named(monkeypatch, version, is_named):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    finding = found("Transformer Engine")
+    assert version in finding.found and ("overwrite gradients" in finding.found) is is_named
+    assert finding.state == ("optional" if is_named else "ok") and ("2.14" in str(finding.fix)) is is_named
+
+
 @pytest.mark.parametrize("error", [RuntimeError("boom"), OSError(5, "boom"), KeyError("boom")])
 def test_a_probe_that_dies_is_a_finding(monkeypatch, error):
     def dies():

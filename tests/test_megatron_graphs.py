@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import io
 import re
 import types
 
@@ -483,3 +484,57 @@ def replayed(rank: int) -> None:
 @ON_GPU
 def test_a_layer_in_cuda_graphs_is_the_eager_layer():
     megatron_pool(2).run(replayed)
+
+
+# ---- gradients that graphs of Transformer Engine lose ---------------------------------------------------------------
+
+
+def kept_gradients(rank: int) -> None:
+    """The field that prevents it is set where all conditions hold, and a line says so once."""
+    use_layout(EP2)
+    from ep_dispatcher import te_version
+    from ep_dispatcher.integrations.megatron import graphs
+
+    hit = dict(
+        cuda_graph_impl="transformer_engine",
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        gradient_accumulation_fusion=True,
+        **{scope_field(): ["attn"]},
+    )
+
+    def is_set(version: str | None = "2.12.0", **other) -> bool:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(te_version, "version", lambda: version)
+            return make_config(**hit | other).disable_parameter_transpose_cache
+
+    printed = io.StringIO()
+    graphs._say_kept.cache_clear()
+    assert is_set() and is_set() and is_set("2.13.0") and is_set(params_dtype=torch.float16, bf16=False, fp16=True)
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == (rank == 0)
+    assert all("Transformer Engine 2.12.0" in line and "2.14" in line for line in lines)
+    assert is_set(disable_parameter_transpose_cache=True, cuda_graph_impl="none"), "the user's own"
+    for version in ("2.14.0", "3.0", None):
+        assert not is_set(version), version
+    local = dict(cuda_graph_impl="local", **{scope_field(): ["attn"]})
+    for other in (
+        dict(cuda_graph_impl="none"),
+        local,
+        dict(params_dtype=torch.float32, bf16=False),
+        dict(gradient_accumulation_fusion=False),
+        dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16),
+    ):
+        assert not is_set(**other), other
+    config = make_config(**hit | dict(cuda_graph_impl="none"))
+    for name, value in (("fp8", "e4m3"), ("fp4", "e2m1")):  # Megatron wants Transformer Engine for them
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(te_version, "version", lambda: "2.12.0")
+            patch.setattr(config, "cuda_graph_impl", "transformer_engine")
+            patch.setattr(config, name, value)
+            graphs.keep_gradients(config)
+            assert not config.disable_parameter_transpose_cache, name
+
+
+def test_graphs_of_an_old_transformer_engine_keep_gradients():
+    megatron_pool(2).run(kept_gradients)

@@ -5,6 +5,7 @@
 - A replay raises nothing. ``check_after`` raises the errors of the buffers at the end of a step's schedule, before the
   optimizer.
 - Megatron's warm-ups run on equal tokens, so one rank would get the rows of all. They send none.
+- Transformer Engine before 2.14 loses gradients in its graphs. ``keep_gradients`` prevents that.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import cuda_graphs
 
+from ep_dispatcher import te_version
 from ep_dispatcher.integrations.megatron import buffers, limits
 
 NOTE = "a step with CUDA graphs"
@@ -64,3 +67,36 @@ def check_after(old: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
+
+
+def keep_gradients(config) -> None:
+    """Set ``disable_parameter_transpose_cache`` where graphs of Transformer Engine would lose gradients.
+
+    Before 2.14 it tells every module before a capture that the microbatch is a step's first. Megatron passes that on
+    unless the field is set, and the gradient of a weight is then captured as an overwrite instead of a sum: with one
+    graph for all microbatches, only the last one counts. Pipeline parallelism has a graph for each microbatch; FP8 and
+    FP4 take another way, and would lose their cache of quantised weights. In bfloat16 the field does nothing else, so
+    the number of microbatches, which no config has, does not matter.
+    """
+    if (
+        config.cuda_graph_impl != "transformer_engine"
+        or config.params_dtype not in (torch.bfloat16, torch.float16)
+        or any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
+        or config.pipeline_model_parallel_size > 1
+        or not config.gradient_accumulation_fusion
+        or config.disable_parameter_transpose_cache
+        or not te_version.graphs_lose_gradients()
+    ):
+        return
+    config.disable_parameter_transpose_cache = True
+    _say_kept()
+
+
+@functools.cache
+def _say_kept() -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(
+            "ep_dispatcher has set disable_parameter_transpose_cache in the TransformerConfig, because of Transformer "
+            f"Engine {te_version.version()}: {te_version.FAULT}. Version 2.14 does not need it.",
+            flush=True,
+        )

@@ -236,7 +236,7 @@ def _patches() -> list[_Patch]:
             "__post_init__",
             _check_config,
             "TransformerConfig.__post_init__: our name with another dispatcher type is an error; the features of other "
-            "backends that ours has too are allowed",
+            "backends that ours has too are allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients",
         ),
         _Patch(moe_layer.MoELayer, "set_layer_number", _pass_number_on, "MoELayer.set_layer_number: ours gets it too"),
         _Patch(scheduler, "should_free_input", _keep_inputs, f"{shown}.should_free_input: ours counts as hybridep"),
@@ -254,8 +254,10 @@ def _patches() -> list[_Patch]:
 
 def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
     """Return the further patches of EP_DISPATCHER_GROUPED_EXPERTS=1 and EP_DISPATCHER_EXPERT_WAVES=1."""
+    from ep_dispatcher.integrations.megatron import eligibility
     from ep_dispatcher.integrations.megatron import experts as ours
 
+    eligibility.plain_forwards()  # remember them as they are now
     try:
         from megatron.core.distributed import DistributedDataParallel
     except ImportError as error:
@@ -269,6 +271,10 @@ def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str]
     hook = getattr(DistributedDataParallel, "_make_backward_post_hook", None)
     given = list(inspect.signature(hook).parameters) if hook else []
     expect(given == ["self", "param"], f"DistributedDataParallel._make_backward_post_hook takes {given}")
+    expect(
+        hasattr(DistributedDataParallel, "_make_forward_pre_hook"),
+        "DistributedDataParallel has no _make_forward_pre_hook",
+    )
     grouped, sequential = kinds
     note_layer = functools.partial(ours.note_layer, may_overlap=envs.expert_waves())
     return [
@@ -323,8 +329,14 @@ def _allow_name(old):
 
 
 def _check_config(old):
+    from ep_dispatcher.integrations.megatron import graphs
+
     @functools.wraps(old)
     def check(config):
+        check_names(config)
+        graphs.keep_gradients(config)
+
+    def check_names(config):
         if config.moe_flex_dispatcher_backend != NAME or config.num_moe_experts is None:
             return old(config)
         if config.moe_token_dispatcher_type != "flex":
