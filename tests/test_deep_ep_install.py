@@ -143,6 +143,8 @@ def test_the_launcher_says_how_to_use_it(folder):
     assert asked.returncode == 0 and asked.stdout == shown.stdout
     missing = run("-m", "ep_dispatcher.integrations.deep_ep", "nothing.py", folder=folder)
     assert missing.returncode == 1 and "given 'nothing.py'" in missing.stderr
+    missing = run("-m", "ep_dispatcher.integrations.deep_ep", "-m", "nothing", folder=folder)
+    assert missing.returncode == 1 and "-m: given 'nothing'" in missing.stderr and "Traceback" not in missing.stderr
 
 
 def test_install_and_uninstall(monkeypatch, folder):

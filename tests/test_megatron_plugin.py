@@ -634,6 +634,14 @@ def test_launcher_runs_a_script_of_two_ranks(script, tmp_path):
         assert "do not choose it" not in err and "Error" not in err and "Traceback" not in err, err
 
 
+def test_launcher_runs_a_module(script):
+    code, out, err = finish(start(script.parent, "-m", "train", *CHOSEN))
+    assert code == 0, err
+    report = report_of(out)
+    assert report["argv"] == [str(script), *CHOSEN] and report["name"] == "__main__" and report["value"] == 42
+    assert report["path"] == str(script.parent) and report["chosen"] == OURS and "Replaced:" in out
+
+
 def test_launcher_says_when_the_arguments_choose_another(script, tmp_path):
     started = [start(tmp_path, str(script), *CHOSEN[:2]), start(tmp_path, str(script), RANK="1")]
     for rank, (code, out, err) in enumerate(map(finish, started)):
@@ -646,10 +654,12 @@ def test_launcher_says_when_the_arguments_choose_another(script, tmp_path):
 
 
 def test_launcher_refuses_a_script_that_is_not_there(tmp_path):
-    started = [start(tmp_path, *arguments) for arguments in (("none.py", "--x"), (), ("--help",))]
-    (code, out, err), (no_code, no_out, _), (help_code, help_out, _) = map(finish, started)
-    assert code == 1 and not out and "script: given 'none.py', allowed: a Python file that exists" in err
-    assert "Traceback" not in err
+    given = (("none.py", "--x"), ("-m", "none.of_it"), (), ("--help",))
+    started = [start(tmp_path, *arguments) for arguments in given]
+    (code, out, err), (m_code, _, m_err), (no_code, no_out, _), (help_code, help_out, _) = map(finish, started)
+    assert code == 1 and not out and "program: given 'none.py', allowed: a Python file that exists" in err
+    assert m_code == 1 and "-m: given 'none.of_it', which is no module that Python finds" in m_err
+    assert "Traceback" not in err + m_err
     assert no_code == 2 and help_code == 0 and "pretrain_gpt.py" in no_out and no_out == help_out
 
 

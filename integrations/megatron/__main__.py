@@ -2,6 +2,7 @@
 
 torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments of pretrain_gpt.py> \\
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher
+torchrun ... -m ep_dispatcher.integrations.megatron -m package.module <arguments of the module>
 
 The two flags choose this dispatcher. Rank 0 prints a line at the first MoE layer if it is in use.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
+
+from ep_dispatcher.integrations.launch import launch
 
 FLAGS = {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "ep_dispatcher"}
 
@@ -42,18 +44,7 @@ def _allow_name_in_parsers() -> None:
     argparse._ActionsContainer.add_argument = add  # type: ignore[assignment,method-assign]  # Megatron has no hook
 
 
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__.strip())
-        sys.exit(0 if len(sys.argv) > 1 else 2)
-    sys.argv = sys.argv[1:]
-    script = sys.argv[0]
-    if not os.path.isfile(script):
-        sys.exit(f"ep_dispatcher.integrations.megatron: script: given {script!r}, allowed: a Python file that exists")
-    # As `python script.py` does: what lies beside the script comes first, also a megatron/ of its own.
-    if not getattr(sys.flags, "safe_path", False):  # python -P: Python puts no folder there, and so do we
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-
+def prepare() -> None:
     from ep_dispatcher.integrations.megatron.plugin import register
 
     registration = register()
@@ -67,8 +58,7 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    launch("ep_dispatcher.integrations.megatron", __doc__, prepare)
