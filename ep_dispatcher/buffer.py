@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, Waves
-from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
 from ep_dispatcher.plain import writable
@@ -81,7 +81,8 @@ class Buffer:
     mask_late_ranks      True: a rank that does not arrive within timeout_s is masked (see ``mask``), and the others go
                          on. For layout="decode" on one node of at most 32 ranks. The same on all ranks
 
-    Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it.
+    Set ``note`` to what the caller is doing ("layer 3"): a PeerTimeoutError begins with it, and a ValueError about
+    different arguments of the ranks.
 
     Copying returns the same buffer: a ``copy.deepcopy`` of a module shares it, and destroy() ends it for both. A buffer
     cannot be pickled.
@@ -774,7 +775,7 @@ class Buffer:
 
     def _explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
         """Return an engine's error in the caller's terms."""
-        if isinstance(error, PeerTimeoutError):
+        if isinstance(error, (PeerTimeoutError, DisagreementError)):
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
         return error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.envs import MAX_TIMEOUT_S
-from ep_dispatcher.errors import TooFewRowsError, UnknownExpertError
+from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -293,10 +293,13 @@ def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> V
     """Return the error of unequal fields of ``AGREED``: ``rank`` gave ``theirs``, and ``other`` gave ``ours``."""
     say = AGREED[field]
     verb = "is in" if field == "operation" else "gave"
-    return ValueError(
+    text = (
         f"{field}: rank {rank} {verb} {say(theirs)}, rank {other} {verb} {say(ours)}; "
         f"all ranks must {'call' if field == 'operation' else 'give'} the same"
     )
+    if field == "operation" or (field == "handle" and 0 in (theirs, ours)):
+        text += ". So it looks if one of them is in a backward, and the other in a forward pass"
+    return DisagreementError(text)
 
 
 def too_few_rows(needs: Iterable[tuple[int, int]]) -> TooFewRowsError:

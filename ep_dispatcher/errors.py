@@ -116,6 +116,18 @@ class UnknownExpertError(_FoundError):
         return self.args[1]
 
 
+class DisagreementError(_FoundError):
+    """Ranks are in different operations, or have given different arguments. All of them raise it.
+
+    note  the caller's own note (``Buffer.note``); the text begins with it
+    """
+
+    note = ""
+
+    def __str__(self) -> str:
+        return f"{self.note}: {super().__str__()}" if self.note else super().__str__()
+
+
 def is_peer_failure(error: BaseException) -> bool:
     """Return whether an error of torch.distributed is a time-out or a closed connection: a peer is late, or has left.
 

@@ -212,7 +212,8 @@ MISTAKES = [  # kind, detail, value, rows by rank
     ),
     (
         ("differ", ["operation", 1, 1, 0], 0, []),
-        "operation: rank 1 is in a combine, rank 0 is in a dispatch; all ranks must call the same",
+        "operation: rank 1 is in a combine, rank 0 is in a dispatch; all ranks must call the same"
+        ". So it looks if one of them is in a backward, and the other in a forward pass",
     ),
     (
         ("differ", ["layout", 1, 1, 0], 0, []),

@@ -172,6 +172,7 @@ def test_one_rank_gives_a_handle_and_the_others_a_routing(pools, odd):
     gave = ["the plan of epoch 5", "None"]
     first, other = (0, 1) if odd == 0 else (1, 0)
     said = f"handle: rank {odd or 1} gave {gave[other]}, rank 0 gave {gave[first]}; all ranks must give the same"
+    said += ". So it looks if one of them is in a backward, and the other in a forward pass"
     assert pools(3).run(give_a_handle_alone, odd) == [said] * 3
 
 

@@ -27,7 +27,7 @@ from round_trip import (
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.errors import TooFewRowsError, UnknownExpertError
+from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.testing import make_routing
 
 TOO_LARGE = 2**31
@@ -38,7 +38,7 @@ def error_of(call, *args, **kwargs) -> str:
     try:
         call(*args, **kwargs)
     except ValueError as error:
-        assert type(error) in (ValueError, TooFewRowsError, UnknownExpertError)
+        assert type(error) in (ValueError, DisagreementError, TooFewRowsError, UnknownExpertError)
         return str(error)
     raise AssertionError("no error")
 
@@ -649,9 +649,9 @@ def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, oper
 def assert_on_no_rank(ranks: list, ranks_per_node: int) -> None:
     """No process dies, and no rank takes rows of another operation for its own. The buffer has ended."""
     for rank, ((first, text), (second, again)) in enumerate(ranks):
-        assert first in ("ValueError", "PeerTimeoutError") and "destroy() this buffer" in text
+        assert first in ("DisagreementError", "PeerTimeoutError") and "destroy() this buffer" in text
         assert (second, again) == (first, text)
-        if ranks_per_node == 2 and first == "ValueError":
+        if ranks_per_node == 2 and first == "DisagreementError":
             assert rank < 2 and "rank 1 " in text and "all ranks must" in text
 
 

@@ -269,3 +269,26 @@ def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
 @pytest.mark.parametrize("size", [None, exhaustive("64")])
 def test_a_rank_that_is_late_for_the_first_forward(size):
     megatron_pool(4).run(come_late_to_the_first_forward, size)
+
+
+def out_of_step(rank: int) -> None:
+    """Rank 0 is in a backward, rank 1 in a forward pass: the error names both with layer and microbatch."""
+    use_layout(Layout(ep=2))
+    layer = make_layer(make_config(), layer_number=3)
+    output = layer(tokens_of(rank).requires_grad_())[0].sum()
+
+    def run() -> None:
+        output.backward() if rank == 0 else layer(tokens_of(rank))
+        torch.cuda.synchronize() if on_gpu() else None
+        layer.token_dispatcher.buffer.check()
+
+    text = error_of(run)
+    if not on_gpu():  # there an operation later may find it
+        where = ("layer 3, microbatch 1, backward", "layer 3, microbatch 2")[rank]
+        assert text.startswith(f"{where}: handle: rank "), text
+    assert "one of them is in a backward" in text and "the plan of epoch" in text
+    use_layout(Layout(ep=2))  # with new buffers
+
+
+def test_a_backward_beside_a_forward_is_named():
+    megatron_pool(2).run(out_of_step)

@@ -33,7 +33,7 @@ class MegatronBuffer(ep.Buffer):
     def _explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
             num_choices = self._config.max_tokens_per_rank * self._config.num_topk
-            return overfull.explained(limits.explained(error, num_choices), self.router_topk)
+            error = overfull.explained(limits.explained(error, num_choices), self.router_topk)
         return super()._explained(error)
 
 
