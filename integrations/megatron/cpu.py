@@ -31,6 +31,9 @@ def _nothing(*args, **kwargs):
 def let_megatron_run_on_cpu() -> None:
     """Replace, for good in this process, what Megatron-core takes from CUDA without asking. Not where there is a GPU.
 
+    It is enough for layers and models, and for a loop of one's own around them. Megatron's training loop and its
+    schedules are not covered: they make tensors with device="cuda".
+
     torch.cuda.current_device            the router and the all-to-all buffers make their tensors there
     torch.cuda.Stream, Event, ...        MoEAlltoAllTokenDispatcher and SharedExpertMLP with overlap; the 1F1B schedule
     Tensor.record_stream, nvtx ranges    the 1F1B schedule
