@@ -6,6 +6,7 @@ low_latency_decode.py implements it; with EP_DISPATCHER_DEEP_EP_EXACT=1 low_late
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,9 @@ class Trip:
     def handle(self, most: int, num_experts: int) -> tuple:
         """Return recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts, as DeepEP."""
         route = self.route
-        ranges = route.layout_range.view_as(route.layout_range)  # the route keeps the original, so there is no cycle
-        ranges.carried = self  # type: ignore[attr-defined]  # an attribute of our own
+        # A view: the route keeps the original, so there is no cycle. It gets an attribute of our own.
+        ranges: Any = route.layout_range.view_as(route.layout_range)
+        ranges.carried = self
         return route.src_info, ranges, most, route.shape[2], num_experts
 
 
