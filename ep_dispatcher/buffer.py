@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import secrets
 import weakref
@@ -24,7 +25,7 @@ from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
 from ep_dispatcher.plain import writable
-from ep_dispatcher.topology import Topology, host_id
+from ep_dispatcher.topology import Topology, host_id, registered_group
 
 T = TypeVar("T")
 
@@ -46,6 +47,14 @@ def find_buffer(buffer_id: str) -> Buffer:
     if buffer is None:
         raise ValueError(f"buffer: given one that is gone (id {buffer_id}), allowed: a buffer that still exists")
     return buffer
+
+
+@atexit.register
+def _end_operations() -> None:
+    """Let daemon threads leave their operations: Python would end them inside, which aborts the process."""
+    for buffer in list(_buffers.values()):
+        if buffer._engine is not None and buffer._engine.is_busy:
+            buffer.destroy()
 
 
 class Buffer:
@@ -139,8 +148,11 @@ class Buffer:
                     _check_same(everyone)
                     hosts, per_node = [one["host"] for one in everyone], mine["same"]["ranks_per_node"]
                     topology = Topology.make(group.rank(), hosts, per_node)
-                    sizes = {name: size for name, size in mine["sizes"].items() if name != "num_experts"}
-                    checks.buffer_size(num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **sizes)
+                    sizes = mine["sizes"] | dict(dtype=dtype)
+                    of_memory = {name: size for name, size in sizes.items() if name != "num_experts"}
+                    checks.buffer_size(
+                        num_nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node, **of_memory
+                    )
                     if mine["same"]["mask_late_ranks"]:
                         checks.masks(topology.num_nodes, topology.ranks_per_node, mine["same"]["suspendable"])
                 self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
@@ -149,7 +161,7 @@ class Buffer:
                     topology=topology,
                     hosts=tuple(hosts),
                     buffer_id=int(self.id),
-                    **mine["sizes"],
+                    **sizes,
                     timeout_s=mine["timeout_s"],
                     num_sms=mine["num_sms"],
                     suspendable=mine["same"]["suspendable"],
@@ -158,15 +170,15 @@ class Buffer:
                     gather=gather,
                 )
                 self.engine: str = mine["same"]["engine"]
+                self._history = History(f"ep_dispatcher/change/{self.id}")
+                self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
                 self._engine = engines.make(self.engine, self._config)
-        except BaseException:
+            _buffers[self.id] = self
+        except BaseException:  # it is raised again
             made, self._engine = self._engine, None
-            if made is not None:  # interrupted after the last step
+            if made is not None:  # after the last step: the other ranks have the buffer, and learn that this one left
                 made.destroy()
             raise
-        self._history = History(f"ep_dispatcher/change/{self.id}")
-        self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
-        _buffers[self.id] = self
 
     @property
     def topology(self) -> Topology:
@@ -538,8 +550,12 @@ class Buffer:
         """
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            _buffers.pop(self.id, None)
-            self._explaining(engine.destroy)
+            try:
+                _buffers.pop(self.id, None)
+                self._explaining(engine.destroy)
+            except BaseException:  # wherever it was raised, the other ranks must learn at once that this one left
+                engine.destroy()
+                raise
 
     def __repr__(self) -> str:
         config, topology = self._config, self._config.topology
@@ -801,11 +817,12 @@ def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
         checks.fail("group", "one that this process is not a member of", "a group on its members alone")
     if not isinstance(group, ProcessGroup):
         checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
-    return group
+    return registered_group(group)
 
 
 def _own_config(
     *,
+    dtype: torch.dtype,
     engine: str,
     ranks_per_node: int | None,
     timeout_s: float | None,
@@ -821,7 +838,7 @@ def _own_config(
         per_node = checks.integer("ranks_per_node", per_node, 1)
     limit_s = envs.timeout_s() if timeout_s is None else timeout_s
     sms = envs.num_sms() if num_sms is None else num_sms
-    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=sms, **sizes)
+    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=sms, dtype=dtype, **sizes)
     same = dict(
         engine=name,
         ranks_per_node=per_node,
@@ -830,9 +847,10 @@ def _own_config(
         mask_late_ranks=checks.boolean("mask_late_ranks", mask_late_ranks),
         version=__version__,
     )
+    del sizes["dtype"]  # no plain data
     return dict(
         sizes=sizes,
-        same=sizes | same,
+        same=sizes | same | dict(dtype=str(dtype)),
         timeout_s=limit_s,
         num_sms=None if sms is None else int(sms),
         host=host_id(),

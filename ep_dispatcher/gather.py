@@ -1,6 +1,6 @@
 """Exchange between ranks that make, suspend or resume a buffer: with a time limit, to one outcome for all.
 
-It goes through the store.
+It goes through the store, as plain data (JSON): whoever can connect to the store can also write there.
 
     with Gather(group, timeout_s) as gather:
         configs = gather("configuration", own_config)   # every rank's result in rank order, or one error on every rank
@@ -27,10 +27,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,7 +40,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher._version import __version__
+from ep_dispatcher.errors import PeerTimeoutError, is_peer_failure
+from ep_dispatcher.threads import StoreHangs, in_thread, raise_if_ending
 
 T = TypeVar("T")
 
@@ -50,6 +50,8 @@ T = TypeVar("T")
 GRACE_S = 2.0
 STORE_S = 3.0
 MAX_WAIT_S = 10 * 86400.0  # PyTorch counts a wait in milliseconds, in 32 bits
+MAX_BYTES = 2**20  # of a message
+MAX_TEXT = 2**16  # of an error in it
 
 
 class PeersLate(RuntimeError):
@@ -60,41 +62,64 @@ class PeersLate(RuntimeError):
         self.ranks = tuple(ranks)
 
 
+# The errors that travel by name, and are raised by all ranks. PeersLate is the third.
+_KINDS: dict[str, type[RuntimeError | ValueError]] = {"RuntimeError": RuntimeError, "ValueError": ValueError}
+_LATE = PeersLate.__name__
+
+
 class _Offer(NamedTuple):
     """The outcome of one rank's step, as the other ranks get it."""
 
     attempts: int  # of the rank with this group
-    result: Any  # of ``produce``; if kind is PeersLate, the ranks that it waited for
-    kind: type[RuntimeError | ValueError] | None = None  # of the error
+    result: Any = None  # of ``produce``; if kind is PeersLate, the ranks that it waited for
+    kind: str | None = None  # of the error
     text: str | None = None  # of the error
 
 
-class StoreHangs(RuntimeError):
-    """A call to the store, or one that needs it, did not return."""
+def _read_offer(message: bytes, own: _Offer, num_ranks: int) -> _Offer | None:
+    """Return the offer in a message; None if it is none, or if its result has another form than that of ``own``."""
+    try:
+        fields = json.loads(message) if len(message) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    if type(fields) is not list or len(fields) != len(_Offer._fields):
+        return None
+    offer = _Offer(*fields)
+    if offer.kind is None:
+        is_sound = offer.text is None and (own.kind is not None or _alike(offer.result, own.result))
+    else:
+        is_sound = type(offer.kind) is str and offer.kind in (*_KINDS, _LATE) and type(offer.text) is str
+        is_sound &= _are_ranks(offer.result, num_ranks) if offer.kind == _LATE else offer.result is None
+    return offer if is_sound and type(offer.attempts) is int and offer.attempts >= 0 else None
 
 
-def in_thread(call: Callable[[], T], limit_s: float) -> T:
-    """Return what ``call`` returns in a thread of its own; StoreHangs after ``limit_s``.
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two results have the same form. None may stand for anything."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return not other or all(_alike(element, other[min(i, len(other) - 1)]) for i, element in enumerate(one))
+    return one is None or other is None or type(one) is type(other) or {type(one), type(other)} == {int, float}
 
-    A call to a store whose host hangs never returns. And a signal handler, such as Ctrl-C's, runs while this waits.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
+def _are_ranks(value: Any, num_ranks: int) -> bool:
+    return type(value) is list and all(type(rank) is int and 0 <= rank < num_ranks for rank in value)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if errors:
-        raise errors.pop()
-    if not results:
-        raise StoreHangs(f"torch.distributed, or the host of its store, did not answer in {limit_s:.1f} s")
-    return results.pop()
+
+def _read_decision(message: bytes, num_ranks: int) -> dict[str, Any]:
+    """Return the decision in a message: one of the three that ``Gather._decide`` writes. ValueError if it is none."""
+    try:
+        decision = json.loads(message)
+    except (ValueError, RecursionError):
+        decision = None
+    if isinstance(decision, dict):
+        if decision == {"complete": True}:
+            return decision
+        if decision.keys() == {"late"} and _are_ranks(decision["late"], num_ranks):
+            return decision
+        if decision.keys() == {"stopped", "by"} and _are_ranks([decision["stopped"]], num_ranks):
+            return decision
+    raise ValueError(f"{message[:100]!r} is no decision of ep_dispatcher {__version__}")
 
 
 def wait_limit(limit_s: float) -> timedelta:
@@ -120,14 +145,20 @@ _idle: WeakKeyDictionary[Store, list[Store]] = WeakKeyDictionary()
 def _connect() -> tuple[Store, list[Store]]:
     """A connection to the default store for one round alone, and where to put it back.
 
-    A wait on it blocks no other call of this process.
+    A wait on it blocks no other call of this process. A store without clone(), as one written in Python, is shared.
     """
     shared = dist.distributed_c10d._get_default_store()
     idle = _idle.setdefault(shared, [])
     try:
         return idle.pop(), idle
     except IndexError:
+        pass
+    try:
         return shared.clone(), idle  # type: ignore[attr-defined]  # PyTorch's stubs lack it
+    except RuntimeError as error:  # a plain one, if the method is missing
+        if is_peer_failure(error):
+            raise
+        return shared, []
 
 
 def _history_of(group: ProcessGroup) -> History:
@@ -158,6 +189,7 @@ class Gather:
         self._history.attempts += 1
         self._store: Store | None = None
         self._put_back: Callable[[], None] = lambda: None
+        self._own_error: Exception | None = None  # of ``produce``
         self._round: int | None = None
         self._step = -1  # the last one that this rank began
         self._together = False  # all ranks raise the error that this one raises
@@ -168,28 +200,33 @@ class Gather:
     def __call__(self, phase: str, produce: Callable[[], T], *, waits_for_peers: bool = False) -> list[T]:
         """Return every rank's result of ``produce``. If it fails on a rank, raise the same error on every rank.
 
-        A ValueError stays one, any other Exception becomes a RuntimeError with its name. Raises PeerTimeoutError when
-        a rank does not arrive. ``waits_for_peers``: so does ``produce``, with the same limit (see PeersLate).
+        The result is what JSON has: numbers, strings, None, lists and dicts. Tuples arrive as lists. A ValueError stays
+        one, any other Exception becomes a RuntimeError with its name. Raises PeerTimeoutError when a rank does not
+        arrive. ``waits_for_peers``: so does ``produce``, with the same limit (see PeersLate).
         """
         self._step += 1
         started = time.monotonic()
-        offer = self._make_offer(produce)
-        waited_for: tuple[int, ...] = offer.result if offer.kind is PeersLate else ()
+        own, message = self._make_offer(produce)
+        waited_for: tuple[int, ...] = own.result if own.kind == _LATE else ()
         limit_s = GRACE_S if waited_for else self._limit_s + GRACE_S * waits_for_peers
         others = [rank for rank in range(self._size) if rank != self._rank]
         try:
-            message = pickle.dumps(tuple(offer))  # a plain tuple: another version can load it too
-            decision, offers = in_thread(partial(self._exchange, message, limit_s), limit_s + GRACE_S + STORE_S)
-        except RuntimeError as error:  # the store is gone, and with it the answer to who is late
-            self._given_up = self._store_is_gone = True
-            raise self._timeout(phase, waited_for or others, started) from error
+            decision, messages = in_thread(partial(self._exchange, message, limit_s), limit_s + GRACE_S + STORE_S)
+        except Exception as error:  # of the store: only a time-out or a closed connection is a late peer
+            if is_peer_failure(error):  # and with the store the answer to who is late is gone
+                self._given_up = self._store_is_gone = True
+                raise self._timeout(phase, waited_for or others, started) from error
+            raise RuntimeError(
+                f"{self._doing(phase)}: the store of the default process group failed, by {type(error).__name__}: "
+                f"{error} (ep_dispatcher calls its add, check, compare_set, get, multi_get, set and wait)"
+            ) from error
         if "late" in decision:
             self._given_up = True
             raise self._timeout(phase, decision["late"] or waited_for or others, started)
         self._together = True
         if "stopped" in decision:
-            what = "making a buffer" if self._operation == "buffer" else self._operation
-            raise RuntimeError(f"{what}, phase '{phase}': rank {decision['stopped']} left: {decision['by']}")
+            raise RuntimeError(f"{self._doing(phase)}: rank {decision['stopped']} left: {decision['by']}")
+        offers = self._read_offers(phase, own, messages)
         attempts = [offer.attempts for offer in offers]
         self._history.attempts = max(attempts)
         behind = [rank for rank, number in enumerate(attempts) if number < max(attempts)]
@@ -199,27 +236,48 @@ class Gather:
         self._together = False
         return [offer.result for offer in offers]
 
-    def _make_offer(self, produce: Callable[[], T]) -> _Offer:
-        """Call ``produce`` and return the outcome."""
+    def _make_offer(self, produce: Callable[[], T]) -> tuple[_Offer, str]:
+        """Call ``produce`` and return the outcome, also as a message."""
+        attempts, self._own_error = self._history.attempts, None
         try:
-            result = produce()
+            offer = _Offer(attempts, produce())
+            return offer, json.dumps(offer)
         except PeersLate as late:
-            return _Offer(self._history.attempts, late.ranks, PeersLate, str(late))
-        except ValueError as error:
-            return _Offer(self._history.attempts, None, ValueError, str(error))
-        except Exception as error:
-            return _Offer(self._history.attempts, None, RuntimeError, f"{type(error).__name__}: {error}")
-        return _Offer(self._history.attempts, result)
+            offer = _Offer(attempts, late.ranks, _LATE, str(late)[:MAX_TEXT])
+        except Exception as error:  # every rank raises it
+            self._own_error = error
+            is_mistake = isinstance(error, ValueError)
+            text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
+            kind = ValueError if is_mistake else RuntimeError
+            offer = _Offer(attempts, None, kind.__name__, text[:MAX_TEXT])
+        return offer, json.dumps(offer)
+
+    def _read_offers(self, phase: str, own: _Offer, messages: list[bytes]) -> list[_Offer]:
+        """Return every rank's offer. All ranks raise the same error if a message is none."""
+        offers = []
+        for rank, each in enumerate(messages):
+            offer = _read_offer(each, own, self._size)
+            if offer is None:
+                raise RuntimeError(
+                    f"{self._doing(phase)}: the store has no message of ep_dispatcher {__version__} from rank {rank}, "
+                    f"but {len(each)} bytes of something else: {each[:100]!r}"
+                )
+            offers.append(offer)
+        return offers
+
+    def _doing(self, phase: str) -> str:
+        return f"{'making a buffer' if self._operation == 'buffer' else self._operation}, phase '{phase}'"
 
     def _raise_failures(self, phase: str, offers: list[_Offer], started: float) -> None:
         """Raise the first rank's error, if any rank has one. Otherwise PeerTimeoutError if any rank waited in vain."""
-        failed = {rank: offer for rank, offer in enumerate(offers) if offer.kind not in (None, PeersLate)}
+        failed = {rank: offer for rank, offer in enumerate(offers) if offer.kind not in (None, _LATE)}
         if failed:
             rank, first = next(iter(failed.items()))
             assert first.kind is not None  # since it failed
             everywhere = len(failed) == self._size and len({offer.text for offer in failed.values()}) == 1
-            raise first.kind(first.text if everywhere else f"{first.text} (on rank {rank})")
-        waited = {rank: offer.result for rank, offer in enumerate(offers) if offer.kind is PeersLate}
+            text = first.text if everywhere else f"{first.text} (on rank {rank})"
+            raise _KINDS[first.kind](text) from (self._own_error if rank == self._rank else None)
+        waited = {rank: offer.result for rank, offer in enumerate(offers) if offer.kind == _LATE}
         if waited:
             named = sorted(set().union(*waited.values()))
             raise self._timeout(phase, [rank for rank in named if rank not in waited] or named, started)
@@ -246,18 +304,19 @@ class Gather:
         try:
             if self._round is not None and not self._store_is_gone:
                 in_thread(partial(self._leave, error), STORE_S)
-        except RuntimeError:  # the store is gone, and the keys with it
-            pass
+        except Exception as failure:  # if the store is gone, so are the keys; and the first error matters most
+            if error is None and not is_peer_failure(failure):
+                raise
         finally:
-            self._store, self._put_back = None, lambda: None
+            self._store, self._put_back, self._own_error = None, lambda: None, None
 
     # ---- calls to the store, all in threads of their own ----------------------------------------------------------
 
     def _key(self, step: int, name: str | int) -> str:
         return f"{self._round}/{step}/{name}"
 
-    def _exchange(self, message: bytes, limit_s: float) -> tuple[dict, list[_Offer]]:
-        """Bring this rank's offer, pickled. Return the decision and, when it is "complete", every rank's offer."""
+    def _exchange(self, message: str, limit_s: float) -> tuple[dict[str, Any], list[bytes]]:
+        """Bring this rank's message. Return the decision and, when it is "complete", every rank's message."""
         if self._store is None:
             connection, idle = _connect()
             self._put_back = partial(idle.append, connection)
@@ -265,36 +324,38 @@ class Gather:
             self._round = self._store.add("round", 0)
         step, store = self._step, self._store
         self._raise_if_left()
-        store.set(self._key(step, self._rank), message)  # type: ignore[arg-type]  # bytes too, which the stubs lack
+        store.set(self._key(step, self._rank), message)
         if store.add(self._key(step, "arrived"), 1) == self._size:
             decision = self._decide(store, step, {"complete": True})
         else:
             decision = self._await_decision(store, step, limit_s)
         if "complete" not in decision:
             return decision, []
-        messages = store.multi_get([self._key(step, rank) for rank in range(self._size)])
-        return decision, [_Offer(*pickle.loads(each)) for each in messages]
+        return decision, store.multi_get([self._key(step, rank) for rank in range(self._size)])
 
-    def _await_decision(self, store: Store, step: int, limit_s: float) -> dict:
+    def _await_decision(self, store: Store, step: int, limit_s: float) -> dict[str, Any]:
         key, late = self._key(step, "decision"), []
         for wait_s in (limit_s, GRACE_S):  # again if all have arrived and the last one is about to decide
             try:
                 store.wait([key], wait_limit(wait_s))
-            except RuntimeError:  # too late, or the store is gone: then the next call fails too
+            except Exception as error:  # too late; or the store is gone, then the next call fails too
+                if not is_peer_failure(error):
+                    raise
                 self._raise_if_left()
                 late = [rank for rank in range(self._size) if not store.check([self._key(step, rank)])]
                 if late:
                     break
             else:
                 self._raise_if_left()  # the key may be deleted, and a get would wait for it
-                return json.loads(store.get(key))
+                return _read_decision(store.get(key), self._size)
         return self._decide(store, step, {"late": late})
 
-    def _decide(self, store: Store, step: int, decision: dict) -> dict:
+    def _decide(self, store: Store, step: int, decision: dict[str, Any]) -> dict[str, Any]:
         """Decide a step and return the decision, which is an earlier one if there is any. Then no rank can join."""
         if step == 0 and self._round is not None:
             store.compare_set("round", str(self._round), str(self._round + 1))
-        return json.loads(store.compare_set(self._key(step, "decision"), "", json.dumps(decision)))
+        decided = store.compare_set(self._key(step, "decision"), "", json.dumps(decision))
+        return _read_decision(decided, self._size)
 
     def _raise_if_left(self) -> None:
         if self._left:
@@ -308,8 +369,7 @@ class Gather:
         own = [self._key(s, self._rank) for s in range(step + 1)]
         if self._given_up:
             leftovers += [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")]
-            for key in own:
-                store.delete_key(key)
+            delete(store, own)
         elif error is not None and not self._together:
             # On this round's own connection a thread may be waiting. A complete step cannot be stopped: the next can.
             connection, idle = _connect()
@@ -321,13 +381,21 @@ class Gather:
             idle.append(connection)
             return
         else:
-            for key in own[:-1] + leftovers:
-                store.delete_key(key)
+            delete(store, own[:-1] + leftovers)
             leftovers.clear()
             if store.add(f"{self._round}/left", 1) == self._size:
-                for key in (*(self._key(step, rank) for rank in range(self._size)), f"{self._round}/left"):
-                    store.delete_key(key)
-                for s in range(step + 1):
-                    store.delete_key(self._key(s, "arrived"))
-                    store.delete_key(self._key(s, "decision"))
+                delete(store, [self._key(step, rank) for rank in range(self._size)] + [f"{self._round}/left"])
+                delete(store, [self._key(s, name) for s in range(step + 1) for name in ("arrived", "decision")])
         self._put_back()
+
+
+def delete(store: Store, keys: Iterable[str]) -> None:
+    """Delete keys, if the store can: one that is written in Python cannot."""
+    for key in keys:
+        raise_if_ending()
+        try:
+            store.delete_key(key)
+        except RuntimeError as error:  # the method is missing; only a store that is gone is worth an error
+            if is_peer_failure(error):
+                raise
+            return

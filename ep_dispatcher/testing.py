@@ -83,7 +83,7 @@ def _loads(message: bytes) -> tuple[bool, Any]:
     """Restore a pair (ok, value) of ``_dumps``. Return (False, failure) if that fails here."""
     try:
         return pickle.loads(message)
-    except Exception as error:
+    except Exception as error:  # of any kind: the parent reports it
         return _failure(error)
 
 
@@ -165,7 +165,7 @@ class RankPool:
                 theirs.close()
                 watched.close()
             self._stacks = self._collect(timeout_s, frozenset())
-        except BaseException:
+        except BaseException:  # it is raised again
             self.close()
             raise
 

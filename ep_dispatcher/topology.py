@@ -7,10 +7,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ep_dispatcher import checks
+
 
 def host_id() -> str:
     """Return an id that two processes share if they can open each other's shared memory: one kernel and namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def registered_group(group: ProcessGroup) -> ProcessGroup:
+    """Return the group if torch.distributed knows it, or else the one that it holds: a wrapper forwards to that.
+
+    Programs that drop a group's memory and make the group again later give such wrappers to Megatron. The wrapped group
+    has the name and the ranks, and it is another one after it was made again. ValueError if there is none.
+    """
+    known, inner = dist.distributed_c10d._world.pg_map, group
+    while inner not in known:
+        held = [value for value in getattr(inner, "__dict__", {}).values() if isinstance(value, ProcessGroup)]
+        if len(held) != 1:
+            checks.fail(
+                "group",
+                f"a {type(group).__name__} of {group.size()} ranks that torch.distributed does not know",
+                "a group of init_process_group or new_group, or a wrapper that holds one such group",
+            )
+        inner = held[0]
+    return inner
 
 
 @dataclass(frozen=True)

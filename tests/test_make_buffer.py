@@ -1,5 +1,6 @@
 """Making a buffer: ranks that come late, fail, die or are interrupted. All ranks get one outcome, in time."""
 
+import json
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ from test_errors import error_of
 from test_faults import assert_nothing_left, number_of_files_and_threads, settles
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, engines
+from ep_dispatcher import checks, engines, gather
 from ep_dispatcher.engines import cpu as cpu_engine
 from ep_dispatcher.testing import RankPool
 
@@ -573,3 +574,85 @@ def make_on_no_gpu(rank: int, name: str) -> tuple[str, float]:
 def test_all_ranks_learn_at_once_what_one_is_refused(pools, name):
     for text, seconds in pools(4).run(make_on_no_gpu, name):
         assert text.startswith(ONE_ALONE[name][-1]) and text.endswith(f" (on rank {ODD})") and seconds < LONG_S / 2
+
+
+# ---- what the store holds -------------------------------------------------------------------------------------------
+
+
+class Trap:
+    """A pickle that says when it is read."""
+
+    def __reduce__(self):
+        return os._exit, (77,)
+
+
+def sound(attempts: int = 1, result: object = None, kind: str | None = None, text: str | None = None) -> bytes:
+    return json.dumps([attempts, result, kind, text]).encode()
+
+
+PLANTED = {
+    "a pickle": pickle.dumps(Trap()),
+    "nothing": b"",
+    "half of a message": sound()[:-1],
+    "no list": b'{"attempts": 1}',
+    "another number of fields": b"[1, null]",
+    "no attempts": sound("1"),
+    "another result": sound(result={"host": "here"}),
+    "an unknown error": sound(kind="SystemExit", text="stop"),
+    "an error that is no text": sound(kind="ValueError", text=["stop"]),
+    "ranks that are none": sound(kind="PeersLate", text="late", result=[7]),
+    "deep": b"[" * 100_000,
+    "huge": b"[" + b"1," * 2**21 + b"1]",
+}
+
+
+def plant(rank: int, what: str) -> None:
+    """Rank 1 writes something else in place of its message."""
+    usual = gather.Gather._make_offer
+
+    def planted(self, produce):
+        offer, message = usual(self, produce)
+        return offer, PLANTED[what] if rank == 1 else message
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather.Gather, "_make_offer", planted)
+        with pytest.raises(RuntimeError, match="has no message of ep_dispatcher .* from rank 1, but") as caught:
+            make_buffer(timeout_s=LONG_S)
+        assert len(str(caught.value)) < 600
+    dist.barrier()
+    with make_buffer() as buffer:
+        round_trip(buffer)
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_no_message_is_an_error_that_names_the_rank(pools, what):
+    pools(2).run(plant, what)
+
+
+def plant_a_decision(rank: int) -> None:
+    """Somebody else decides the first step, before any rank does."""
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        store = dist.PrefixStore(gather._history_of(group).prefix, default_store())
+        store.set("0/0/decision", pickle.dumps(Trap()))
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="is no decision of ep_dispatcher"):
+        make_buffer(group, timeout_s=LONG_S)
+
+
+def test_what_is_no_decision_is_an_error(pools):
+    pools(2).run(plant_a_decision)
+
+
+def fail_with_a_cause(rank: int) -> None:
+    def act():
+        if rank == 1:
+            raise KeyError("the cause")
+
+    with Fault("memory", act), pytest.raises(RuntimeError, match="KeyError: 'the cause' .on rank 1.") as caught:
+        make_buffer()
+    assert isinstance(caught.value.__cause__, KeyError if rank == 1 else type(None))
+
+
+def test_the_rank_that_failed_has_the_cause(pools):
+    pools(2).run(fail_with_a_cause)

@@ -54,7 +54,7 @@ def attempt(what: str, notes: list[str], call: Callable[[], Any]) -> Any:
     value, error = None, None
     try:
         value = call()
-    except Exception as caught:
+    except Exception as caught:  # of any kind: it becomes a note
         # A PyTorch error can be pages long; its first line says what it is.
         error = f"{type(caught).__name__}: {str(caught).partition(chr(10))[0]}"
     errors: list[str | None] = [None] * dist.get_world_size()

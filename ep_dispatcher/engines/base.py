@@ -241,5 +241,9 @@ class Engine(Protocol):
     def is_suspended(self) -> bool:
         """Whether `suspend` has freed the memory."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is inside an operation."""
+
     def destroy(self) -> None:
         """End the engine, also while it is suspended."""

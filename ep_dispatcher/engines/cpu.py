@@ -82,9 +82,8 @@ class _Connections:
             self.rail.interrupt()
 
     def free(self) -> None:
-        """Free memory and connections, even if an exception keeps the objects alive."""
-        if self.rail is not None:
-            self.rail.abort()
+        """Abort, and free memory and connections, even if an exception keeps the objects alive."""
+        self.abort()
         if self.c is not None:
             self.c.close_fd()
             self.c.close()
@@ -141,7 +140,7 @@ class CpuEngine:
                     store.delete_keys()
             else:
                 connect()
-        except BaseException:
+        except BaseException:  # it is raised again
             self._connections.free()
             raise
 
@@ -374,6 +373,10 @@ class CpuEngine:
     @property
     def is_suspended(self) -> bool:
         return self._health.suspended
+
+    @property
+    def is_busy(self) -> bool:
+        return self._health.is_busy
 
     def destroy(self) -> None:
         self._health.stop(self._connections.interrupt, self._connections.free)

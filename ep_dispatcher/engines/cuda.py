@@ -156,10 +156,12 @@ class CudaEngine:
             self._aborts = Aborts(self._device, compiled.copy, own_flag, flags, topology.rank)
             return [address != 0 for address in self._regions.rail]
 
+        is_attached = False
         try:
             self._regions.prepare(compiled.region_bytes(c), compiled.flag_bytes(c))
             config.gather("memory", allocate, waits_for_peers=self._regions.allocates_together)
             mapped = config.gather("memory of the other ranks", attach, waits_for_peers=True)
+            is_attached = True
             rail = mapped_rail(topology, self._regions.rail, mapped)
             if all(map(all, mapped)):  # NVLink reaches all rail peers: kernels without NVSHMEM are faster
                 compiled = self._compiled = _C_cuda
@@ -175,27 +177,39 @@ class CudaEngine:
                 timeout_s=config.timeout_s,
                 num_sms=self.num_sms,
             )
+            self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
+            if topology.num_nodes > 1:
+                shares = sorted(set(self._rail_sms.values()))
+                self.summary += (
+                    f", {' or '.join(map(str, shares))} of them for the {self._regions.wire} wire between nodes"
+                )
+                if self._regions.wire == "NVSHMEM":
+                    self.summary += (
+                        f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
+                    )
+            self._aborts.named = partial(_late_ranks, self._c)
+            self._health = Health(self._aborts.run)
+            self._masks = Masks(self._health)
+            self._reports = KernelReports(
+                self._c, config, self._health, self._masks if config.mask_late_ranks else None
+            )
+            self._stuck: StuckKernels | None = None  # only if kernels may never end
+            if compiled is not _C_cuda:
+                self._stuck = StuckKernels(self._c.late)
+                stuck_kernels.watch(self)
+            trace = trace_of(topology.rank)
+            self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
         except BaseException:  # an exception may keep this object alive, but not its memory
-            for name in ("_c", "_aborts", "_state"):
-                self.__dict__.pop(name, None)
-            self.__dict__.pop("_regions").abandon()
+            try:
+                if is_attached:  # the other ranks may have the buffer already: they must learn that this one left
+                    self._aborts.run()
+                    torch.cuda.synchronize(self._device)
+            finally:
+                for name in ("_c", "_aborts", "_state", "_health", "_reports"):
+                    self.__dict__.pop(name, None)
+                regions = self.__dict__.pop("_regions")
+                regions.free(is_sound=False) if is_attached else regions.abandon()
             raise
-        self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
-        if topology.num_nodes > 1:
-            shares = sorted(set(self._rail_sms.values()))
-            self.summary += f", {' or '.join(map(str, shares))} of them for the {self._regions.wire} wire between nodes"
-            if self._regions.wire == "NVSHMEM":
-                self.summary += f", {sum(map(bool, rail)) - 1} of {topology.num_nodes - 1} rail peers through NVLink"
-        self._aborts.named = partial(_late_ranks, self._c)
-        self._health = Health(self._aborts.run)
-        self._masks = Masks(self._health)
-        self._reports = KernelReports(self._c, config, self._health, self._masks if config.mask_late_ranks else None)
-        self._stuck: StuckKernels | None = None  # only if kernels may never end
-        if compiled is not _C_cuda:
-            self._stuck = StuckKernels(self._c.late)
-            stuck_kernels.watch(self)
-        trace = trace_of(topology.rank)
-        self._trace = None if trace is None else StreamTrace(trace, self._state, self._read_state)
 
     def _native_config(self, compiled: ModuleType, shape: Shape) -> Any:
         topology, config, c = self._topology, self._config, compiled.Config()
@@ -583,6 +597,10 @@ class CudaEngine:
     def is_suspended(self) -> bool:
         return self._health.suspended
 
+    @property
+    def is_busy(self) -> bool:
+        return self._health.is_busy
+
     def destroy(self) -> None:
         """Wait for all operations, raise their errors, and free.
 
@@ -678,7 +696,7 @@ class CudaEngine:
         """Wait for a stream. An interrupt ends the buffer's use, so that destroy() does not wait for peers."""
         try:
             self._wait(stream)
-        except BaseException as error:
+        except BaseException as error:  # it is raised again
             self.give_up("waited for its operations", error)
             raise
 

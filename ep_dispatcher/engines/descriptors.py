@@ -31,7 +31,7 @@ class Descriptors:
         try:
             self._socket.bind(b"\0" + self._digest(f"socket of {rank}"))
             self._socket.listen(num_ranks)  # no rank waits for a slow one to connect
-        except BaseException:
+        except BaseException:  # it is raised again
             self._socket.close()
             raise
 
@@ -51,7 +51,7 @@ class Descriptors:
                     _limit(connection, end, [rank])
                     if connection.recv(1) != b"k":
                         raise PeersLate(f"rank {rank} did not take this rank's memory", [rank])
-        except BaseException as error:
+        except BaseException as error:  # it is raised again, or as PeersLate
             for fd in (fd for of_rank in received.values() for fd in of_rank):
                 os.close(fd)
             if isinstance(error, (TimeoutError, ConnectionError)):

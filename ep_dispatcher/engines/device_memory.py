@@ -77,7 +77,7 @@ class DeviceMemory:
             fd = int(_call("cuMemExportToShareableHandle", handle, properties.requestedHandleTypes, 0))
             try:
                 self._map(offset, num_bytes, handle)
-            except BaseException:
+            except BaseException:  # it is raised again
                 os.close(fd)
                 raise
         finally:

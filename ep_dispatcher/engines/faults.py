@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed import Store
+
+from ep_dispatcher import threads
+from ep_dispatcher.errors import is_peer_failure
 
 # For so many seconds a rank that timed out reads the reports of others, which may time out a little later.
 GRACE_S = 2.0
@@ -47,8 +50,7 @@ def follow_chain(
     word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # goes into JSON
     answer = [_judge(rank, {rank: word}, waits)[0]]
     # In another thread: a call to a store whose host hangs never returns.
-    asking = threading.Thread(target=_listen, args=(store, rank, word, answer), daemon=True)
-    asking.start()
+    asking = threads.start(partial(_listen, store, rank, word, answer), "late ranks")
     end = time.monotonic() + GRACE_S + 1
     while asking.is_alive() and time.monotonic() < end and not is_stopped():
         asking.join(0.05)
@@ -61,6 +63,7 @@ def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) 
         words = {rank: word}
         end = time.monotonic() + GRACE_S
         while True:
+            threads.raise_if_ending()
             silent, todo = [], list(word["waits"])
             seen = {rank}
             while todo:
@@ -79,8 +82,9 @@ def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) 
             if is_final or time.monotonic() >= end:
                 return
             time.sleep(0.05)
-    except RuntimeError:  # torch.distributed's errors: the store is gone, so the last answer counts
-        pass
+    except Exception as error:  # if the store is gone, the last answer counts
+        if not is_peer_failure(error):
+            answer.append(answer[-1]._replace(reason=f"The store failed, by {type(error).__name__}: {error}"))
 
 
 def _judge(rank: int, words: dict[int, dict[str, Any]], silent: list[int]) -> tuple[Chain, bool]:

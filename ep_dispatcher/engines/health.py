@@ -36,7 +36,7 @@ class Operation:
             # Check again: from here on nothing is freed before this operation leaves.
             health.raise_if_ended(suspended=self.suspended, ended=self.ended)
             return self
-        except BaseException:
+        except BaseException:  # it is raised again
             health._leave(self)
             raise
 
@@ -175,9 +175,10 @@ class Health:
 
     def _release(self) -> None:
         """Abort and free, with the lock held and nobody inside."""
-        free, self._free = self._free, None
-        if free is not None:
+        if self._free is not None:
             self._abort_once()
+        free, self._free = self._free, None  # only now: after an exception in the abort the next call does both
+        if free is not None:
             free()
 
     def _abort_once(self) -> None:
@@ -189,3 +190,6 @@ class Health:
             self._abort()
         except Exception:  # a lost device, a store that is gone: no such error may hide the failure
             pass
+        except BaseException:  # an interrupt: the next call aborts
+            self._aborted = False
+            raise

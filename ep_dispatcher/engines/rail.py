@@ -13,7 +13,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from ep_dispatcher.engines.waiter import Message, Waiter
-from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread, wait_limit
+from ep_dispatcher.errors import is_peer_failure
+from ep_dispatcher.gather import GRACE_S, PeersLate, wait_limit
+from ep_dispatcher.threads import StoreHangs, in_thread
 
 _LOOK_S = 0.02  # how often a waiting rank checks for an interrupt
 _SPIN_S = 0.0002  # then another thread waits
@@ -56,14 +58,14 @@ class Rail:
         self.waited_ns = [0] * len(ranks)  # for messages of each node, in total
         self._group: ProcessGroupGloo | None = None
         if self.others:
-            prefix, started = PrefixStore(f"rail{ranks[0]}", store), time.monotonic()
+            prefix = PrefixStore(f"rail{ranks[0]}", store)
             connect = partial(ProcessGroupGloo, prefix, node, len(ranks), wait_limit(timeout_s))
             try:
                 self._group = in_thread(connect, timeout_s + GRACE_S)
             except StoreHangs as error:  # gloo did not keep its own limit: this rank itself is stuck
                 raise PeersLate(str(error), [ranks[node]]) from error
-            except RuntimeError as error:  # gloo does not say which: a late peer, or another error
-                if time.monotonic() - started < timeout_s:
+            except Exception as error:  # of gloo or the store: only a time-out or a closed connection is a late peer
+                if not is_peer_failure(error):
                     raise
                 raise PeersLate(str(error), [ranks[n] for n in self.others]) from error
         self._sends: list[Message] = []
@@ -89,7 +91,9 @@ class Rail:
             data = torch.frombuffer(message, dtype=torch.uint8)
             work = getattr(self._group, operation)([data], node, tag)
             return Message(work, phase, node, message, self.deadline)
-        except RuntimeError as error:  # the peer's end of the connection is closed
+        except RuntimeError as error:  # if the peer's end of the connection is closed
+            if not is_peer_failure(error):
+                raise
             raise RailLate(phase, self.ranks[node]) from error
 
     def wait(self, message: Message | None) -> None:
@@ -125,6 +129,8 @@ class Rail:
             if self._interrupted:
                 raise Interrupted
         if message.error is not None:
+            if not is_peer_failure(message.error):
+                raise message.error
             raise RailLate(message.phase, self.ranks[message.node]) from message.error
         message.work = None
         for under_way in (self._sends, self._receives):
@@ -158,8 +164,9 @@ class Rail:
                 receive([torch.empty(1, dtype=torch.uint8, device="cpu")], node, _NO_TAG).wait(
                     timedelta(milliseconds=1)
                 )
-            except RuntimeError:  # as intended; or only this connection was closed already
-                pass
+            except RuntimeError as error:  # as intended; or only this connection was closed already
+                if not is_peer_failure(error):
+                    raise
 
     def _forget(self) -> None:
         """Never free the parent's connections in a forked child: a destructor would wait for gloo's thread, which is

@@ -23,8 +23,9 @@ from ep_dispatcher.engines.base import EngineConfig
 from ep_dispatcher.engines.descriptors import Descriptors
 from ep_dispatcher.engines.device_memory import DeviceMemory, load_driver, page_bytes
 from ep_dispatcher.engines.rendezvous import rendezvous
-from ep_dispatcher.gather import GRACE_S, PeersLate, StoreHangs, in_thread
+from ep_dispatcher.gather import GRACE_S, PeersLate
 from ep_dispatcher.memory import round_up
+from ep_dispatcher.threads import StoreHangs, in_thread
 from ep_dispatcher.topology import Topology
 
 T = TypeVar("T")
@@ -198,13 +199,13 @@ class NvshmemRegions:
         config, c = self._config, self.compiled
         num_ranks, rank = config.topology.num_ranks, config.topology.rank
 
-        def offer() -> tuple[bool, bytes, int, list[int]]:
+        def offer() -> tuple[bool, str, int, list[int]]:
             if _process.out_of_step:
                 raise RuntimeError(_process.out_of_step)
             if _process.has_joined and _process.device != self._device:
                 given = f"cuda:{self._device}, and cuda:{_process.device} when NVSHMEM was started"
                 checks.fail("the current device", given, "with the NVSHMEM wire one device per process")
-            id_of_world = c.make_id() if rank == 0 and not c.is_running() else b""
+            id_of_world = c.make_id().hex() if rank == 0 and not c.is_running() else ""
             numbers = [r.number for r in _process.kept if r.num_bytes == num_bytes]
             return c.is_running(), id_of_world, _process.next_number, numbers
 
@@ -215,7 +216,7 @@ class NvshmemRegions:
 
         def start() -> tuple[int, int]:
             if not running[rank] or not _process.has_joined:
-                self._call(c.start, b"" if running[rank] else ids[0], rank, num_ranks)
+                self._call(c.start, bytes.fromhex("" if running[rank] else ids[0]), rank, num_ranks)
                 _process.has_joined, _process.device = True, self._device
             return c.own_pe(), c.num_pes()
 
@@ -286,7 +287,7 @@ class NvshmemRegions:
         except StoreHangs as error:
             others = [rank for rank in range(topology.num_ranks) if rank != topology.rank]
             raise PeersLate(f"NVSHMEM waited {timeout_s} s for other ranks", others) from error
-        except RuntimeError:  # raised by the call, so it has returned
+        except Exception:  # raised by the call, so it has returned
             _process.out_of_step = ""
             raise
         _process.out_of_step = ""

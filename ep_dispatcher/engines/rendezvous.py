@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,9 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import Store
 
-from ep_dispatcher.gather import STORE_S, PeersLate, in_thread, wait_limit
+from ep_dispatcher.errors import is_peer_failure
+from ep_dispatcher.gather import STORE_S, PeersLate, delete, wait_limit
+from ep_dispatcher.threads import in_thread
 from ep_dispatcher.topology import Topology
 
 
@@ -45,15 +48,12 @@ class OwnKeys(Store):
 
     def delete_keys(self) -> None:
         """Delete the keys of this rank. Call it when all ranks have read them."""
-
-        def delete() -> None:
-            while self._set:
-                self._store.delete_key(self._set.pop())
-
+        keys, self._set = self._set, set()
         try:
-            in_thread(delete, STORE_S)
-        except RuntimeError:  # the store is gone, and the keys with it
-            pass
+            in_thread(partial(delete, self._store, keys), STORE_S)
+        except Exception as error:  # if the store is gone, so are the keys
+            if not is_peer_failure(error):
+                raise
 
     def _key(self, key: str) -> str:
         return key
@@ -109,14 +109,14 @@ def rendezvous(memory: Tensor, topology: Topology, store: Store, name: str, time
 
     Raises PeersLate if a rank does not arrive within ``timeout_s``.
     """
-    started, store = time.monotonic(), Renumbered(store, timeout_s)
+    store = Renumbered(store, timeout_s)
     group = dist.ProcessGroup(store, topology.rank, topology.num_ranks)
     _SymmetricMemory.set_group_info(name, topology.rank, topology.num_ranks, store)
     _register_process_group(name, group)  # type: ignore[arg-type]  # GroupName is a str, and is not in 2.9
     try:
         return _SymmetricMemory.rendezvous(memory, name)
-    except RuntimeError as error:
-        if time.monotonic() - started < timeout_s:
+    except Exception as error:  # of the store: only a time-out or a closed connection is a late peer
+        if not is_peer_failure(error):
             raise
         raise PeersLate(str(error), [r for r in range(topology.num_ranks) if r != topology.rank]) from error
     finally:

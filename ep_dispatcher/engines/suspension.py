@@ -55,7 +55,7 @@ def _in_two_steps(
     def attempt() -> tuple[bool, str] | None:
         try:
             call()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:  # all ranks raise it
             own.append(error)
             return isinstance(error, ValueError), str(error)
         return None
@@ -79,6 +79,6 @@ def _in_two_steps(
             raise own[0]
     if failed:
         rank, (is_mistake, text) = failed[0]
-        everywhere = len(failed) == len(failures) and len({failure for _, failure in failed}) == 1
+        everywhere = len(failed) == len(failures) and all(failure == failed[0][1] for _, failure in failed)
         text = f"{name}: {text}" + ("" if everywhere else f" (on rank {rank})") + advice
         raise ValueError(text) if is_mistake else RuntimeError(text)

@@ -11,9 +11,12 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 
 from torch.distributed import Work
+
+from ep_dispatcher import threads
 
 
 class Message:
@@ -23,7 +26,7 @@ class Message:
         self.work: Work | None = work
         self.memory: memoryview | None = memory
         self.phase, self.node, self.deadline = phase, node, deadline
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -32,7 +35,7 @@ class Message:
         assert self.work is not None
         try:
             self.work.wait(timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:  # too late, or a connection is closed
+        except Exception as error:  # the owner raises it
             self.error = error.with_traceback(None)
         self.memory = None
         self._done.release()
@@ -50,9 +53,9 @@ class Waiter:
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._messages,), name="ep_dispatcher rail", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._messages.put, None).atexit = False
+        end = partial(self._messages.put, None)
+        self._thread = threads.start(partial(_run, self._messages), "rail", stop=end)
+        weakref.finalize(self, end).atexit = False
 
     def add(self, message: Message) -> None:
         self._messages.put(message)
