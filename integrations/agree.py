@@ -16,6 +16,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.engines.faults import find_late_ranks
 from ep_dispatcher.errors import is_peer_failure
+from ep_dispatcher.topology import registered_group
 
 _agreements: Counter[str] = Counter()  # number by group; the same on all its ranks
 _of_hosts: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
@@ -33,13 +34,14 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup,
     Raises PeerTimeoutError if a rank does not arrive within EP_DISPATCHER_TIMEOUT_S, or has ended. Its operation is
     "dispatch", because one follows, with epoch 0, phase ``about`` and the note. Other errors are raised as they are.
     """
+    group = registered_group(group)
     name = group.group_name
     _agreements[name] += 1
     started = time.monotonic()
     try:
         limit = timedelta(seconds=envs.timeout_s())
         dist.all_reduce(tensor, op, group=_hosts(group, limit), async_op=True).wait(limit)
-    except RuntimeError as cause:
+    except RuntimeError as cause:  # only a time-out or a closed connection is a late peer
         if not is_peer_failure(cause):
             raise
         waited_s, rank = time.monotonic() - started, group.rank()

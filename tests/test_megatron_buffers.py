@@ -288,6 +288,29 @@ class SmsOf016:
     moe_hybridep_num_sms: int = 16
 
 
+def wrapped_group(rank: int) -> None:
+    """Two kinds of rows in turn on a group in a wrapper: no pass makes a buffer again."""
+    from test_groups import Reloadable
+
+    from ep_dispatcher.integrations.megatron import buffers
+
+    use_layout(Layout(ep=2))
+    group = Reloadable(dist.new_group([0, 1]))
+    topk_idx = torch.zeros(4, 2, dtype=torch.int64, device="cpu")
+    kinds = [make_config(num_moe_experts=number) for number in (EXPERTS, 2 * EXPERTS)]
+    seen = []
+    for _ in range(20):
+        for config in kinds:
+            rows = torch.zeros(4, 64, dtype=torch.bfloat16, device="cpu")
+            seen.append(buffers.shared_buffer(group, config, rows, topk_idx, "test"))
+    assert len(set(seen)) == 2 == len(living())
+    buffers.destroy_buffers()
+
+
+def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows():
+    run(wrapped_group)
+
+
 def choose_sms(rank: int) -> None:
     from ep_dispatcher.integrations.megatron import limits
 

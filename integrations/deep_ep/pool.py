@@ -18,6 +18,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.topology import registered_group
 
 
 class Key(NamedTuple):
@@ -222,6 +223,7 @@ _pools: WeakValueDictionary[ProcessGroup, Pool] = WeakValueDictionary()
 
 
 def pool_of(group: ProcessGroup) -> Pool:
+    group = registered_group(group)
     pool = _pools.get(group)
     if pool is None:
         pool = _pools[group] = Pool(group)

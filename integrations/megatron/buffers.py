@@ -21,6 +21,7 @@ from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import limits, overfull, plugin
 from ep_dispatcher.memory import DEFAULT_SMS
+from ep_dispatcher.topology import registered_group
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     more tokens at once, and with ``variable_seq_lengths`` when any rank does. Raises ValueError on a rank that alone
     brings more, PeerTimeoutError (with the note) if a rank does not arrive.
     """
+    group = registered_group(group)
     num_tokens, hidden = hidden_states.shape
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
@@ -223,7 +225,7 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
     ranks = [str(r) for r in range(group.size())]
     try:
         store.wait(ranks, timedelta(seconds=limit_s))
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # only a time-out or a closed connection is a late peer
         if not is_peer_failure(error):
             raise
         missing = ", ".join(r for r in ranks if not store.check([r]))

@@ -1,0 +1,131 @@
+"""Process groups in a wrapper, and groups that torch.distributed does not know."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from round_trip import make_buffer, round_trip
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
+
+import ep_dispatcher as ep
+from ep_dispatcher.testing import RankPool
+from ep_dispatcher.topology import registered_group
+
+
+class Reloadable(ProcessGroup):
+    """A group that can be dropped and made again, as frameworks of reinforcement learning give it to Megatron."""
+
+    def __init__(self, group: ProcessGroup):
+        super().__init__(rank=group.rank(), size=group.size())
+        self.group: ProcessGroup | None = group
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def rank(self):
+        return self.group.rank()
+
+    def size(self):
+        return self.group.size()
+
+    def allreduce(self, *args, **kwargs):
+        return self.group.allreduce(*args, **kwargs)
+
+
+def use_wrapped(rank: int) -> None:
+    group = Reloadable(dist.new_group([0, 1]))
+    for _ in range(2):
+        with make_buffer(group) as buffer:
+            round_trip(buffer)
+        inner = registered_group(group)
+        assert inner is group.group and registered_group(inner) is inner
+        dist.destroy_process_group(group.group)
+        with pytest.raises(
+            ValueError, match="group: given a Reloadable of 2 ranks that torch.distributed does not know"
+        ):
+            make_buffer(group)
+        group.group = dist.new_group([0, 1])
+
+
+def test_a_wrapped_group_also_after_it_was_made_again(pools):
+    pools(2).run(use_wrapped)
+
+
+def use_unknown(rank: int) -> None:
+    group = ProcessGroup(PrefixStore("unknown", HashStore()), rank, 2)
+    with pytest.raises(ValueError) as caught:
+        make_buffer(group)
+    text = str(caught.value)
+    assert text.startswith("group: given a ProcessGroup of 2 ranks that torch.distributed does not know, allowed: a ")
+    with make_buffer() as buffer:
+        round_trip(buffer)
+
+
+def test_a_group_that_is_not_registered(pools):
+    pools(2).run(use_unknown)
+
+
+class InPython(dist.Store):
+    """A store that is written in Python: it cannot be cloned, and deletes no keys."""
+
+    def __init__(self, port: int):
+        super().__init__()
+        self.inner = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def add(self, key, number):
+        return self.inner.add(key, number)
+
+    def check(self, keys):
+        return self.inner.check(keys)
+
+    def wait(self, keys, timeout=timedelta(seconds=60)):
+        self.inner.wait(keys, timeout)
+
+    def compare_set(self, key, expected, desired):
+        return self.inner.compare_set(key, expected, desired)
+
+    def multi_get(self, keys):
+        return self.inner.multi_get(keys)
+
+
+class WithoutAdd(InPython):
+    def add(self, key, number):
+        raise KeyError("no numbers here")
+
+
+def use_store(rank: int, port: int, kind: type[InPython]) -> str | None:
+    dist.destroy_process_group()
+    store = kind(port)  # C++ does not keep the Python part alive
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        for ranks_per_node in (2, 1):
+            with make_buffer(ranks_per_node=ranks_per_node) as buffer:
+                round_trip(buffer)
+    except RuntimeError as error:
+        assert not isinstance(error, ep.PeerTimeoutError)
+        return f"{type(error.__cause__).__name__}: {error}"
+    return None
+
+
+def run_with_store(kind: type[InPython]) -> list[str | None]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with RankPool(2, timeout_s=120) as pool:
+        return pool.run(use_store, store.port, kind)
+
+
+def test_a_store_written_in_python():
+    assert run_with_store(InPython) == [None, None]
+
+
+def test_an_error_of_the_store_blames_no_rank():
+    for text in run_with_store(WithoutAdd):
+        assert text.startswith(
+            "KeyError: making a buffer, phase 'configuration': the store of the default process group"
+        )
+        assert "no numbers here" in text
