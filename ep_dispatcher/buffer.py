@@ -7,7 +7,7 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from types import TracebackType
@@ -554,7 +554,8 @@ class Buffer:
                 _buffers.pop(self.id, None)
                 self._explaining(engine.destroy)
             except BaseException:  # wherever it was raised, the other ranks must learn at once that this one left
-                engine.destroy()
+                with suppress(Exception):  # the first error is the one to raise
+                    engine.destroy()
                 raise
 
     def __repr__(self) -> str:

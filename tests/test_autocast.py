@@ -46,9 +46,9 @@ def cast_rows(rank: int, engine: str, case: Case, inputs, function, compiled: bo
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
-        by_hand = run(function, lambda t: t.to(case.dtype), contextlib.nullcontext())
         torch._dynamo.reset()
         call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        by_hand = run(call, lambda t: t.to(case.dtype), contextlib.nullcontext())
         seen = run(call, lambda t: t, autocast(engine, case.dtype))
     assert [t.dtype for t in seen] == [case.dtype] + [torch.float32] * (len(by_hand) - 1)
     assert len(seen) == len(by_hand) and all(map(torch.equal, seen, by_hand))

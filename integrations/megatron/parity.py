@@ -513,11 +513,17 @@ def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profi
 @contextlib.contextmanager
 def _without_experts(layer) -> Iterator[None]:
     """Let experts only multiply their rows by the probabilities."""
+    from ep_dispatcher.integrations.megatron.experts import is_grouped  # imports Megatron, which not all have
+
     layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
-    try:
-        yield
-    finally:
-        del layer.experts.forward
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # where every rank says that these experts have changed, and changed back
+        try:
+            yield
+        finally:
+            del layer.experts.forward
+            is_grouped(layer.experts)
 
 
 def _synchronize(tensor: Tensor) -> None:

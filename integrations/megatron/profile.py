@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ep_dispatcher.integrations.megatron import experts, plugin
+from ep_dispatcher.integrations.megatron import plugin
 
 # The steps of a forward pass, in their order.
 FORWARD = ("router", *plugin.STEPS[:3], "experts", *plugin.STEPS[3:])
@@ -52,6 +52,8 @@ class Profile:
 @contextlib.contextmanager
 def _named_steps(layer: Any) -> Iterator[None]:
     """Give profilers the steps of the layer by name."""
+    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have
+
     owners = [(layer.router, "forward", "router"), (layer.experts, "forward", "experts")]
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
