@@ -1,6 +1,7 @@
 """Experts that change after the first forward pass: seen at once, on one rank alone too, and seen when it is undone."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from megatron_layer import (
     NO_MEGATRON,
     Layout,
     assert_agree,
+    environment,
+    error_of,
     grads_of,
     make_config,
     make_layer,
@@ -163,6 +166,12 @@ def change_and_undo(rank: int, make, settings: dict, switch: str, parts: bool) -
                 undo()
                 assert_agree(outcome(layer, rank), before, change.__name__)
                 assert is_grouped(layer.experts)
+            early = make(config, 4)
+            undo = change(owner_of(early)) if rank == 1 else lambda: None
+            assert_agree(outcome(early, rank), wanted, f"{change.__name__} before the first pass")
+            undo()
+            del early, layer
+            gc.collect()  # so that no later change is seen in them
         lines = changed_lines(printed)
         assert len(lines) == 2 * rank, lines
         if rank == 1:
@@ -185,3 +194,47 @@ def change_and_undo(rank: int, make, settings: dict, switch: str, parts: bool) -
 )
 def test_a_change_is_seen_and_undone(make, settings, switch, parts):
     megatron_pool(2).run(change_and_undo, make, settings, switch, parts)
+
+
+def change_after_the_dispatch(rank: int) -> str:
+    """All ranks hook their experts while the rows are on their way, which are more than the counts say."""
+    use_layout(EP2)
+    with switched_on(SWITCH), environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR="2"):
+        layer = make_grouped_layer(make_config(**GROUPED), 3)
+        outcome(layer, rank)
+        dispatch = layer.token_dispatcher.token_dispatch
+
+        def dispatch_and_hook(*given):
+            received = dispatch(*given)
+            hook_forward(owner_of(layer))
+            return received
+
+        layer.token_dispatcher.token_dispatch = dispatch_and_hook
+        return error_of(lambda: outcome(layer, rank), RuntimeError)
+
+
+def test_a_change_after_the_dispatch_is_an_error_with_limited_rows():
+    for text in megatron_pool(2).run(change_after_the_dispatch):
+        assert text.startswith("layer 3: its experts have changed between the dispatch and their forward"), text
+
+
+def change_of_parts(rank: int) -> list[str]:
+    """All ranks have agreed on two parts, and cannot run them any more."""
+    use_layout(EP2)
+    texts = []
+    with switched_on(WAVES), two_parts():
+        for change in (
+            lambda experts: setattr(experts, "forward", lambda *given: type(experts).forward(experts, *given)),
+            lambda experts: experts.register_forward_hook(lambda _, given, result: doubled(result)),
+        ):
+            layer = make_grouped_layer(make_config(**GROUPED), 3)
+            outcome(layer, rank)
+            change(layer.experts)
+            texts.append(error_of(lambda layer=layer: outcome(layer, rank), RuntimeError))
+    return texts
+
+
+def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error():
+    for by_forward, by_hook in megatron_pool(2).run(change_of_parts):
+        assert by_forward.startswith("layer 3 has run in two parts") and "is not ep_dispatcher's" in by_forward
+        assert by_hook.startswith("layer 3 has run in two parts") and "has hooks (forward_hooks)" in by_hook
