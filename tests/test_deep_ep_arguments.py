@@ -98,8 +98,6 @@ DESCRIBE = {
         "src_signal_expect_value",
     }
 }
-NAMES = {"allocate_on_comm_stream": "allocate_on_comm_stream", "size": "get_local_buffer_tensor", "offset": "get_local"}
-NAMES |= {"topk_idx": "topk_idx", "use_rdma_buffer": "get_local_buffer_tensor"}
 TABLES = (REFUSED, SAID, WORKS, DESCRIBE)
 
 
