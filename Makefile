@@ -31,7 +31,7 @@ OF_EXTRAS = -c 'import re, sys; from importlib.metadata import requires; \
 IN_VENV = -c 'import sys; assert sys.prefix != sys.base_prefix'
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-SETUP := setup.py pyproject.toml ep_dispatcher/_version.py $(wildcard integrations/__init__.py integrations/*/__init__.py)
+SETUP := setup.py pyproject.toml ep_dispatcher/_version.py
 
 ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the stamps stand for
 $(shell rm -rf $(STAMPS))

@@ -320,16 +320,6 @@ def extensions():
     return [cpu, cuda, nvshmem]
 
 
-def packages():
-    """Package names and their folders; integrations/, a package, lies beside ep_dispatcher/ and is installed inside."""
-    names, folders = find_packages(include=["ep_dispatcher", "ep_dispatcher.*"]), {}
-    if Path("integrations/__init__.py").exists():
-        inner = ["ep_dispatcher.integrations." + name for name in find_packages("integrations")]
-        names += ["ep_dispatcher.integrations", *inner]
-        folders["ep_dispatcher.integrations"] = "integrations"
-    return {"packages": names, "package_dir": folders}
-
-
 def long_description():
     """README.md, for the page of a package index, where links into the repository would lead nowhere.
 
@@ -359,5 +349,5 @@ setup(
     options=OPTIONS,
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    **packages(),
+    packages=find_packages(include=["ep_dispatcher", "ep_dispatcher.*"]),
 )

@@ -11,7 +11,7 @@ from ep_dispatcher import __version__, checks, envs, errors
 from ep_dispatcher.engines import faults
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|integrations|tests"
+FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|tests"
 SUFFIXES = (".py", ".h", ".cpp", ".cuh", ".cu")
 OF_OTHERS = {"tests/test_internode.py"}  # DeepEP's, in docs/estimate.md
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -64,7 +64,7 @@ def test_tests_that_pages_name_exist(page):
 
 
 def test_pages_that_sources_name_exist():
-    folders = ("ep_dispatcher", "integrations", "csrc", "benchmarks", "examples", "tests")
+    folders = ("ep_dispatcher", "csrc", "benchmarks", "examples", "tests")
     sources = [file for folder in folders for file in (ROOT / folder).rglob("*.*") if file.suffix in SUFFIXES]
     named = {(name, file) for file in sources for name in re.findall(r"docs/\w+\.md", file.read_text())}
     assert len(named) > 10
@@ -146,7 +146,7 @@ def test_every_step_of_suspend_and_resume_is_explained():
 
 
 def test_every_agreement_of_the_megatron_integration_is_explained():
-    sources = [f"integrations/megatron/{name}.py" for name in ("buffers", "experts", "recompute")]
+    sources = [f"ep_dispatcher/integrations/megatron/{name}.py" for name in ("buffers", "experts", "recompute")]
     assert sorted(first_cells("Phases of the Megatron integration")) == sorted(in_sources(r'about="([^"]+)"', *sources))
 
 

@@ -52,7 +52,7 @@ def source(tmp_path_factory) -> Path:
         copy.mkdir(exist_ok=True)
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy)
-    for name in ("csrc", "ep_dispatcher", "integrations"):
+    for name in ("csrc", "ep_dispatcher"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     result = run(sys.executable, "-c", HOOK, "build_sdist", folder, cwd=copy)
@@ -94,7 +94,6 @@ def test_the_wheel_has_every_module_and_nothing_else(build):
     unpacked, _, modules = build
     expected = {f"ep_dispatcher/{name}" for name in names(ROOT / "ep_dispatcher", "*.py")}
     expected |= {f"ep_dispatcher/{name}" for name in ("py.typed", *names(ROOT / "ep_dispatcher", "*.pyi"))}
-    expected |= {f"ep_dispatcher/integrations/{name}" for name in names(ROOT / "integrations", "*.py")}
     compiled = {f"ep_dispatcher/{module}{importlib.machinery.EXTENSION_SUFFIXES[0]}" for module in modules}
     found = {name for name in names(unpacked, "*") if (unpacked / name).is_file() and ".dist-info" not in name}
     assert found == expected | compiled

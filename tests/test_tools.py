@@ -15,13 +15,11 @@ ROOT = Path(__file__).parents[1]
 
 def programs() -> set[str]:
     """Names of the modules that do something when they are run."""
-    folders = ((ROOT / "ep_dispatcher", ("ep_dispatcher",)), (ROOT / "integrations", ("ep_dispatcher", "integrations")))
     found = set()
-    for folder, package in folders:
-        for path in folder.rglob("*.py"):
-            parts = path.relative_to(folder).with_suffix("").parts
-            if "integrations" not in parts and 'if __name__ == "__main__":' in path.read_text():
-                found.add(".".join([*package, *(part for part in parts if part != "__main__")]))
+    for path in (ROOT / "ep_dispatcher").rglob("*.py"):
+        if 'if __name__ == "__main__":' in path.read_text():
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found.add(".".join(part for part in parts if part != "__main__"))
     return found
 
 
