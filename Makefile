@@ -66,7 +66,7 @@ bench: setup
 	$(PY) -m ep_dispatcher.bench $(ARGS)
 
 doctor:  # sets nothing up: it is for machines where that fails
-	@$(firstword $(PY) $(wildcard .venv/bin/python) $(PYTHON)) ep_dispatcher/doctor.py $(ARGS)
+	@$(firstword $(PY) $(wildcard .venv/bin/python) $(PYTHON)) ep_dispatcher/tools/doctor.py $(ARGS)
 
 format: $(STAMPS)/format
 	PYTHON=$(PY) ./format.sh

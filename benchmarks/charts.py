@@ -10,8 +10,8 @@ from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, Case, is_standard
-from ep_dispatcher.benchmark.parts import BASELINES, ENGINE
+from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, Case, is_standard
+from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE
 
 if TYPE_CHECKING:
     from time_line import Step

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.benchmark.clock import DeviceClock, HostClock, make_clock
-from ep_dispatcher.benchmark.ranks import attempt, largest_over_ranks
 from ep_dispatcher.integrations.deep_ep import Buffer
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher.tools.benchmark.clock import DeviceClock, HostClock, make_clock
+from ep_dispatcher.tools.benchmark.ranks import attempt, largest_over_ranks
+from ep_dispatcher.tools.testing import RankPool, make_routing
 
 SIDES = ("deep_ep", "engine")
 TURNS, WARMUP = 4, 3  # calls of a side in a row, and before its first

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from compare_builds import in_turn, on_device
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm
-from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
+from ep_dispatcher.tools.testing import RankPool, make_routing
 
 TOKENS, HIDDEN, WIDE, INTERMEDIATE, EXPERTS, TOPK = 4096, 4096, 12288, 1536, 64, 8
 SHARE_SMS = 24  # of the dispatches that a share is measured by

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from compare_builds import in_turn, on_device
 
-from ep_dispatcher import grouped_gemm, grouped_gemm_kernels
+from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels
 
 DEVICE = "cuda"
 BAR = 0.85  # the least part of grouped_mm's throughput

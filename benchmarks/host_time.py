@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher.integrations.megatron import benchmark
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.tools.benchmark import megatron as benchmark
+from ep_dispatcher.tools.testing import make_routing
 
 STEPS = ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess", "token_combine", "combine_postprocess")
 WARMUP = 50

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ep_dispatcher.benchmark.machine import describe_machine, to_json
+from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "latency_floor.cu"

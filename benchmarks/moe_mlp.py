@@ -43,10 +43,11 @@ from compare_builds import IN_A_ROW, in_turn, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import envs, parts, waves
-from ep_dispatcher.benchmark.ranks import most_rows
-from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher import envs
+from ep_dispatcher.moe import parts, waves
+from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.tools.benchmark.ranks import most_rows
+from ep_dispatcher.tools.testing import RankPool, make_routing
 
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]

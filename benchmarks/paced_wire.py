@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 import ep_dispatcher as ep
 from ep_dispatcher import memory
-from ep_dispatcher.benchmark.machine import describe_machine, to_json
-from ep_dispatcher.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.engines import cuda_problem
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
+from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
+from ep_dispatcher.tools.testing import RankPool, make_routing
 
 LIMIT = 1.1  # times the wire's own time: the limit at 50 GB/s
 UNPACED = "unpaced"

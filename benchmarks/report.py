@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ep_dispatcher.benchmark.cases import OPERATIONS, Case, is_standard
-from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark.cases import OPERATIONS, Case, is_standard
+from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- begin: python benchmarks/report.py -->"

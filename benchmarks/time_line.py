@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm
-from ep_dispatcher.benchmark.machine import describe_machine, to_json
-from ep_dispatcher.benchmark.ranks import most_rows
 from ep_dispatcher.engines import cuda_problem
-from ep_dispatcher.testing import RankPool, make_routing
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
+from ep_dispatcher.tools.benchmark.ranks import most_rows
+from ep_dispatcher.tools.testing import RankPool, make_routing
 
 OPERATIONS = ("dispatch", "dispatch FP8", "dispatch, quantize", "combine", "moe_mlp forward", "moe_mlp both")
 EPOCHS = {"moe_mlp forward": 2, "moe_mlp both": 4}  # of one run; else 1

@@ -4,10 +4,10 @@ from ep_dispatcher._version import __version__
 from ep_dispatcher.autograd import combine, dispatch
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.errors import PeerTimeoutError
-from ep_dispatcher.experts import moe_mlp, why_no_overlap
 from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import BufferBytes, buffer_bytes
+from ep_dispatcher.moe.mlp import moe_mlp, why_no_overlap
 
 __all__ = [
     "Buffer",

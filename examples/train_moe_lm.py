@@ -30,7 +30,7 @@ from moe_lm.text import bigram_bits, load_text, to_tensor, unigram_bits
 from moe_lm.train import train
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankError, device_of, run_ranks
+from ep_dispatcher.tools.testing import RankError, device_of, run_ranks
 
 PROMPT = "The value of "
 NO_LIMIT_S = 7 * 24 * 3600.0  # --minutes and --steps limit a run; the buffer itself reports late ranks

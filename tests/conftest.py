@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_dispatcher import engines
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 # EP_TEST_ENGINES chooses; tests of an engine that cannot run here are skipped.
 NO_CUDA = engines.cuda_problem()

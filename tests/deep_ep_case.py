@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.tools.testing import device_of
 
 RANKS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 3
 LOCAL = EXPERTS // RANKS

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher import envs
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 HIDDEN, FFN, EXPERTS, SEQUENCE, BATCH = 32, 48, 8, 12, 2
 OURS = "ep_dispatcher"

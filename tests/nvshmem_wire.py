@@ -18,7 +18,7 @@ import torch
 from test_dispatch_combine import GRID, Case, check_case
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankPool, device_of
+from ep_dispatcher.tools.testing import RankPool, device_of
 
 NUM_STEPS = 200
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import device_of, make_routing, same_bits, with_negative_zeros
+from ep_dispatcher.tools.testing import device_of, make_routing, same_bits, with_negative_zeros
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 64, 12, 3, 32  # 12 experts: groups of 1, 2, 3, 4 and 6 ranks
 CONFIG = dict(hidden=HIDDEN, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS)

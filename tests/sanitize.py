@@ -15,8 +15,8 @@ from test_cuda_stress import assert_step
 from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, random_rows, rows_needed, to
 
 import ep_dispatcher as ep
-from ep_dispatcher import waves
-from ep_dispatcher.testing import device_of, make_routing
+from ep_dispatcher.moe import waves
+from ep_dispatcher.tools.testing import device_of, make_routing
 
 NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine, and of a window between nodes
 KINDS = [

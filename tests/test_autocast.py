@@ -11,7 +11,7 @@ from test_errors import error_of
 from test_experts import MAX_RECV_ROWS, MAX_TOKENS, layer, make_case, weights_of
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.tools.testing import device_of
 
 COMPILE_S = 300  # of a run that compiles, on a busy machine
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, reference
-from ep_dispatcher.testing import device_of, with_negative_zeros
+from ep_dispatcher.tools.testing import device_of, with_negative_zeros
 
 SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
 LAYOUTS = ["expert", "rank"]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from commands import torchrun
 
-from ep_dispatcher import bench
-from ep_dispatcher.benchmark.cases import OPERATIONS, PASSES, STANDARD, Case, suite_cases
-from ep_dispatcher.benchmark.parts import BASELINES, ENGINE
-from ep_dispatcher.benchmark.wires import WIRES
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.tools import bench
+from ep_dispatcher.tools.benchmark.cases import OPERATIONS, PASSES, STANDARD, Case, suite_cases
+from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE
+from ep_dispatcher.tools.benchmark.wires import WIRES
+from ep_dispatcher.tools.testing import make_routing
 
 RANKS, TOKENS, HIDDEN, EXPERTS, TOPK, ITERS = 4, 48, 64, 8, 3, 3
 TINY = f"--ranks {RANKS} --tokens {TOKENS} --hidden {HIDDEN} --experts {EXPERTS} --topk {TOPK} --warmup 1".split()

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher import bench
-from ep_dispatcher.benchmark import clock, parts, suite
-from ep_dispatcher.benchmark.cases import HOT, OPERATIONS, Case, is_standard, suite_cases
-from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
-from ep_dispatcher.testing import make_hot_routing
+from ep_dispatcher.tools import bench
+from ep_dispatcher.tools.benchmark import clock, parts, suite
+from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, Case, is_standard, suite_cases
+from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.testing import make_hot_routing
 
 ALL_TO_ALL = BASELINES["all_to_all"]
-MEGATRON, DEEP_EP = "ep_dispatcher.integrations.megatron.benchmark", "ep_dispatcher.benchmark.deep_ep"
+MEGATRON, DEEP_EP = "ep_dispatcher.tools.benchmark.megatron", "ep_dispatcher.tools.benchmark.deep_ep"
 CASE = Case(2, engine="cpu", tokens=24, hidden=128, experts=16, topk=4, iters=3, warmup=1)
 MACHINE = {"gpus": [], "cpu": "a CPU"}
 
@@ -296,8 +296,8 @@ def test_deep_ep_has_the_operations(names, monkeypatch):
     for name in names:
         setattr(module, name, FakeBuffer)
     monkeypatch.setitem(sys.modules, "deep_ep", module)
-    monkeypatch.delitem(sys.modules, "ep_dispatcher.benchmark.deep_ep", raising=False)
-    deep_ep = importlib.import_module("ep_dispatcher.benchmark.deep_ep")
+    monkeypatch.delitem(sys.modules, "ep_dispatcher.tools.benchmark.deep_ep", raising=False)
+    deep_ep = importlib.import_module("ep_dispatcher.tools.benchmark.deep_ep")
     monkeypatch.setattr(FakeBuffer, "calls", [])
     case = replace(CASE, operations=("dispatch", "combine", "cached dispatch", "dispatch+combine", "dispatch FP8"))
     timed = {}
@@ -317,7 +317,7 @@ def test_deep_ep_has_the_operations(names, monkeypatch):
     first, *calls, last = FakeBuffer.calls
     assert (first, last) == ("dispatch", "destroy")
     assert sorted(calls) == ["cached", "combine", "combine", "dispatch", "dispatch", "dispatch"]
-    del sys.modules["ep_dispatcher.benchmark.deep_ep"]
+    del sys.modules["ep_dispatcher.tools.benchmark.deep_ep"]
 
 
 def test_fp8_rows_are_smaller():

@@ -11,7 +11,7 @@ from deep_ep_case import Case, environment
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines import cuda_problem
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.tools.testing import device_of
 
 BENCHMARKS = str(ROOT / "benchmarks")
 SIZES = dict(tokens=24, few_tokens=8, hidden=512, experts=8, topk=3)

@@ -13,8 +13,8 @@ def script(monkeypatch):
     """The benchmark on the CPU, without Triton. Its own name is also that of a module of the package."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kernels = SimpleNamespace(Tile=lambda *sizes: sizes)
-    monkeypatch.setitem(sys.modules, "ep_dispatcher.grouped_gemm_kernels", kernels)
-    monkeypatch.setattr("ep_dispatcher.grouped_gemm_kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "ep_dispatcher.moe.grouped_gemm_kernels", kernels)
+    monkeypatch.setattr("ep_dispatcher.moe.grouped_gemm_kernels", kernels, raising=False)
     monkeypatch.delitem(sys.modules, "grouped_gemm", raising=False)
     import grouped_gemm
 

@@ -10,7 +10,7 @@ from commands import ROOT
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines import cuda_problem
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.tools.testing import make_routing
 
 BENCHMARKS = str(ROOT / "benchmarks")
 SWEPT, OF_THE_BACKWARD = "overlap:12,8,132", "overlap:24,16,132,16,8@50"

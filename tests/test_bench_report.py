@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 from commands import ROOT
 
-from ep_dispatcher.benchmark import suite
-from ep_dispatcher.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
-from ep_dispatcher.benchmark.parts import BASELINES, ENGINE, GRAPH
+from ep_dispatcher.tools.benchmark import suite
+from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
+from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "cores": 2, "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import device_of, make_routing
+from ep_dispatcher.tools.testing import device_of, make_routing
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS, NUM_ROWS = 128, 12, 3, 20, 80
 COMPILE_S = 300  # of a run that compiles, on a busy machine

@@ -84,7 +84,7 @@ def test_what_is_not_built_is_said_to_be_missing(monkeypatch):
 
 @needs_module
 def test_an_event_raises_errors_as_the_buffer_words_them():
-    from ep_dispatcher.engines.cuda import StreamEvent
+    from ep_dispatcher.engines.cuda.engine import StreamEvent
 
     asked = []
     StreamEvent(SimpleNamespace(synchronize="the engine's"), asked.append).synchronize()
@@ -178,9 +178,9 @@ class Gone:
 
 def reports_of(late=None, mistake=None, masks=False):
     """Rank 0 of 3: (its reports, a list that grows when it aborts)."""
+    from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
     from ep_dispatcher.engines.health import Health
-    from ep_dispatcher.engines.kernel_reports import KernelReports
-    from ep_dispatcher.engines.masks import Masks
+    from ep_dispatcher.engines.optional.masks import Masks
 
     aborts = []
     config = SimpleNamespace(num_experts=8, store=Gone(), topology=SimpleNamespace(rank=0, num_ranks=3))

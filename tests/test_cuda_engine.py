@@ -7,7 +7,7 @@ from test_dispatch_combine import Case, Received, assert_same, check_case, expec
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
-from ep_dispatcher.testing import device_of, make_routing
+from ep_dispatcher.tools.testing import device_of, make_routing
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 512, 64

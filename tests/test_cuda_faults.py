@@ -12,7 +12,7 @@ from test_faults import LIMIT_S, SLACK_S, assert_given_up, assert_names
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
-from ep_dispatcher.testing import RankPool, same_bits
+from ep_dispatcher.tools.testing import RankPool, same_bits
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 NUM_ROWS = 200  # enough for every rank
@@ -88,7 +88,8 @@ def test_a_rank_that_is_delayed_for_more_than_the_limit(operation):
 
 def keep_the_stream(rank: int) -> None:
     """Rank 1 never comes. On rank 0 a long kernel stands for one that NVSHMEM keeps."""
-    from ep_dispatcher.engines import cuda, stuck_kernels
+    from ep_dispatcher.engines.cuda import engine as cuda
+    from ep_dispatcher.engines.cuda import stuck_kernels
 
     buffer = make_buffer(engine="cuda", timeout_s=LIMIT_S)
     round_trip(buffer)

@@ -26,7 +26,7 @@ from torch.utils import deterministic
 
 import ep_dispatcher as ep
 from ep_dispatcher import engines
-from ep_dispatcher.testing import ROUTINGS, device_of, make_routing
+from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 

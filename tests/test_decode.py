@@ -30,7 +30,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines import Combined
-from ep_dispatcher.testing import ROUTINGS, device_of
+from ep_dispatcher.tools.testing import ROUTINGS, device_of
 
 LIMIT_S = 1.0
 

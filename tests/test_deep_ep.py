@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deep_ep_case import EXPERTS, HIDDEN, RANKS, TOPK, Case, environment, expected_rows, make_data, num_ranks_of
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankError
+from ep_dispatcher.tools.testing import RankError
 
 NODES = [None, 2]
 

@@ -7,7 +7,7 @@ from deep_ep_case import EXPERTS, Case, environment, make_data
 
 from ep_dispatcher import PeerTimeoutError
 from ep_dispatcher.integrations import agree
-from ep_dispatcher.testing import RankError
+from ep_dispatcher.tools.testing import RankError
 
 RANKS, COMPILE_S = 2, 300
 LENGTHS = (13, 7)

@@ -17,7 +17,7 @@ from megatron_layer import (
     use_layout,
 )
 
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 

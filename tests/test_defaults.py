@@ -11,7 +11,7 @@ from deep_ep_case import environment, make_data
 from megatron_layer import NO_MEGATRON, megatron_pool
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import device_of, make_routing, same_bits
+from ep_dispatcher.tools.testing import device_of, make_routing, same_bits
 
 HIDDEN, EXPERTS, TOPK, MOST, INTERMEDIATE = 512, 8, 3, 24, 64
 SIZES = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=TOPK, max_tokens_per_rank=MOST)

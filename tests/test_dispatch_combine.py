@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import memory, reference
-from ep_dispatcher.testing import (
+from ep_dispatcher.tools.testing import (
     ROUTINGS,
     RankError,
     device_of,

@@ -122,7 +122,7 @@ def in_sources(pattern: str, *files: str) -> set[str]:
 def test_every_phase_of_the_cpu_engine_is_explained():
     sources = [f"csrc/cpu/{name}.cpp" for name in ("plan", "dispatch", "combine")]
     waited_for = in_sources(r'(?:wait_for|meet)\([^;"]*"([^"]+)"', *sources)
-    waited_for |= in_sources(r'"(\w+ between nodes)"(?!, connect)', "ep_dispatcher/engines/cpu.py")
+    waited_for |= in_sources(r'"(\w+ between nodes)"(?!, connect)', "ep_dispatcher/engines/cpu/engine.py")
     table = first_cells("Phases of the CPU engine")
     assert sorted(table) == sorted(waited_for)
 
@@ -134,13 +134,16 @@ def test_every_phase_of_the_cuda_engine_is_explained():
 
 
 def test_every_step_of_making_a_buffer_is_explained():
-    sources = ["ep_dispatcher/buffer.py", *(f"ep_dispatcher/engines/{name}.py" for name in ("cpu", "cuda", "regions"))]
+    sources = [
+        "ep_dispatcher/buffer.py",
+        *(f"ep_dispatcher/engines/{name}.py" for name in ("cpu/engine", "cuda/engine", "cuda/regions")),
+    ]
     steps = in_sources(r'gather\(\s*"([^"]+)"', *sources)
     assert sorted(first_cells("Phases of making a buffer")) == sorted(steps)
 
 
 def test_every_step_of_suspend_and_resume_is_explained():
-    source = "ep_dispatcher/engines/suspension.py"
+    source = "ep_dispatcher/engines/optional/suspension.py"
     steps = in_sources(r'gather\("([^"]+)"', source) | in_sources(r'\("([a-z ]+)", \w+\)', source)
     assert sorted(first_cells("Phases of suspend and resume")) == sorted(steps)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ep_dispatcher import doctor
+from ep_dispatcher.tools import doctor
 
 NVSWITCH = """\
 	\x1b[4mGPU0	GPU1	NIC0	CPU Affinity	NUMA Affinity\x1b[0m
@@ -33,12 +33,12 @@ def found(what: str) -> doctor.Finding:
 
 
 def run_as_file(*arguments: str, hide: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
-    """`python ep_dispatcher/doctor.py` in a process in which the modules `hide` cannot be imported."""
+    """`python ep_dispatcher/tools/doctor.py` in a process in which the modules `hide` cannot be imported."""
     code = (
         "import runpy, sys\n"
         f"sys.modules.update(dict.fromkeys({hide!r}))\n"
         f"sys.argv = {['doctor', *arguments]!r}\n"
-        f"runpy.run_path({str(doctor.PACKAGE / 'doctor.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(doctor.PACKAGE / 'tools/doctor.py')!r}, run_name='__main__')\n"
     )
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=os.environ | environment

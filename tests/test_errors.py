@@ -28,7 +28,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.tools.testing import make_routing
 
 TOO_LARGE = 2**31
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher.benchmark.wires import least_rows
-from ep_dispatcher.estimate import __main__ as command
-from ep_dispatcher.estimate import model, published, report
-from ep_dispatcher.estimate.model import COMBINE, DISPATCH, MACHINES, estimate_time
-from ep_dispatcher.estimate.published import compare_measured, compare_published
-from ep_dispatcher.estimate.routing import Routing, Sizes, make_limited_routing
-from ep_dispatcher.estimate.run import Job, estimate
-from ep_dispatcher.estimate.traffic import (
+from ep_dispatcher.tools.benchmark.wires import least_rows
+from ep_dispatcher.tools.estimate import command, model, published, report
+from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES, estimate_time
+from ep_dispatcher.tools.estimate.published import compare_measured, compare_published
+from ep_dispatcher.tools.estimate.routing import Routing, Sizes, make_limited_routing
+from ep_dispatcher.tools.estimate.run import Job, estimate
+from ep_dispatcher.tools.estimate.traffic import (
     Counts,
     Row,
     combine_traffic,
@@ -26,8 +25,8 @@ from ep_dispatcher.estimate.traffic import (
     dispatch_traffic,
     item_bytes,
 )
-from ep_dispatcher.estimate.virtual_nodes import RUNS, SHIPPED, compare_run, compare_virtual_nodes
-from ep_dispatcher.testing import make_routing
+from ep_dispatcher.tools.estimate.virtual_nodes import RUNS, SHIPPED, compare_run, compare_virtual_nodes
+from ep_dispatcher.tools.testing import make_routing
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]

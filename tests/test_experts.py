@@ -12,8 +12,8 @@ from test_errors import error_of
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
-from ep_dispatcher import waves
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.moe import waves
+from ep_dispatcher.tools.testing import device_of
 
 INTERMEDIATE = 24
 MAX_TOKENS = 64

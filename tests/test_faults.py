@@ -15,7 +15,7 @@ from conftest import ENGINES, exhaustive, on
 from round_trip import device, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 LIMIT_S = 3.0
 SLACK_S = 20.0  # how much later than the limit an error may come on a loaded machine

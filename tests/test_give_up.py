@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.faults import GRACE_S, find_late_ranks, follow_chain
-from ep_dispatcher.testing import RankPool, device_of, make_routing
+from ep_dispatcher.tools.testing import RankPool, device_of, make_routing
 
 
 class HangingStore:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_dispatcher import grouped_gemm
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.tools.testing import device_of
 
 ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
 COUNTS = {"uneven": [5, 0, 70, 1], "many rows": [700, 129, 1, 0], "none": [0, 0, 0, 0], "one expert": [257]}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
 
 HIDDEN, INTERMEDIATE = 16, 24
 COUNTS = [5, 0, 7, 1, 0]  # rows of each expert, some without

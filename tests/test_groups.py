@@ -8,7 +8,7 @@ from round_trip import make_buffer, round_trip
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import registered_group
 
 

@@ -13,7 +13,7 @@ from round_trip import assert_received, expected, inputs, make_buffer, round_tri
 
 import ep_dispatcher as ep
 from ep_dispatcher import _C_cpu
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 LIMIT_S = 60.0
 SOON_S = 15.0  # on a machine under load; an idle one needs 0.1 s

@@ -19,8 +19,8 @@ from test_faults import assert_nothing_left, number_of_files_and_threads, settle
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, engines, gather
-from ep_dispatcher.engines import cpu as cpu_engine
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.engines.cpu import engine as cpu_engine
+from ep_dispatcher.tools.testing import RankPool
 
 LIMIT_S = 2.0
 SLACK_S = 20.0  # a loaded machine; a wait that knows no limit is longer
@@ -77,7 +77,7 @@ class Fault:
 
             self._patch.setattr("ep_dispatcher._C_cpu.Engine", Unattached)
         else:
-            self._replace(self._step if "." in self._step else "ep_dispatcher.engines.cpu.Rail")
+            self._replace(self._step if "." in self._step else "ep_dispatcher.engines.cpu.engine.Rail")
 
     def _replace(self, name: str) -> None:
         module, _, attribute = name.rpartition(".")
@@ -171,7 +171,7 @@ def be_slow(rank: int, step: str, ranks_per_node: int) -> None:
     assert_nothing_left()
 
 
-@pytest.mark.parametrize("step", [*STEPS, "ep_dispatcher.engines.rail.ProcessGroupGloo"])
+@pytest.mark.parametrize("step", [*STEPS, "ep_dispatcher.engines.cpu.rail.ProcessGroupGloo"])
 def test_a_rank_that_is_slow_in_a_step(pools, step):
     """Also where another rank of its rail waits for it, and is itself late for the rest."""
     pools(4).run(be_slow, step, 2)
@@ -558,7 +558,7 @@ def make_on_no_gpu(rank: int, name: str) -> tuple[str, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ep_dispatcher.engines.cuda_problem", lambda: None)
-        patch.setattr("ep_dispatcher.engines.cuda.regions_of", choose_memory)
+        patch.setattr("ep_dispatcher.engines.cuda.engine.regions_of", choose_memory)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=num_sms))
         for switch, value in switches.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import RankPool, same_bits
+from ep_dispatcher.tools.testing import RankPool, same_bits
 
 NUM_RANKS, LIMIT_S, LONG_S = 4, 1.0, 60.0
 CUDA_LIMIT_S = 4.0  # ranks may share a GPU, and take turns

@@ -307,8 +307,8 @@ def ddp_of(layer, config, **settings):
 
 def line_of_copies(rank: int) -> None:
     """Where no distributed optimizer lays weights side by side, or a bucket's padding parts them, kernels copy them."""
-    from ep_dispatcher import grouped_gemm
     from ep_dispatcher.integrations.megatron import experts
+    from ep_dispatcher.moe import grouped_gemm
 
     use_layout(EP2)
 

@@ -429,8 +429,8 @@ def take_grads(layer) -> dict[str, torch.Tensor]:
 
 def replayed(rank: int) -> None:
     """Replays of a layer's forward and backward give what an eager layer gives, bit by bit, whatever the routing."""
-    from ep_dispatcher import grouped_gemm
     from ep_dispatcher.integrations.megatron import eligibility, graphs
+    from ep_dispatcher.moe import grouped_gemm
 
     use_layout(EP2)
     x = tokens_of(rank, dtype=torch.bfloat16)

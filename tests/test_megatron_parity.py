@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import run_module, torchrun
 
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 
 MODULE = "ep_dispatcher.integrations.megatron.parity"
 EXPERTS = ["gradient of experts.*.linear_fc1.weight", "gradient of experts.*.linear_fc2.weight"]
@@ -33,7 +33,7 @@ def run_main(rank: int, argv: list[str], bug: str | None, switch: str) -> tuple[
         os.environ[f"EP_DISPATCHER_{name}"] = "1" if name == switch else "0"
     from megatron_layer import end_groups
 
-    from ep_dispatcher.integrations.megatron import parity
+    from ep_dispatcher.tools.parity import compare as parity
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output), BUGS[bug]() if bug else contextlib.nullcontext():
@@ -224,7 +224,7 @@ def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
     """Transformer Engine's layers quantise nothing outside of it."""
     from megatron.core import fp4_utils, fp8_utils
 
-    from ep_dispatcher.integrations.megatron import parity
+    from ep_dispatcher.tools.parity import compare as parity
 
     entered = []
 
@@ -344,7 +344,7 @@ def test_alone_and_refused():
 
 def test_one_rank_with_a_bias_is_refused():
     """Megatron adds it in place to what a reduction over one rank has returned, and autograd forbids that."""
-    from ep_dispatcher.integrations.megatron import parity_arguments as arguments
+    from ep_dispatcher.tools.parity import arguments
 
     machine = arguments.Machine(1, cpu=True, transformer_engine=False)
     with pytest.raises(arguments.Refused, match="--expert-model-parallel-size: given 1, .*--disable-bias-linear"):

@@ -20,8 +20,8 @@ def event(name: str, start: float, end: float, kernels: tuple[float, ...] = (), 
 
 
 def test_each_time_goes_to_the_step_that_it_belongs_to():
-    from ep_dispatcher.integrations.megatron import profile
-    from ep_dispatcher.integrations.megatron.profile import PREFIX, Times
+    from ep_dispatcher.tools.parity import profile
+    from ep_dispatcher.tools.parity.profile import PREFIX, Times
 
     one_pass = [
         event(PREFIX + "whole", 0, 100),
@@ -59,7 +59,7 @@ def test_each_time_goes_to_the_step_that_it_belongs_to():
 
 
 def profile_one(rank: int):
-    from ep_dispatcher.integrations.megatron import profile
+    from ep_dispatcher.tools.parity import profile
 
     use_layout(Layout(ep=2))
     found = {}

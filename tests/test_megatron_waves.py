@@ -66,8 +66,8 @@ def counted_runs():
 
     On a GPU few tokens would not get there. Their steps still run in turn: there are no kernels for float32.
     """
-    from ep_dispatcher import waves
     from ep_dispatcher.integrations.megatron.deferred import Deferred
+    from ep_dispatcher.moe import waves
 
     runs, run = [], Deferred.run
     with pytest.MonkeyPatch.context() as patch:
@@ -258,8 +258,8 @@ def test_the_bits_of_main_grad():
 @contextlib.contextmanager
 def two_parts():
     """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
-    from ep_dispatcher import parts
     from ep_dispatcher.integrations.megatron import deferred, experts
+    from ep_dispatcher.moe import parts
 
     runs, run = [], parts.mlp_in_parts
     with pytest.MonkeyPatch.context() as patch:
@@ -455,8 +455,8 @@ def refusals(rank: int) -> None:
             layer(tokens_of(rank))
         assert len(runs) == 1
         line = said(printed)
-        from ep_dispatcher import waves
         from ep_dispatcher.integrations.megatron import experts
+        from ep_dispatcher.moe import waves
 
         for can in (True, False):
             with pytest.MonkeyPatch.context() as patch:
@@ -517,7 +517,7 @@ def test_settings_that_forbid_it():
 
 def lines_of_a_gpu(rank: int) -> None:
     """As where the buffer has waves; without a limit of rows the host waits, and the line says it."""
-    from ep_dispatcher import waves
+    from ep_dispatcher.moe import waves
 
     use_layout(EP2)
     for factor in (None, "4"):
@@ -573,7 +573,7 @@ def test_experts_with_another_forward_get_rows():
 
 def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | None = None) -> None:
     """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs. Between nodes in two parts."""
-    from ep_dispatcher import parts, waves
+    from ep_dispatcher.moe import parts, waves
 
     use_layout(EP2)
     place, name = (waves, "overlapped_mlp") if per_node is None else (parts, "mlp_in_parts")

@@ -259,7 +259,7 @@ LIMITS = [
 def test_limits_are_those_of_the_cuda_engine(wrong, said):
     """The engine asks the same two functions; what is compiled in is what they say."""
     from ep_dispatcher import _C_cuda
-    from ep_dispatcher.engines import cuda
+    from ep_dispatcher.engines.cuda import engine as cuda
 
     assert (memory.MAX_NODES, memory.MAX_LOCAL) == (_C_cuda.max_nodes, _C_cuda.max_ranks_per_node)
     assert cuda.DEFAULT_SMS == memory.DEFAULT_SMS

@@ -24,7 +24,7 @@ from test_dispatch_combine import (
 
 import ep_dispatcher as ep
 import ep_dispatcher.buffer as buffer_module
-from ep_dispatcher.testing import device_of, make_routing
+from ep_dispatcher.tools.testing import device_of, make_routing
 
 SMALL = dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512)
 SPLITS = [(2, 1), (4, 2), (4, 1), (8, 2), (8, 1)]

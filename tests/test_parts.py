@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
-from ep_dispatcher import parts, waves
-from ep_dispatcher.engines import side_streams
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.engines.cuda import side_streams
+from ep_dispatcher.moe import parts, waves
+from ep_dispatcher.tools.testing import device_of
 
 NAMES = ("y", "x", "topk_weights", "w1", "w2")
 
@@ -172,7 +172,7 @@ def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
 
             patch.setattr(buffer, f"_launch_{name}", noted)
         for observed in (False, rank == 1, True):
-            patch.setattr("ep_dispatcher.experts.is_observed", lambda _, observed=observed: observed)
+            patch.setattr("ep_dispatcher.moe.mlp.is_observed", lambda _, observed=observed: observed)
             operations.clear()
             y = ep.moe_mlp(buffer, x, idx, probs, w1, w2, num_parts=2)
             torch.autograd.grad(y.sum(), [leaves[i] for i in asked])

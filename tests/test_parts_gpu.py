@@ -23,8 +23,8 @@ from test_parts import NAMES
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
-from ep_dispatcher import parts
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.moe import parts
+from ep_dispatcher.tools.testing import device_of
 
 NODES = [(2, 1), (4, 2), (2, 2)]  # ranks, ranks per node
 

@@ -5,7 +5,7 @@ import torch
 from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import same_bits
+from ep_dispatcher.tools.testing import same_bits
 
 SPLITS = [(2, None), (4, 2)]  # ranks, ranks per node
 

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_dispatch_combine import Case, Inputs, check_case, make_buffer, to
 
-from ep_dispatcher.testing import device_of, same_bits, with_negative_zeros
+from ep_dispatcher.tools.testing import device_of, same_bits, with_negative_zeros
 
 EXAMPLES = settings(
     max_examples=60,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ep_dispatcher as ep
 from ep_dispatcher.gather import Gather
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
@@ -60,7 +60,7 @@ class StandIn(ModuleType):
 
 def play(rank: int, pe: int | None = None) -> StandIn:
     """Put the stand-in where the engine looks for the module, in this process alone."""
-    from ep_dispatcher.engines import regions
+    from ep_dispatcher.engines.cuda import regions
 
     torch.cuda.current_device, torch.cuda.set_device = lambda: 0, lambda device: None
     torch.cuda.device = lambda device: nullcontext()
@@ -72,7 +72,7 @@ def play(rank: int, pe: int | None = None) -> StandIn:
 
 def make(num_bytes: int, only_puts: bool = False):
     """Regions as CudaEngine makes them."""
-    from ep_dispatcher.engines.regions import NvshmemRegions
+    from ep_dispatcher.engines.cuda.regions import NvshmemRegions
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     topology = Topology.make(rank, ["host"] * num_ranks, 1)
@@ -125,7 +125,7 @@ def test_another_device_is_refused(pools):
 
 def reach(rank: int) -> tuple[list[int], list[int]]:
     """The rail peers that a rank of 3 reaches, by address; the last rank only puts. Then those where both do."""
-    from ep_dispatcher.engines.regions import mapped_rail
+    from ep_dispatcher.engines.cuda.regions import mapped_rail
 
     play(rank)
     regions = make(64, only_puts=rank == 2)
@@ -202,7 +202,7 @@ def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
     ],
 )
 def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts, num_nodes, suspendable, chosen):
-    from ep_dispatcher.engines import regions
+    from ep_dispatcher.engines.cuda import regions
 
     monkeypatch.setenv("EP_DISPATCHER_WIRE", wire)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -5,7 +5,7 @@ import torch
 
 import ep_dispatcher as ep
 from ep_dispatcher import reference
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.tools.testing import device_of
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS, NUM_RANKS = 8, 64, 16, 4
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

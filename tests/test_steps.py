@@ -24,7 +24,7 @@ from test_dispatch_combine import (
 )
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import ROUTINGS, device_of, make_routing, same_bits, with_negative_zeros
+from ep_dispatcher.tools.testing import ROUTINGS, device_of, make_routing, same_bits, with_negative_zeros
 
 NUM_STEPS = 200
 WARM_UP = 50

@@ -8,8 +8,8 @@ import pytest
 from test_cuda_build import needs_module, reports_of
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines import stuck_kernels
-from ep_dispatcher.engines.stuck_kernels import REASON, StuckKernels
+from ep_dispatcher.engines.cuda import stuck_kernels
+from ep_dispatcher.engines.cuda.stuck_kernels import REASON, StuckKernels
 
 GRACE_S = 0.2
 
@@ -61,7 +61,7 @@ def test_the_thread_ends_with_the_engine():
 def engine(monkeypatch):
     """An engine on the NVSHMEM wire whose stream never becomes idle. Its kernel has reported rank 2."""
     from ep_dispatcher import _C_cuda
-    from ep_dispatcher.engines import cuda
+    from ep_dispatcher.engines.cuda import engine as cuda
 
     late = (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 7, [2], 1.5)
     made = object.__new__(cuda.CudaEngine)
@@ -96,7 +96,7 @@ def test_the_thread_asks_no_stream_before_a_report(engine):
 
 @needs_module
 def test_destroy_frees_nothing_that_the_kernel_may_write(engine):
-    from ep_dispatcher.engines import cuda
+    from ep_dispatcher.engines.cuda import engine as cuda
 
     with pytest.raises(ep.PeerTimeoutError):
         engine._wait(engine._stream)
@@ -110,7 +110,7 @@ def test_destroy_frees_nothing_that_the_kernel_may_write(engine):
 def test_a_kernel_that_ends_in_time_is_not_stuck(engine, monkeypatch):
     import torch
 
-    from ep_dispatcher.engines import cuda
+    from ep_dispatcher.engines.cuda import engine as cuda
 
     answers = [False, False, True]
     engine._stream = SimpleNamespace(query=lambda: answers.pop(0) if len(answers) > 1 else answers[0])

@@ -22,8 +22,8 @@ from round_trip import (
 )
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines import suspension
-from ep_dispatcher.testing import RankPool, same_bits
+from ep_dispatcher.engines.optional import suspension
+from ep_dispatcher.tools.testing import RankPool, same_bits
 
 CYCLES, TOKENS = 100, 2**15  # so many tokens that the memory counts beside pages of 2 MiB: 7 MB a rank and more
 SUSPENDED = re.escape("buffer: given one that is suspended, allowed: a buffer after resume()")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from driver_model import PAGE, at, descriptors_of_memory
 
-from ep_dispatcher.engines import device_memory
-from ep_dispatcher.engines.descriptors import Descriptors
+from ep_dispatcher.engines.optional import device_memory
+from ep_dispatcher.engines.optional.descriptors import Descriptors
 from ep_dispatcher.gather import Gather, PeersLate
-from ep_dispatcher.testing import RankPool
+from ep_dispatcher.tools.testing import RankPool
 from ep_dispatcher.topology import Topology
 
 LIMIT_S = 4.0
@@ -167,7 +167,7 @@ def test_memory_goes_and_comes_at_its_addresses(ranks):
 
 def lack_the_package(rank: int) -> None:
     """First rank 1 lacks it, then all do. The buffer is not made, and all ranks say the same."""
-    from ep_dispatcher.engines import regions
+    from ep_dispatcher.engines.cuda import regions
 
     driver_model.install()
     torch.version.cuda = "12.8"
@@ -193,7 +193,7 @@ def test_where_a_rank_lacks_the_package_all_say_what_to_install(ranks):
 
 def make(num_bytes: int, flag_bytes: int, buffer_id: int = 7):
     """Regions as CudaEngine makes them."""
-    from ep_dispatcher.engines import regions
+    from ep_dispatcher.engines.cuda import regions
 
     regions._tensor_at = lambda address, num_bytes, device: None
     with Gather(dist.group.WORLD, LIMIT_S) as gather:

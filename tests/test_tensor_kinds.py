@@ -13,7 +13,7 @@ from round_trip import CONFIG, HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device
 from torch.nn import Parameter
 
 import ep_dispatcher as ep
-from ep_dispatcher.testing import device_of, make_routing, same_bits
+from ep_dispatcher.tools.testing import device_of, make_routing, same_bits
 
 NO_MEMORY = "elements are not in memory"
 NOT_ASKED = "to ask for the size of a storage takes the host 1 us, so the CUDA engine does not"

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher import testing
-from ep_dispatcher.testing import (
+from ep_dispatcher.tools import testing
+from ep_dispatcher.tools.testing import (
     ROUTINGS,
     RankError,
     RankPool,
@@ -203,7 +203,7 @@ def test_no_rank_outlives_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import time\n"
-        "from ep_dispatcher.testing import RankPool\n"
+        "from ep_dispatcher.tools.testing import RankPool\n"
         "def stay(rank):\n"
         "    time.sleep(100)\n"
         "if __name__ == '__main__':\n"

@@ -258,7 +258,7 @@ def test_the_module_names_the_steps():
 
 @needs_module
 def test_a_module_without_stamps_says_how_to_build_one():
-    from ep_dispatcher.engines.cuda import CudaEngine
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
 
     engine = SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False))
     with pytest.raises(RuntimeError, match="built without stamps: EP_DISPATCHER_STAMPS=1"):
@@ -268,7 +268,7 @@ def test_a_module_without_stamps_says_how_to_build_one():
 @needs_module
 def test_stamps_are_read_once(monkeypatch):
     """From memory that the kernels write: cleared after each call, which leaves the next operations alone."""
-    from ep_dispatcher.engines.cuda import CudaEngine
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=16)

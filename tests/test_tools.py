@@ -17,8 +17,8 @@ def programs() -> set[str]:
     """Names of the modules that do something when they are run."""
     found = set()
     for path in (ROOT / "ep_dispatcher").rglob("*.py"):
-        if 'if __name__ == "__main__":' in path.read_text():
-            parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "tools" not in parts and 'if __name__ == "__main__":' in path.read_text():
             found.add(".".join(part for part in parts if part != "__main__"))
     return found
 

@@ -14,7 +14,7 @@ import pytest
 from commands import ROOT, compile_header
 from conftest import exhaustive
 
-from ep_dispatcher.engines.aborts import rank_bits
+from ep_dispatcher.engines.cuda.aborts import rank_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 HEADER = ROOT / "csrc/cuda/sync/wait.cuh"

@@ -23,10 +23,10 @@ from gpu_layer import (
 )
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm, waves
 from ep_dispatcher.engines import Waves
-from ep_dispatcher.grouped_mlp import grouped_swiglu_mlp
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.moe import grouped_gemm, waves
+from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.tools.testing import device_of
 
 FEWEST = (1, 1, 1, 1, 1)  # waves.Sms
 CYCLES_OF_A_LONG_TIME = 100_000_000  # 50 ms of an H200

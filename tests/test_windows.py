@@ -28,7 +28,7 @@ from test_nodes import SMALL, change_routing, replay
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, memory
-from ep_dispatcher.testing import device_of
+from ep_dispatcher.tools.testing import device_of
 
 cuda = pytest.mark.parametrize("engine", [on("cuda")])
 LIMIT_S = 2.0

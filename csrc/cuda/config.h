@@ -35,7 +35,7 @@ constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
 constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
 // Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
-// ep_dispatcher.bench --engine cuda
+// ep_dispatcher.tools.bench --engine cuda
 constexpr int kItemChunk = 512;
 constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples

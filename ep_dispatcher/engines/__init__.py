@@ -39,10 +39,10 @@ def choose(engine: str) -> str:
 
 def make(engine: str, config: EngineConfig) -> Engine:
     if engine == "cuda":
-        from ep_dispatcher.engines.cuda import CudaEngine
+        from ep_dispatcher.engines.cuda.engine import CudaEngine
 
         return CudaEngine(config)
-    from ep_dispatcher.engines.cpu import CpuEngine
+    from ep_dispatcher.engines.cpu.engine import CpuEngine
 
     return CpuEngine(config)
 

@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import grouped_gemm
 from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.experts import run_grouped_nodes, run_layer, run_nodes
-from ep_dispatcher.grouped_gemm import Matrices
-from ep_dispatcher.parts import num_parts_of
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.mlp import run_grouped_nodes, run_layer, run_nodes
+from ep_dispatcher.moe.parts import num_parts_of
 
 
 @dataclass(frozen=True, eq=False)

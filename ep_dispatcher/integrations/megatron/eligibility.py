@@ -17,9 +17,9 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-from ep_dispatcher import grouped_gemm
 from ep_dispatcher.integrations.megatron import graphs, limits, plugin
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
+from ep_dispatcher.moe import grouped_gemm
 
 if TYPE_CHECKING:
     from ep_dispatcher.integrations.megatron.experts import Experts

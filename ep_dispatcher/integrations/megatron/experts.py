@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from ep_dispatcher import envs, waves
-from ep_dispatcher.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
+from ep_dispatcher import envs
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import eligibility, graphs, limits
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
-from ep_dispatcher.parts import num_parts_of
+from ep_dispatcher.moe import waves
+from ep_dispatcher.moe.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
+from ep_dispatcher.moe.parts import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"

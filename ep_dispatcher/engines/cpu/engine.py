@@ -1,0 +1,483 @@
+"""The CPU engine: runs compiled steps inside a node, and sends through gloo between nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import _C_cpu, checks, envs, float8
+from ep_dispatcher.engines.base import (
+    COMBINE_ARGUMENTS,
+    DISPATCH_ARGUMENTS,
+    Combined,
+    CombineRequest,
+    DispatchRequest,
+    EngineConfig,
+    Received,
+    Waves,
+    address_of,
+)
+from ep_dispatcher.engines.cpu.rail import Rail, RailLate
+from ep_dispatcher.engines.cpu.waiter import Message
+from ep_dispatcher.engines.faults import follow_chain
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.optional import suspension
+from ep_dispatcher.engines.optional.masks import Masks
+from ep_dispatcher.engines.ranges import ranges_of
+from ep_dispatcher.engines.rendezvous import OwnKeys
+from ep_dispatcher.engines.trace import trace_of
+from ep_dispatcher.errors import PeerTimeoutError, again
+from ep_dispatcher.gather import Gather
+from ep_dispatcher.handle import CompletedEvent
+from ep_dispatcher.plain import plain, require_memory
+
+_DTYPES = {
+    torch.float32: _C_cpu.DType.float32,
+    torch.bfloat16: _C_cpu.DType.bfloat16,
+    torch.float16: _C_cpu.DType.float16,
+}
+_LAYOUTS = {"expert": _C_cpu.Layout.expert, "rank": _C_cpu.Layout.rank, "decode": _C_cpu.Layout.decode}
+_COUNTS, _LISTS, _ROWS, _SUMS, _WEIGHTS = range(5)  # kinds of messages between nodes
+
+
+def _arrays(request: DispatchRequest) -> list[tuple[int, int]]:
+    """Return (address, bytes per row) of the arrays whose rows travel together."""
+    return [(address_of(t), t.shape[1] * t.itemsize) for t in (request.rows, request.scales) if t is not None]
+
+
+def _require_memory(arguments: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors whose storage somebody has made too small: reading behind its end can end the process."""
+    for argument, t in zip(arguments, tensors):
+        if t is not None:
+            require_memory(argument, t)
+
+
+class _Connections:
+    """This rank's memory and rail. ``abort()`` ends the peers' waits, ``interrupt()`` those of this rank.
+
+    Does not refer to the engine, so a dropped engine is freed at once.
+    """
+
+    def __init__(self) -> None:
+        self.c: _C_cpu.Engine | None = None
+        self.rail: Rail | None = None
+        self.why = _C_cpu.AbortReason.left
+
+    def abort(self) -> None:
+        if self.c is not None:
+            self.c.abort(self.why)
+        if self.rail is not None:
+            self.rail.abort()
+
+    def interrupt(self) -> None:
+        if self.c is not None and self.rail is not None:
+            self.c.stop()
+            self.rail.interrupt()
+
+    def free(self) -> None:
+        """Abort, and free memory and connections, even if an exception keeps the objects alive."""
+        self.abort()
+        if self.c is not None:
+            self.c.close_fd()
+            self.c.close()
+
+
+class CpuEngine:
+    device = "cpu"
+    layouts: tuple[str, ...] = tuple(_LAYOUTS)
+    has_waves = False
+    rows_on_host: Tensor | None = None
+    unreceived: str | None = None
+    _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits
+
+    def __init__(self, config: EngineConfig):
+        topology = config.topology
+        self._config, self._topology, self._wait_ns = config, topology, {}
+        c = self._c_config = _C_cpu.Config()
+        c.rank, c.node, c.local_rank = topology.rank, topology.node, topology.local_rank
+        c.rank_at = [r for ranks in topology.nodes for r in ranks]
+        c.num_nodes, c.ranks_per_node = topology.num_nodes, topology.ranks_per_node
+        c.num_experts, c.num_topk = config.num_experts, config.num_topk
+        c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
+        c.spin_us, c.masks = envs.spin_us(), config.mask_late_ranks
+        if config.mask_late_ranks:
+            self.layouts = ("decode",)
+        self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")
+        self._trace = trace_of(topology.rank)
+        self._connections = _Connections()
+        self._health = Health(self._connections.abort)
+        self._masks = Masks(self._health)
+        self._c: _C_cpu.Engine
+        self._rail: Rail
+        store = OwnKeys(config.store)
+        self._rail_store = store  # compiled code calls it later, and keeps no reference
+
+        def create() -> tuple[int, int]:
+            self._c = self._connections.c = _C_cpu.Engine(c, config.buffer_id)
+            return os.getpid(), self._c.fd()
+
+        def attach() -> None:
+            pids, fds = zip(*(addresses[r] for r in topology.node_ranks))
+            self._c.attach(pids, fds)
+
+        def connect() -> None:
+            self._rail = self._connections.rail = Rail(store, topology.rail, topology.node, config.timeout_s)
+
+        try:
+            addresses = config.gather("memory", create)
+            config.gather("memory of the other ranks", attach)
+            self._c.close_fd()  # all peers have attached
+            if topology.num_nodes > 1:
+                config.gather("connections between nodes", connect, waits_for_peers=True)
+                if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") in ("", "0"):  # else gloo connects at the first send
+                    store.delete_keys()
+            else:
+                connect()
+        except BaseException:  # it is raised again
+            self._connections.free()
+            raise
+
+    def dispatch(
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
+    ) -> Received:
+        assert not by_expert  # this engine has no waves
+        _require_memory(DISPATCH_ARGUMENTS, request[:5])
+        if request.quantize:
+            rows, scales = float8.quantize(request.rows, powers_of_two=packs_scales)
+            request = request._replace(rows=rows, scales=scales)
+        if request.topk_idx is not None:
+            self.check_routing(request.topk_idx)
+        c, rail, num_rows = self._c, self._rail, request.num_rows
+        arrays, weights, num_tokens = _arrays(request), address_of(request.topk_weights), request.rows.shape[0]
+        with self._operation("dispatch", request.plan, num_tokens, num_rows) as step:
+            if request.plan is None:
+                plan, num_rows, pending_lists = self._start_plan(request, arrays, weights, step)
+            else:
+                step("stage")
+                plan, pending_lists = None, {}
+                c.reuse(_C_cpu.DISPATCH, request.plan.data_ptr(), [size for _, size in arrays], weights != 0)
+                c.stage(arrays, weights, num_tokens)
+            step("send")
+            pending = self._exchange(
+                "rows between nodes",
+                _ROWS,
+                c.incoming_payload,
+                lambda m: c.pack_payload(m, arrays, weights, num_tokens),
+            )
+            if request.plan is None:
+                step("plan")
+                for m in rail.others:
+                    rail.wait(pending_lists[m])
+                    c.lists_arrived(m)
+                c.finish_plan()
+            step("pull")
+            received = self._allocate(request, num_rows, plan)
+            out = [address_of(t) for t in (received.rows, received.scales) if t is not None]
+            to = (out, address_of(received.topk_weights), address_of(received.topk_idx))
+            c.prepare_output(*to)
+            c.pull(self._topology.node, *to)
+            for m in rail.others:
+                rail.wait(pending[m])
+                c.payload_arrived(m)
+                c.pull(m, *to)
+            c.agree()
+        self.unreceived = "dispatch" if only_sends else None
+        return received
+
+    def _start_plan(
+        self, request: DispatchRequest, arrays: list[tuple[int, int]], weights: int, step: Callable[[str], None]
+    ) -> tuple[Tensor, int, dict[int, Message | None]]:
+        """Count and stage. Return the plan, the rows of the output, and the messages for the lists of other nodes."""
+        step("route")
+        c, rail, num_rows, num_tokens = self._c, self._rail, request.num_rows, request.rows.shape[0]
+        topk_idx, layout = address_of(request.topk_idx), _LAYOUTS[request.layout]
+        c.route(topk_idx, layout, request.expert_alignment, num_rows, arrays, weights, num_tokens)
+        pending = self._exchange(
+            "counts between nodes", _COUNTS, c.incoming_counts, lambda m: c.own_counts(), is_list=True
+        )
+        step("stage")
+        c.stage(arrays, weights, num_tokens)
+        step("count")
+        for m in rail.others:
+            rail.wait(pending[m])
+            c.counts_arrived(m)
+        counted_rows, elements = c.count()
+        if num_rows >= 0:
+            elements = self.plan_capacity(num_rows, request.layout)
+        plan = torch.empty(elements, dtype=torch.int32, device="cpu")
+        c.start_plan(plan.data_ptr())
+        step("send lists")
+        pending = self._exchange("lists between nodes", _LISTS, c.incoming_lists, c.outgoing_lists, is_list=True)
+        return plan, counted_rows, pending
+
+    def _allocate(self, request: DispatchRequest, num_rows: int, plan: Tensor | None) -> Received:
+        config, rows, scales = self._config, request.rows, request.scales
+        tokens, padded = (torch.empty(config.num_local_experts, dtype=torch.int64, device="cpu") for _ in range(2))
+        self._c.counts_per_expert(address_of(tokens), address_of(padded))
+        by_rank, per_choice = request.layout == "rank", (num_rows, config.num_topk)
+        weights_shape = per_choice if by_rank else (num_rows,)
+        if request.plan is None:
+            self.rows_on_host = padded.clone()  # `padded` belongs to the caller
+        return Received(
+            rows=rows.new_empty(num_rows, rows.shape[1]),
+            scales=None if scales is None else scales.new_empty(num_rows, scales.shape[1]),
+            topk_weights=None if request.topk_weights is None else request.topk_weights.new_empty(weights_shape),
+            topk_idx=torch.empty(per_choice, dtype=torch.int64, device="cpu") if by_rank else None,
+            tokens_per_expert=tokens,
+            rows_per_expert=padded,
+            plan=plan,
+        )
+
+    def combine(
+        self,
+        request: CombineRequest,
+        weights: Tensor | None = None,
+        only_sends: bool = False,
+        waves: Waves | None = None,
+        out: Tensor | None = None,
+    ) -> Combined:
+        assert waves is None
+        _require_memory((*COMBINE_ARGUMENTS, "weights"), (*request[:3], weights))
+        c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
+        x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
+        weights_out = None
+        if request.topk_weights is not None:
+            weights_out = request.topk_weights.new_empty(request.num_tokens, self._config.num_topk)
+        topk_weights = address_of(request.topk_weights)
+        with self._operation("combine", request.plan, request.num_tokens, y.shape[0]) as step:
+            operation = _C_cpu.COMBINE if weights is None else _C_cpu.WEIGHTED_COMBINE
+            c.reuse(operation, request.plan.data_ptr(), [y.shape[1] * y.itemsize], has_weights)
+            if weights is not None:
+                self._send_weights(weights, step)
+            step("push")
+            phase, tag = "sums between nodes", self._tag(_SUMS)
+            pending = [rail.receive(phase, m, c.incoming_sums(m), tag) for m in rail.others]
+            for m in rail.others:
+                c.push(m, address_of(y), topk_weights)
+            step("send")
+            for m in rail.others:
+                rail.send(phase, m, c.reduce(m, has_weights), tag)
+            step("push")
+            c.push(self._topology.node, address_of(y), topk_weights)
+            step("sum")
+            for receive in pending:
+                rail.wait(receive)
+            c.sum(topk_weights, address_of(x), address_of(weights_out))
+        self.unreceived = "combine" if only_sends else None
+        return Combined(x, weights_out)
+
+    def receive(self, waves: Waves | None = None) -> None:
+        """Only note it: every operation is complete when its call returns."""
+        assert waves is None
+        self.unreceived = None
+
+    def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:
+        """Give the weights of this rank's tokens to the ranks of their experts."""
+        c, rail, address, num_tokens = self._c, self._rail, address_of(weights), weights.shape[0]
+        step("stage")
+        c.stage([], address, num_tokens)
+        step("send")
+        c.compare_on_node("weights")
+        pending = self._exchange(
+            "weights between nodes", _WEIGHTS, c.incoming_payload, lambda m: c.pack_payload(m, [], address, num_tokens)
+        )
+        for m in rail.others:
+            rail.wait(pending[m])
+            c.payload_arrived(m)
+
+    def _exchange(
+        self,
+        phase: str,
+        kind: int,
+        incoming: Callable[[int], memoryview],
+        outgoing: Callable[[int], memoryview],
+        *,
+        is_list: bool = False,
+    ) -> dict[int, Message | None]:
+        """Start to receive into ``incoming(node)`` from every other node, then send ``outgoing(node)`` to it."""
+        tag, rail = self._tag(kind), self._rail
+        pending = {m: rail.receive(phase, m, incoming(m), tag) for m in rail.others}
+        for m in rail.others:
+            rail.send(phase, m, outgoing(m), tag, is_list=is_list)
+        return pending
+
+    def plan_capacity(self, num_rows: int, layout: str) -> int:
+        return _C_cpu.plan_capacity(self._c_config, self._config.max_tokens_per_rank, num_rows, _LAYOUTS[layout])
+
+    def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def event(self, explaining: Callable[..., Any]) -> CompletedEvent:
+        return CompletedEvent()
+
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        self._wait_ns.pop(operation, None)
+        if wait_ns is not None:
+            self._wait_ns[operation] = wait_ns
+
+    def _add_waits(self, wait_ns: Tensor, rail_before: list[int]) -> None:
+        """Add the operation's wait for each rank. ``rail_before``: the rail's times at the start of the operation."""
+        waited = self._c.waited_ns
+        for rank, now, before in zip(self._rail.ranks, self._rail.waited_ns, rail_before, strict=True):
+            waited[rank] += now - before
+        wait_ns.detach().add_(torch.tensor(waited, dtype=torch.int64, device="cpu"))
+
+    def check(self) -> None:
+        self._health.raise_if_ended()
+
+    def counters(self) -> dict[str, list[int]]:
+        """Return bytes in total for each rank of the group: those in its memory, or sent to it between nodes."""
+        if self._health.is_stopped:
+            self._health.raise_if_ended()
+
+        def of_rail(by_node: list[int]) -> list[int]:
+            sent = dict(zip(self._rail.ranks, by_node, strict=True))
+            return [sent.get(rank, 0) for rank in range(self._topology.num_ranks)]
+
+        return {
+            "inter_node_bytes_sent": of_rail(self._rail.bytes_sent),
+            "inter_node_list_bytes_sent": of_rail(self._rail.list_bytes_sent),
+            "intra_node_bytes_read": list(self._c.bytes_read),
+            "intra_node_bytes_written": list(self._c.bytes_written),
+        }
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.tensor(self._c.masked, dtype=torch.int32, device="cpu")
+
+    def mask_rank(self, rank: int) -> None:
+        self._health.raise_if_ended()
+        self._c.mask(rank)
+
+    def unmask(self, meet: Callable[[], Gather]) -> None:
+        def reset(epoch: int) -> None:
+            self._c.unmask(epoch)
+            self._connections.why, self.unreceived = _C_cpu.AbortReason.left, None
+
+        self._masks.unmask(meet, settle=lambda: self._c.epoch, reset=reset)
+
+    def suspend(self, meet: Callable[[], Gather]) -> None:
+        suspension.suspend(meet, self._health, settle=lambda: None, give_back=self._c.give_back)
+
+    def resume(self, meet: Callable[[], Gather]) -> None:
+        """Resume. The system allocates memory page by page when it is used."""
+        suspension.resume(meet, self._health, take=lambda: None, attach=lambda: None, drop=lambda: None)
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._health.suspended
+
+    @property
+    def is_busy(self) -> bool:
+        return self._health.is_busy
+
+    def destroy(self) -> None:
+        self._health.stop(self._connections.interrupt, self._connections.free)
+
+    def check_routing(self, topk_idx: Tensor) -> None:
+        require_memory("topk_idx", topk_idx)
+        topk_idx = plain("topk_idx", topk_idx).long()
+        num_tokens, num_topk = topk_idx.shape
+        entry = _C_cpu.find_bad_entry(topk_idx.data_ptr(), num_tokens, num_topk, self._config.num_experts)
+        if entry is not None:
+            raise checks.bad_entry(entry, self._config.num_experts)
+
+    def _tag(self, kind: int) -> int:
+        """Return the tag of a message: epoch and kind. So a message never matches the receive of another kind.
+
+        Otherwise gloo would end the process if the message is longer than the memory of that receive.
+        """
+        return ((self._c.epoch & 0x0FFFFFFF) << 3) | kind
+
+    @contextmanager
+    def _operation(
+        self, name: str, plan: Tensor | None, num_tokens: int, num_rows: int
+    ) -> Iterator[Callable[[str], None]]:
+        """Begin one epoch, and end it, also after errors. Yield the function that names a step to profilers.
+
+        plan, num_tokens, num_rows: a handle's; only with a plan are the sizes used.
+        """
+        with ranges_of(name) as ranges:
+            ranges.step("check")
+            self.check()
+            if plan is not None:
+                self._c.check_plan(plan.data_ptr(), plan.numel(), num_tokens, num_rows)
+            refused = None
+            with self._health.operation(name) as operation:
+                epoch = self._c.begin(self._config.timeout_s, torch.get_num_threads())
+                operation.name = f"{name}, epoch {epoch}"
+                begin = time.monotonic()
+                self._rail.deadline = begin + self._config.timeout_s
+                wait_ns, rail_before = self._wait_ns.get(name), list(self._rail.waited_ns)
+                try:
+                    try:
+                        yield ranges.step
+                    except _C_cpu.Refused as refusal:
+                        refused = _word(refusal)
+                        if not refusal.by_all:
+                            self._end_out_of_step(refused)
+                    ranges.step("finish")
+                    self._rail.flush()
+                    self._c.finish()
+                    if wait_ns is not None:
+                        self._add_waits(wait_ns, rail_before)
+                    if self._trace is not None and refused is None:
+                        self._trace.write(name, epoch, 1e3 * (time.monotonic() - begin), self.counters())
+                except _C_cpu.MaskedByPeer as masked:
+                    raise self._end_masked(name, epoch, masked.phase, time.monotonic() - begin) from masked
+                except (_C_cpu.PeerLate, RailLate) as late:
+                    cached = " with a handle" * (name == "dispatch" and plan is not None)
+                    raise self._end_late(name, cached, epoch, late, time.monotonic() - begin) from late
+            if refused is not None:  # every rank has refused it, so the buffer stays usable
+                raise again(refused)
+
+    def _end_masked(self, name: str, epoch: int, phase: str, waited_s: float) -> Exception:
+        """End the buffer's use on this rank: data that it has read may have been overwritten meanwhile."""
+        self._connections.why = _C_cpu.AbortReason.waited
+        return self._masks.end(name, epoch, phase, self._topology.rank, waited_s)()
+
+    def _end_late(
+        self, name: str, cached: str, epoch: int, late: _C_cpu.PeerLate | RailLate, waited_s: float
+    ) -> PeerTimeoutError:
+        """End the buffer's use, abort, and find out who is late."""
+        ranks, gone = (late.ranks, late.gone) if isinstance(late, _C_cpu.PeerLate) else ([late.rank], [])
+        error = partial(PeerTimeoutError, name, epoch, late.phase, self._topology.rank, waited_s=waited_s)
+        self._connections.why = _C_cpu.AbortReason.waited
+        self._health.end(partial(error, late_ranks=ranks))
+        chain = follow_chain(
+            self._config.store,
+            self._topology.rank,
+            ranks,
+            gone=gone,
+            operation=name + cached,
+            epoch=epoch,
+            is_stopped=lambda: self._health.is_stopped,
+        )
+        named = partial(error, late_ranks=chain.late_ranks, reason=chain.reason)
+        self._health.end(named, replace=True)
+        return named()
+
+    def _end_out_of_step(self, refused: ValueError) -> None:
+        """End the buffer's use: ranks of this node are in different operations, and other nodes cannot find it out."""
+        failure = partial(again, refused, ". This leaves the ranks of other nodes behind; destroy() this buffer")
+        self._health.end(failure)
+        raise failure()
+
+
+def _word(refusal: _C_cpu.Refused) -> ValueError:
+    """Return the error of a refusal. csrc/cpu/call.h lists the facts of each kind."""
+    facts = refusal.facts
+    if refusal.kind == "disagreement":
+        return checks.disagreement(refusal.field, *facts)
+    if refusal.kind == "too_few_rows":
+        return checks.too_few_rows(zip(facts[::2], facts[1::2]))
+    if refusal.kind == "too_many_rows":
+        return checks.too_many_rows(*facts)
+    return checks.too_many_choices(*facts)

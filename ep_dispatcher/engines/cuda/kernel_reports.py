@@ -1,0 +1,83 @@
+"""Errors reported by kernels of the CUDA engine to the host."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.faults import find_late_ranks
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.optional.masks import Masks
+from ep_dispatcher.errors import PeerTimeoutError, again
+
+# Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
+_SHOWN = {"row_bytes": "x: bytes per row", "scale_bytes": "x: bytes of scales"}
+
+
+class KernelReports:
+    """Raise what kernels have found: a caller's mistake (ValueError) or a late peer (PeerTimeoutError).
+
+        reports.raise_found(ends=True)   # at the start of an operation: a mistake ends the buffer's use
+        reports.raise_found(ends=False)  # where all ranks ask before their next operation: the buffer stays usable
+
+    Kernels publish a mistake when its operation is complete on this rank, so after every rank has begun it. If this
+    rank finds it at the start of the next operation, other ranks may be inside that one already. This rank refuses it,
+    so all have to end. Never waits for the device.
+
+    ``masks``: of a buffer that masks late ranks. There a rank that reports itself as late is masked.
+    """
+
+    def __init__(self, engine: _C_cuda.Engine, config: EngineConfig, health: Health, masks: Masks | None = None):
+        self._engine, self._config, self._health, self._masks = engine, config, health, masks
+
+    def raise_found(self, *, ends: bool, reason: str = "") -> None:
+        """Raise what kernels have found. reason: further facts for the error of a late peer."""
+        if not self._health.ended:
+            late = self._engine.late()
+            mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
+            if mistake is None and late is None:
+                return
+            if mistake is not None and late is None and not ends:
+                raise again(mistake)
+            if mistake is not None:
+                text = ". Found when other operations had begun, which leaves ranks out of step; destroy() this buffer"
+                self._health.end(partial(again, mistake, text))
+            elif late is not None:
+                self._end_late(*late, reason)
+        self._health.raise_if_ended(suspended=self._health.suspended)  # destroy() asks while it is suspended
+
+    def _end_late(
+        self,
+        operation: _C_cuda.Operation,
+        phase: _C_cuda.Phase,
+        epoch: int,
+        waited_for: list[int],
+        waited_s: float,
+        reason: str,
+    ) -> None:
+        rank, name = self._config.topology.rank, phase.name.replace("_", " ")
+        if self._masks is not None and waited_for == [rank]:
+            self._masks.end(operation.name, epoch, name, rank, waited_s)
+            return
+        late_ranks = find_late_ranks(self._config.store, rank, waited_for)
+        error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks, waited_s, reason)
+        self._health.end(error)
+
+    def _take_mistake(self) -> ValueError | None:
+        """Return the error of the caller's mistake, once for each."""
+        found = self._engine.take_mistake()
+        if found is None:
+            return None
+        kind, detail, value, rows = found
+        if kind.name == "bad_entry":
+            token, k, repeated, _ = detail
+            return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)
+        if kind.name == "too_few_rows":
+            return checks.too_few_rows(rows)
+        if kind.name == "too_many_rows":
+            rank = max(range(len(rows)), key=lambda r: rows[r][0])
+            return checks.too_many_rows(detail[0], rank, rows[rank][0])
+        field, rank, theirs, others = detail
+        name = _C_cuda.Field(field).name
+        return checks.disagreement(_SHOWN.get(name, name), rank, theirs, value, others)

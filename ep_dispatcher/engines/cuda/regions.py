@@ -1,0 +1,334 @@
+"""The symmetric memory of a buffer of the CUDA engine: a region on every rank, and the means to reach the others.
+
+``PeerRegions`` are in PyTorch's symmetric memory. All ranks of a host map each other's regions, and the wire between
+virtual nodes is stores through NVLink. ``SuspendableRegions`` are the same in memory that can be unmapped and mapped
+again (device_memory.py). ``NvshmemRegions`` are in NVSHMEM's symmetric heap. The ranks of a node map each other's, and
+the wire between nodes is NVSHMEM's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import TypeVar
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from ep_dispatcher import _C_cuda, checks, envs
+from ep_dispatcher.engines.base import EngineConfig
+from ep_dispatcher.engines.optional.descriptors import Descriptors
+from ep_dispatcher.engines.optional.device_memory import DeviceMemory, load_driver, page_bytes
+from ep_dispatcher.engines.rendezvous import rendezvous
+from ep_dispatcher.gather import GRACE_S, PeersLate
+from ep_dispatcher.memory import round_up
+from ep_dispatcher.threads import StoreHangs, in_thread
+from ep_dispatcher.topology import Topology
+
+T = TypeVar("T")
+
+
+class PeerRegions:
+    """``memory``: uint8 [num_bytes], the region of this rank; ``addresses``: of every rank's region, as mapped here.
+
+    ``rail``: addresses of the rail peers' regions by node, 0 for those that are not mapped here.
+    """
+
+    wire = "peer"
+    compiled = _C_cuda
+    allocates_together = False  # whether `allocate` waits for the other ranks
+
+    def __init__(self, config: EngineConfig):
+        self._config = config
+        self.rail_pes: list[int] = []
+
+    def prepare(self, num_bytes: int, flag_bytes: int) -> None:
+        """Note the sizes of a region. Its first ``flag_bytes`` are flags."""
+        self._num_bytes, self._flag_bytes = num_bytes, flag_bytes
+
+    def allocate(self) -> None:
+        # Not symmetric_memory.empty: its memory may return to a pool, and a slow peer with the old mapping could then
+        # write into a later buffer. This memory lives as long as a peer has it mapped.
+        allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = allocate((self._num_bytes,), (1,), torch.uint8, device)
+
+    def attach(self) -> None:
+        config = self._config
+        name = f"ep_dispatcher/{config.buffer_id}"  # used once
+        self._symmetric = rendezvous(self.memory, config.topology, config.store, name, config.timeout_s)
+        self.addresses: list[int] = list(self._symmetric.buffer_ptrs)
+
+    @property
+    def rail(self) -> list[int]:
+        return [self.addresses[rank] for rank in self._config.topology.rail]
+
+    def free(self, is_sound: bool) -> None:
+        self.__dict__.pop("_symmetric", None)
+        self.__dict__.pop("memory", None)
+
+    def abandon(self) -> None:
+        """Free the memory after a failure to make the buffer."""
+        self.free(is_sound=False)
+
+
+class SuspendableRegions(PeerRegions):
+    """PeerRegions that can be freed and mapped again at the same addresses.
+
+    In the addresses of each rank the regions of all ranks lie one after the other. A region has two parts. The first
+    has the flags, and stays. The second has all large arrays, and is freed while the buffer is suspended.
+    """
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._exchanges = 0  # exchanges of descriptors that have ended: the same on all ranks
+        self._descriptors: Descriptors | None = None  # the next exchange
+        self._fds: list[int] = []  # of this rank's new memory, until all ranks have it
+        config.gather("cuda-bindings", load_driver)  # one rank may lack it
+
+    def allocate(self) -> None:
+        topology, device = self._config.topology, torch.cuda.current_device()
+        page = page_bytes(device)
+        kept, self._stride = round_up(self._flag_bytes, page), round_up(self._num_bytes, page)
+        rest = self._stride - kept
+        self._first = [(0, kept)]  # parts: (first byte in a region, bytes)
+        self._second = [(kept, rest)] if rest else []  # a small buffer has none
+        self._space = DeviceMemory(topology.num_ranks * self._stride, device)
+        self.addresses = [self._space.address + rank * self._stride for rank in range(topology.num_ranks)]
+        self._create(self._first + self._second)
+        own = self.addresses[topology.rank]
+        self.memory = _tensor_at(own, self._num_bytes, torch.device("cuda", device))
+
+    def attach(self) -> None:
+        self._attach(self._first + self._second)
+
+    def give_back(self) -> None:
+        """Unmap the second part of all regions. No rank may use any of them."""
+        for begin, _ in self._second:
+            for rank in range(self._config.topology.num_ranks):
+                self._space.unmap(rank * self._stride + begin)
+
+    def take(self) -> None:
+        """Allocate memory for this rank's second part. If any rank finds none, all call ``drop``."""
+        self._create(self._second)
+
+    def drop(self) -> None:
+        self._end_exchange()
+        self.give_back()
+
+    def attach_again(self) -> None:
+        self._attach(self._second)
+
+    def _create(self, parts: list[tuple[int, int]]) -> None:
+        """Allocate parts of this rank's region. Prepare to pass them on: from now on other ranks may ask for them."""
+        config, topology = self._config, self._config.topology
+        for begin, num_bytes in parts:
+            self._fds.append(self._space.create(topology.rank * self._stride + begin, num_bytes))
+        secret = f"ep_dispatcher/{config.buffer_id}/{self._exchanges}"
+        self._descriptors = Descriptors(secret, topology.rank, topology.num_ranks)
+
+    def _attach(self, parts: list[tuple[int, int]]) -> None:
+        """Map these parts of the other ranks' regions. All ranks have created theirs."""
+        assert self._descriptors is not None  # since `_create`
+        of_ranks = self._descriptors.exchange(self._fds, self._config.timeout_s)
+        try:
+            for rank, fds in enumerate(of_ranks):
+                for (begin, num_bytes), fd in zip(parts, fds):
+                    self._space.attach(rank * self._stride + begin, num_bytes, fd)
+        finally:
+            for fd in itertools.chain.from_iterable(of_ranks):
+                os.close(fd)
+            self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        self._exchanges += 1
+        descriptors, self._descriptors = self._descriptors, None
+        if descriptors is not None:
+            descriptors.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def free(self, is_sound: bool) -> None:
+        """Unmap all. Memory lives on while a peer has it mapped, so late stores of the peer harm nobody's data."""
+        self._end_exchange()
+        self.__dict__.pop("memory", None)
+        space = self.__dict__.pop("_space", None)
+        if space is not None:
+            space.free()
+
+
+class NvshmemRegions:
+    """Like PeerRegions, but ``addresses`` is 0 for ranks of other nodes.
+
+    ``rail`` has the addresses that NVLink reaches; with ``only_puts`` none of a rail peer.
+
+    The first buffer of a process starts NVSHMEM for its ranks, or joins one that is running; later buffers must have
+    the same ranks. Memory of its heap is allocated and freed by all ranks together. So memory of a destroyed buffer is
+    kept for the next one of the same size.
+    """
+
+    wire = "NVSHMEM"
+    allocates_together = True
+
+    def __init__(self, config: EngineConfig, only_puts: bool):
+        self._config, self._only_puts = config, only_puts
+        self._device = torch.cuda.current_device()
+        self._pes: list[int] = []  # by rank
+        self._region: SimpleNamespace | None = None
+        config.gather("NVSHMEM's module", self._load)  # one rank may lack it
+
+    def _load(self) -> None:
+        try:
+            from ep_dispatcher import _C_nvshmem
+        except ImportError as error:
+            raise ValueError(
+                f"group: given ranks that need the NVSHMEM wire, which cannot be used here ({error}), allowed: ranks "
+                "of one host; `python -m ep_dispatcher.doctor` says what is missing"
+            ) from None
+        self.compiled: ModuleType = _C_nvshmem
+
+    @property
+    def rail_pes(self) -> list[int]:
+        return [self._pes[rank] for rank in self._config.topology.rail]
+
+    def prepare(self, num_bytes: int, flag_bytes: int) -> None:
+        """Start NVSHMEM, or join it, and look for memory of an earlier buffer on all ranks. Collective."""
+        config, c = self._config, self.compiled
+        num_ranks, rank = config.topology.num_ranks, config.topology.rank
+
+        def offer() -> tuple[bool, str, int, list[int]]:
+            if _process.out_of_step:
+                raise RuntimeError(_process.out_of_step)
+            if _process.has_joined and _process.device != self._device:
+                given = f"cuda:{self._device}, and cuda:{_process.device} when NVSHMEM was started"
+                checks.fail("the current device", given, "with the NVSHMEM wire one device per process")
+            id_of_world = c.make_id().hex() if rank == 0 and not c.is_running() else ""
+            numbers = [r.number for r in _process.kept if r.num_bytes == num_bytes]
+            return c.is_running(), id_of_world, _process.next_number, numbers
+
+        running, ids, next_numbers, numbers = zip(*config.gather("NVSHMEM", offer))
+        with config.gather.same_on_all_ranks():
+            if len(set(running)) > 1:
+                checks.fail("group", "ranks of which only some use NVSHMEM already", "all of them, or none")
+
+        def start() -> tuple[int, int]:
+            if not running[rank] or not _process.has_joined:
+                self._call(c.start, bytes.fromhex("" if running[rank] else ids[0]), rank, num_ranks)
+                _process.has_joined, _process.device = True, self._device
+            return c.own_pe(), c.num_pes()
+
+        found = config.gather("NVSHMEM's start", start, waits_for_peers=True)
+        self._pes = [pe for pe, _ in found]
+        with config.gather.same_on_all_ranks():
+            if any(num_pes != num_ranks for _, num_pes in found) or sorted(self._pes) != list(range(num_ranks)):
+                given = f"{num_ranks} ranks that are {self._pes} of the {found[0][1]} in NVSHMEM"
+                checks.fail("group", given, "with the NVSHMEM wire one group of ranks per process")
+        common = set.intersection(*map(set, numbers))
+        self._region = next((r for r in _process.kept if common and r.number == min(common)), None)
+        if self._region is not None:
+            _process.kept.remove(self._region)
+        _process.next_number = max(next_numbers)
+        self._num_bytes = num_bytes
+
+    def allocate(self) -> None:
+        """Allocate memory, unless that of an earlier buffer was found. Collective."""
+        if self._region is None:
+            number, _process.next_number = _process.next_number, _process.next_number + 1
+            address = self._call(self.compiled.allocate, self._num_bytes)
+            self._region = SimpleNamespace(number=number, num_bytes=self._num_bytes, address=address)
+        self.memory = _tensor_at(self._region.address, self._num_bytes, torch.device("cuda", self._device))
+
+    def attach(self) -> None:
+        topology, region, address_at = self._config.topology, self._region, self.compiled.address_at
+        assert region is not None  # since `allocate`
+        self.addresses = [0] * topology.num_ranks
+        for rank in topology.node_ranks:
+            own = rank == topology.rank
+            self.addresses[rank] = region.address if own else address_at(region.address, self._pes[rank])
+            if not self.addresses[rank]:
+                raise RuntimeError(f"NVSHMEM does not reach the memory of rank {rank}, which is on this node")
+        self.rail = [0 if self._only_puts else address_at(region.address, self._pes[rank]) for rank in topology.rail]
+        self.rail[topology.node] = region.address
+
+    def free(self, is_sound: bool) -> None:
+        """Keep the memory for the next buffer, unless there was an error: stores may still be on their way to it."""
+        region, self._region = self._region, None
+        self.__dict__.pop("memory", None)
+        if region is not None and is_sound:
+            with torch.cuda.device(self._device):
+                self.compiled.quiet()
+            _process.kept.append(region)
+
+    def abandon(self) -> None:
+        """Keep the memory after a failure to make the buffer: nobody has written to it."""
+        region, self._region = self._region, None
+        self.__dict__.pop("memory", None)
+        if region is not None:
+            _process.kept.append(region)
+
+    def _call(self, call: Callable[..., T], *arguments: object) -> T:
+        """Call NVSHMEM, which waits for the other ranks without a limit. So call it in another thread, with a limit.
+
+        If it does not return in time, that thread stays inside, and would answer the next call of other ranks. So this
+        process uses NVSHMEM no more.
+        """
+
+        def with_device() -> T:
+            torch.cuda.set_device(self._device)
+            return call(*arguments)
+
+        timeout_s, topology = self._config.timeout_s, self._config.topology
+        _process.out_of_step = "NVSHMEM is out of step since a buffer could not be made: start new processes"
+        try:
+            result = in_thread(with_device, timeout_s + GRACE_S)
+        except StoreHangs as error:
+            others = [rank for rank in range(topology.num_ranks) if rank != topology.rank]
+            raise PeersLate(f"NVSHMEM waited {timeout_s} s for other ranks", others) from error
+        except Exception:  # raised by the call, so it has returned
+            _process.out_of_step = ""
+            raise
+        _process.out_of_step = ""
+        return result
+
+
+# The state of NVSHMEM in this process.
+_process = SimpleNamespace(
+    has_joined=False,  # the module here uses it
+    device=-1,  # the current one when it joined
+    kept=[],  # memory of destroyed buffers
+    next_number=0,  # of a region; the same on all ranks
+    out_of_step="",  # why it cannot be used any more
+)
+
+
+def _tensor_at(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] of memory that PyTorch has not allocated."""
+    interface = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3, strides=None)
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), dtype=torch.uint8, device=device)
+
+
+def mapped_rail(topology: Topology, rail: list[int], mapped: list[list[bool]]) -> list[int]:
+    """Return the addresses in ``rail`` of rail peers that reach this rank's region too, 0 for the others.
+
+    ``mapped``: by rank and node, whether the rank reaches the region of its rail peer there. A pair must use the same
+    means in both directions: the receiver of a put waits in another way than the receiver of a store.
+    """
+    return [address if mapped[rank][topology.node] else 0 for rank, address in zip(topology.rail, rail, strict=True)]
+
+
+def regions_of(config: EngineConfig) -> PeerRegions | NvshmemRegions:
+    """Choose the wire and the memory. ValueError if the wire that was asked for cannot serve these ranks."""
+    wire, num_hosts = envs.wire(), len(set(config.hosts))
+    if wire == "auto":
+        wire = "nvshmem" if num_hosts > 1 else "peer"
+    if wire == "peer" and num_hosts > 1:
+        checks.fail("EP_DISPATCHER_WIRE", "peer, for ranks on several hosts", "nvshmem or auto")
+    if wire == "peer" or config.topology.num_nodes == 1:
+        return SuspendableRegions(config) if config.suspendable else PeerRegions(config)
+    if config.suspendable:
+        given = "True, with the NVSHMEM wire: NVSHMEM cannot map its memory again at the same addresses"
+        checks.fail("suspendable", given, "False; or EP_DISPATCHER_WIRE=peer, where all ranks are on one host")
+    return NvshmemRegions(config, only_puts=wire == "nvshmem-puts")

@@ -1,0 +1,478 @@
+"""The Triton kernels of grouped_gemm: one tile of the result per program, which finds its expert by itself.
+
+The host does not know how many rows an expert has. So it starts as many programs as there can be tiles, and those that
+find none end at once. Programs start in the order of their numbers as multiprocessors become free: a kernel of other
+work that holds some of them, such as a dispatch, delays no tile of its own.
+
+Operands come through the tensor memory accelerator, tile by tile. It reads matrices whose rows begin at multiples of
+16 bytes. A tile at the end of an expert's rows reads on into the next expert's; what comes from there is not stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ep_dispatcher.moe.grouped_gemm import WAVE_ROWS, Matrices, RowSet, Stack, stack_in_place
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result in a tile, entries of the sums in a step, and how the compiler spreads them.
+
+    ``down``: so many tiles follow each other down a column of tiles, then come those of the next column.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    down: int = 16
+
+
+# The fastest on H200 over the cases of benchmarks/grouped_gemm.py.
+TRANSPOSED_TILE, TILE, SMALL_TILE = Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 3), Tile(64, 128, 64, 4, 4)
+FEW_ROWS = 64  # per expert: for the small tile
+# Of outer products, by the rows per expert up to which a tile is the fastest.
+STORED_TILES = {
+    64: Tile(64, 128, 64, 4, 2, down=8),
+    256: Tile(128, 128, 64, 4, 3, down=4),
+    math.inf: Tile(128, 128, 64, 4, 3, down=1024),
+}
+ADDED_TILES = {
+    256: Tile(64, 128, 64, 4, 2, down=4),
+    2048: Tile(128, 128, 64, 8, 3, down=1024),
+    math.inf: Tile(128, 128, 64, 4, 3, down=1024),
+}
+SWIGLU_COLUMNS = 1024
+BEGIN_S = 0.01  # the longest wait for a GEMM to write its first rows
+
+
+def stacked(weights: Matrices) -> Stack:
+    """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
+    stack = stack_in_place(weights)
+    if stack is None:
+        n = weights[0].shape[0]
+        stack = Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
+    return stack
+
+
+def multiply(
+    rows: Tensor,
+    weights: Matrices,
+    ends: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    arrived: Tensor | None = None,
+    written: Tensor | None = None,
+) -> None:
+    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`.
+
+    arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
+    written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
+             ``pieces_of_row`` pieces.
+    """
+    num_rows, length = rows.shape
+    columns, experts = out.shape[1], len(ends)
+    if not num_rows:
+        return
+    stack = stacked(weights)
+    tile = _tile(num_rows, experts, transposed)
+    block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
+    wide = stack.base.shape[-1]
+    _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
+        TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
+        TensorDescriptor(stack.base, [stack.num_rows, wide], [wide, 1], block),
+        out,
+        ends,
+        ends if arrived is None else arrived,
+        ends if written is None else written,
+        num_rows,
+        columns,
+        length,
+        stack.first,
+        stack.step,
+        experts,
+        EXPERTS=triton.next_power_of_2(experts),
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        DOWN=tile.down,
+        TRANSPOSED=transposed,
+        MASKS=not transposed and length % tile.k != 0,
+        WAITS=arrived is not None,
+        COUNTS=written is not None,
+        GROUP_ROWS=WAVE_ROWS,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _tile(num_rows: int, experts: int, transposed: bool) -> Tile:
+    if num_rows <= FEW_ROWS * experts:
+        return SMALL_TILE
+    return TRANSPOSED_TILE if transposed else TILE
+
+
+def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool) -> int:
+    """In how many pieces `multiply` writes a row."""
+    return triton.cdiv(columns, _tile(num_rows, experts, transposed).n)
+
+
+def wait_for_share(written: Tensor, ends: Tensor, num_rows: int, share: float) -> None:
+    """Let the current stream wait until `multiply` in another stream has written this share of its rows.
+
+    written: the counters that it was given. Nothing depends on this wait, so it has no error: it ends after BEGIN_S too
+             if `multiply` has written nothing by then. It may stand behind this stream's kernels in the GPU's queue.
+    """
+    if num_rows:
+        _wait_for_share[1,](written, ends, len(ends), num_rows, share, int(BEGIN_S * 1e9), WAVE_ROWS, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["experts", "num_rows", "share", "limit_ns"])
+def _wait_for_share(written, ends, experts, num_rows, share: tl.float32, limit_ns: tl.int64, GROUP_ROWS: tl.constexpr):
+    total = tl.minimum(tl.load(ends + experts - 1), num_rows)
+    if total == 0:
+        return
+    first = (total - 1) // GROUP_ROWS
+    awaited = tl.minimum(((total - 1) * (1.0 - share)).to(tl.int32) // GROUP_ROWS, first)  # float32 may round up
+    begin = globaltimer()
+    while (tl.atomic_add(written + awaited, 0, sem="relaxed") == 0) & (
+        (globaltimer() - begin < limit_ns) | (tl.atomic_add(written + first, 0, sem="relaxed") > 0)
+    ):
+        pass
+
+
+def _num_tiles(num_rows: int, size: int, experts: int) -> int:
+    """The most tiles along the rows: each expert can begin one more."""
+    return num_rows // size + min(experts, num_rows)
+
+
+@triton.jit
+def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, DESCENDS: tl.constexpr):
+    """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
+
+    `others` are the tiles beside each other. The expert is `experts` where there is no such tile. With DESCENDS the
+    last expert has the first tiles.
+    """
+    i = tl.arange(0, EXPERTS)
+    e = experts - 1 - i if DESCENDS else i
+    end = tl.minimum(tl.load(ends + e, i < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (i < experts), 0), num_rows)
+    tiles = tl.where(i < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
+    upto = tl.cumsum(tiles)
+    place = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
+    here = i == place
+    first = tl.sum(tl.where(here, begin, 0))
+    last = tl.sum(tl.where(here, end, 0))
+    expert = place
+    if DESCENDS:
+        expert = tl.where(place < experts, experts - 1 - place, experts)
+    return expert, first, last, pid - tl.sum(tl.where(here, upto - tiles, 0))
+
+
+@triton.jit
+def _rows_in(group, total, GROUP_ROWS: tl.constexpr):
+    return tl.minimum(GROUP_ROWS, total - group * GROUP_ROWS)
+
+
+@triton.jit
+def _wait_for_rows(arrived, row, end, total, GROUP_ROWS: tl.constexpr):
+    """Wait until the groups of rows [row, end) of `total` have arrived. Return 0, for loads to depend on."""
+    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
+        seen = tl.atomic_add(arrived + group, 0, sem="acquire")
+        while seen < _rows_in(group, total, GROUP_ROWS):
+            seen = tl.atomic_add(arrived + group, 0, sem="acquire")
+    # Order what was waited for before loads by the tensor memory accelerator.
+    return tl.inline_asm_elementwise(
+        "fence.proxy.async; and.b32 $0, $1, 0;", "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _count_rows(written, row, end, GROUP_ROWS: tl.constexpr):
+    """Count the rows [row, end) in, once all threads have written their part of them."""
+    tl.debug_barrier()
+    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
+        rows = tl.minimum(end, (group + 1) * GROUP_ROWS) - tl.maximum(row, group * GROUP_ROWS)
+        tl.atomic_add(written + group, rows, sem="release")
+
+
+# Numbers that change from step to step make no kernel of their own.
+@triton.jit
+def _place(number, m_tiles, n_tiles, DOWN: tl.constexpr):
+    """The row and the column of a tile, among tiles. Tiles that run at the same time read the same lines."""
+    first = number // (DOWN * n_tiles) * DOWN
+    number -= first * n_tiles
+    in_column = tl.minimum(m_tiles - first, DOWN)
+    return first + number % in_column, number // in_column
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_weight", "weight_step"])
+def _multiply(
+    rows,
+    weights,
+    out,
+    ends,
+    arrived,
+    written,
+    num_rows,
+    columns,
+    length,
+    first_weight,
+    weight_step,
+    experts,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOWN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKS: tl.constexpr,
+    WAITS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
+    n_tiles = tl.cdiv(columns, BLOCK_N)
+    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M, COUNTS)
+    if expert >= experts:
+        return
+    i, j = _place(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
+    row, column = begin + i * BLOCK_M, j * BLOCK_N
+    weight = first_weight + expert * weight_step
+    if WAITS:
+        all_rows = tl.minimum(tl.load(ends + experts - 1), num_rows)
+        row += _wait_for_rows(arrived, row, tl.minimum(row + BLOCK_M, end), all_rows, GROUP_ROWS)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, length, BLOCK_K):
+        a = rows.load([row, k])
+        if TRANSPOSED:
+            total = tl.dot(a, weights.load([weight + column, k]).T, total)
+        else:
+            b = weights.load([weight + k, column])
+            if MASKS:  # rows of the next expert's weights: 0 times what they hold could be no number
+                b = tl.where((k + tl.arange(0, BLOCK_K) < length)[:, None], b, 0)
+            total = tl.dot(a, b, total)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
+    to = out + row.to(tl.int64) * columns + column + (m[:, None] * columns + n[None, :])
+    tl.store(to, total.to(out.dtype.element_ty), inside)
+    if COUNTS:
+        _count_rows(written, row, tl.minimum(row + BLOCK_M, end), GROUP_ROWS)
+
+
+def outer_products(
+    grad: Tensor, rows: Tensor, ends: Tensor, out: Matrices, *, accumulate: bool, more: RowSet | None = None
+) -> None:
+    """out[e] [n, k] = the sum of grad[r] [n] times rows[r] [k] over the rows of e, or that is added.
+
+    more: a second set of rows. They are added to the sums of the first, before these are rounded.
+    """
+    n, k, experts = grad.shape[1], rows.shape[1], len(out)
+    sets = [one for one in ((grad, rows, ends), more) if one is not None and one[0].shape[0]]
+    num_rows = sum(one[0].shape[0] for one in sets)
+    tiles = ADDED_TILES if accumulate else STORED_TILES
+    tile = next(tile for most, tile in tiles.items() if num_rows <= most * experts)
+    if not sets:
+        if not accumulate:
+            torch._foreach_zero_(list(out))
+        return
+    first, second = _described(sets[0], tile), (_described(sets[1], tile) if len(sets) > 1 else (None,) * 4)
+    _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
+        *first[:2],
+        out[0],
+        _addresses(out, rows.device),
+        *first[2:],
+        n,
+        k,
+        *second,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        DOWN=tile.down,
+        ACCUMULATE=accumulate,
+        ALIGNED=_are_aligned(out),
+        MORE=len(sets) > 1,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor, Tensor, int]:
+    """Return what `_outer_products` takes of a set of rows."""
+    grad, rows, ends = rows_of
+    return (
+        TensorDescriptor(grad, list(grad.shape), [grad.stride(0), 1], [tile.k, tile.m]),
+        TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [tile.k, tile.n]),
+        ends,
+        grad.shape[0],
+    )
+
+
+def _are_aligned(matrices: Matrices) -> bool:
+    """Return whether all matrices begin at multiples of 16 bytes."""
+    if isinstance(matrices, Tensor):
+        return not (matrices.data_ptr() % 16 or matrices.stride(0) * matrices.element_size() % 16)
+    return not any(matrix.data_ptr() % 16 for matrix in matrices)
+
+
+_tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
+    """The addresses of the matrices, int64 on the device."""
+    if isinstance(matrices, Tensor):
+        begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
+        return torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
+    addresses = tuple(matrix.data_ptr() for matrix in matrices)
+    key = addresses, device  # Megatron's gradients stay where they are, so their table is copied once
+    if key not in _tables:
+        if len(_tables) >= 4096:  # of matrices that come and go
+            _tables.clear()
+        _tables[key] = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return _tables[key]
+
+
+@triton.jit
+def _rows_of(expert, ends, num_rows):
+    """The first row of an expert, and its end."""
+    end = tl.minimum(tl.load(ends + expert), num_rows)
+    begin = tl.minimum(tl.load(ends + tl.maximum(expert - 1, 0)), num_rows) * (expert > 0).to(tl.int32)
+    return begin, end
+
+
+@triton.jit
+def _add_products(total, grad, rows, begin, end, row, column, BLOCK_K: tl.constexpr):
+    """Add the outer products of the rows [begin, end) in a tile at (row, column)."""
+    whole = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for r in range(begin, whole, BLOCK_K):
+        total = tl.dot(grad.load([r, row]).T, rows.load([r, column]), total)
+    if whole < end:  # what follows is another expert's, or memory that nobody wrote
+        mine = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+        a = tl.where(mine, grad.load([whole, row]), 0)
+        total = tl.dot(a.T, tl.where(mine, rows.load([whole, column]), 0), total)
+    return total
+
+
+# Without MORE there is no second set of rows: its arguments are constants, and the kernel has one loop.
+@triton.jit(do_not_specialize=["num_more"])
+def _outer_products(
+    grad,
+    rows,
+    out,
+    addresses,
+    ends,
+    num_rows,
+    n,
+    k,
+    more_grad,
+    more_rows,
+    more_ends,
+    num_more,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOWN: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    m_tiles, n_tiles = tl.cdiv(n, BLOCK_M), tl.cdiv(k, BLOCK_N)
+    pid = tl.program_id(0)
+    expert, number = pid // (m_tiles * n_tiles), pid % (m_tiles * n_tiles)
+    begin, end = _rows_of(expert, ends, num_rows)
+    if MORE:
+        more_begin, more_end = _rows_of(expert, more_ends, num_more)
+    if ACCUMULATE:
+        if MORE:
+            if (begin == end) & (more_begin == more_end):
+                return
+        else:
+            if begin == end:
+                return
+    i, j = _place(number, m_tiles, n_tiles, DOWN)
+    row, column = i * BLOCK_M, j * BLOCK_N
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = _add_products(total, grad, rows, begin, end, row, column, BLOCK_K)
+    if MORE:
+        total = _add_products(total, more_grad, more_rows, more_begin, more_end, row, column, BLOCK_K)
+    to = tl.load(addresses + expert).to(out.dtype)
+    if ALIGNED:  # else the compiler writes entry by entry
+        to = tl.multiple_of(to, 16)
+    # In halves, which takes fewer registers.
+    halves = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        _store(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
+
+
+@triton.jit
+def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """Write a tile at (row, column) of the matrix [n, k], or add it to what is there."""
+    i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (row + i < n)[:, None] & (column + j < k)[None, :]
+    to += row.to(tl.int64) * k + column + (i[:, None] * k + j[None, :])
+    if ACCUMULATE:
+        tile += tl.load(to, inside, 0).to(tl.float32)
+    tl.store(to, tile.to(to.dtype.element_ty), inside)
+
+
+def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    num_rows, half = rows.shape[0], rows.shape[1] // 2
+    out = rows.new_empty(num_rows, half)
+    if num_rows:
+        _swiglu[num_rows,](rows, weights, ends[-1:], out, half, BLOCK=SWIGLU_COLUMNS)
+    return out
+
+
+def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    out, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+    if rows.shape[0]:
+        half = grad.shape[1]
+        _swiglu_grad[rows.shape[0],](grad, rows, weights, ends[-1:], out, of_weights, half, BLOCK=SWIGLU_COLUMNS)
+    return out, of_weights
+
+
+@triton.jit
+def _swiglu(rows, weights, end, out, half, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        return
+    weight = tl.load(weights + row)
+    for first in range(0, half, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
+        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up * weight
+        tl.store(out + row * half + i, value.to(out.dtype.element_ty), i < half)
+
+
+@triton.jit
+def _swiglu_grad(grad, rows, weights, end, out, of_weights, half, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        tl.store(of_weights + row, 0.0)
+        return
+    weight = tl.load(weights + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, half, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
+        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
+        given = tl.load(grad + row * half + i, i < half, 0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        total += given * silu * up
+        given *= weight
+        # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
+        of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + row * 2 * half + i, of_gate.to(out.dtype.element_ty), i < half)
+        tl.store(out + row * 2 * half + half + i, (given * silu).to(out.dtype.element_ty), i < half)
+    tl.store(of_weights + row, tl.sum(total))

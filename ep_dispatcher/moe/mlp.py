@@ -1,0 +1,272 @@
+"""A whole layer of experts in one call: dispatch, two grouped GEMMs with the activation between them, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from ep_dispatcher import checks
+from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
+from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.handle import DispatchOutput
+from ep_dispatcher.moe import grouped_gemm, parts, waves
+from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp, grouped_swiglu_mlp_of_sets
+from ep_dispatcher.plain import require_memory
+
+ACTIVATIONS = ("swiglu",)
+
+
+def moe_mlp(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    activation: str = "swiglu",
+    max_recv_rows: int | None = None,
+    overlap: bool = True,
+    num_parts: int | None = None,
+    keep_activated: bool = True,
+) -> Tensor:
+    """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
+
+        gate, up = w1[e] @ x[t]                                   the first half of the entries, and the second half
+        y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(gate) * up),  e = topk_idx[t, k]
+
+    x              [num_tokens, hidden] of the buffer's dtype
+    topk_idx       int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none
+    topk_weights   float32 [num_tokens, num_topk]
+    w1             [num_local_experts, 2 * intermediate, hidden] of the buffer's dtype: for each expert of this rank the
+                   weight of a linear layer, as torch.nn.Linear has it
+    w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
+    activation     "swiglu"
+    max_recv_rows  as in ep.dispatch, for each part. With it the host never waits on a GPU with bfloat16 or float16
+    overlap        let communication run under the GEMMs; every bit is the same. It needs a GPU and bfloat16 or float16.
+                   Two parts need no more (parts.py). One part on one node (waves.py) needs
+                   2048 tokens or more on this rank, and at most half of the GPU's multiprocessors in the buffer's
+                   num_sms; without gradients also rows of more than 8192 bytes, because shorter ones gain nothing. The
+                   last sums then take all multiprocessors, as the GEMMs do. One part with several nodes
+                   runs only the combine of a backward under GEMMs. Elsewhere overlap changes nothing, and
+                   ep.why_no_overlap(buffer) says why. Ranks may choose differently. docs/limits.md says when to pass
+                   False
+    num_parts      1 or 2, the same on all ranks. 2: the first half of this rank's tokens, and the rest. Each part has a
+                   dispatch and a combine of its own. With overlap these run under the GEMMs of the other part. None:
+                   2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more; else 1
+    keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
+                   ``intermediate`` values per received row
+
+    Under torch.autocast of the buffer's dtype x, w1 and w2 are cast in each call, as in ep.dispatch. torch.compile
+    keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
+
+    GEMMs accumulate in float32 and round once. The activation is computed in float32, multiplied by topk_weights, then
+    rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. The gradients
+    of w1 and w2 sum over the rows of the first part, then over those of the second, and are rounded once. In
+    torch.compile the sum of each part is rounded.
+
+    Gradients reach x, topk_weights, w1 and w2. For the backward the layer keeps the received rows, the results of the
+    first GEMM and those of the activation, all in the buffer's dtype. With max_recv_rows two parts keep twice as many
+    rows. There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x, topk_weights
+    and the pair (w1, w2) must require a gradient on all ranks or on none. torch.autograd.grad or backward(inputs=...)
+    must ask for the same gradients on all ranks too.
+
+    Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
+    """
+    check_buffer(buffer)
+    refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
+    checks.one_of("activation", activation, ACTIVATIONS)
+    num_parts = parts.num_parts_of(buffer, num_parts)
+    config, experts = buffer._config, buffer.num_local_experts
+    device = buffer._live_engine().device
+    if torch.is_autocast_enabled(device):
+        x, w1, w2 = map(buffer._as_autocast, (x, w1, w2))
+    checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
+    checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
+    checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
+    intermediate = w2.shape[2]
+    checks.tensor("w1", w1, (config.dtype,), (experts, 2 * intermediate, config.hidden), device)
+    if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
+        allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
+        checks.fail("w2", f"intermediate {intermediate}", allowed)
+    refuse_dtensors(w1=w1, w2=w2)
+    is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2))
+    has_kernels = grouped_gemm.has_kernels(x) and is_eager
+    if has_kernels:
+        w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
+    if has_kernels or (is_eager and num_parts > 1):
+        send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        options: dict[str, Any] = dict(overlap=overlap, num_parts=num_parts, keep_activated=keep_activated)
+        return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
+    run = partial(_rows_of_experts, w1=w1, w2=w2, keep_activated=keep_activated)
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
+
+
+def why_no_overlap(
+    buffer: Buffer, *, gradients: bool = True, num_tokens: int | None = None, num_parts: int | None = None
+) -> str | None:
+    """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
+
+        reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
+
+    gradients   whether the layer has a backward: PyTorch's gradients are on, and one of its arguments requires one
+    num_tokens  of this rank in the call; None: the buffer's max_tokens_per_rank
+    num_parts   as in ep.moe_mlp
+
+    It moves nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
+    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 one part does not overlap in a CUDA graph:
+    ask while the graph is captured.
+
+    Raises ValueError if `buffer` is no ep_dispatcher.Buffer or was destroyed, and for any other num_parts.
+    """
+    check_buffer(buffer)
+    return waves.why_not(buffer, gradients, num_tokens, num_parts)
+
+
+def run_layer(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    send: Callable[[], DispatchOutput],
+    *,
+    overlap: bool,
+    num_parts: int,
+    **options: Any,
+) -> Tensor:
+    """``moe_mlp`` in grouped GEMMs, with overlap unless ``waves.why_not`` has a reason. The rest was checked.
+
+    send: dispatches x and topk_weights; called if one part runs one step after the other
+    w1, w2, options: as grouped_swiglu_mlp takes them; all matrices of a layer require gradients, or none
+    """
+    one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in one_of_each)
+    with torch.cuda.device_of(x):
+        overlap = overlap and waves.can_overlap(buffer, wants_gradients, x.shape[0], num_parts)
+        if num_parts > 1:
+            given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
+            return parts.mlp_in_parts(*given, overlap=overlap, **options)
+        if overlap:
+            return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
+        out = send()
+        return combine(buffer, grouped_swiglu_mlp(*_rows_of(out), w1, w2, **options), out.handle)
+
+
+def run_nodes(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    max_recv_rows: int | None,
+    num_parts: int,
+    run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
+) -> Tensor:
+    """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: parts.py.
+
+    run_experts: takes the dispatch of each part, and returns the results of its rows
+    """
+    given = [(x, topk_idx, topk_weights)]
+    if num_parts > 1:  # an error about B comes before anything of A is sent
+        buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        if _has_values(topk_idx):
+            buffer._explaining(buffer._live_engine().check_routing, topk_idx)
+        given = list(zip(*map(parts.cut, given[0])))
+    # All are sent before the first experts run.
+    sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+    y = [combine(buffer, rows, out.handle) for rows, out in zip(run_experts(sent), sent)]
+    return y[0] if num_parts == 1 else torch.cat(y)
+
+
+def run_grouped_nodes(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    *,
+    num_parts: int,
+    **options: Any,
+) -> Tensor:
+    """``run_layer`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
+
+    def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
+        return grouped_swiglu_mlp_of_sets([_rows_of(out) for out in sent], w1, w2, **options)
+
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, run_experts)
+
+
+def _has_values(t: Tensor) -> bool:
+    """Return whether the host may read a tensor's values: no compiler traces it, and it is not fake."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(t) is Tensor and detect_fake_mode((t,)) is None
+
+
+def _rows_of(out: DispatchOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, their weights, and the end of each expert's rows."""
+    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
+    return out.x, out.topk_weights, out.tokens_per_expert.cumsum(0, dtype=torch.int32)
+
+
+def _aligned(argument: str, weight: Tensor) -> Tensor:
+    """Return the weight in contiguous memory, at an address that the kernels of grouped GEMMs accept."""
+    require_memory(argument, weight)
+    weight = weight.contiguous()
+    return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
+
+
+def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return rows [rows, k] times weight[e].T of each row's expert e, [rows, n]. Rows of no expert are not computed.
+
+    weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
+    """
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # without fullgraph this is no error but a break
+        checks.fail("buffer", f"one of {rows.dtype}", "one of torch.bfloat16 for moe_mlp in a whole graph")
+    if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    end = ends.tolist()
+    with torch.autocast(rows.device.type, enabled=False):  # it casts rows of another dtype too, and not grouped_mm's
+        parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
+    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+
+
+def _rows_of_experts(out: DispatchOutput, w1: Tensor, w2: Tensor, keep_activated: bool) -> Tensor:
+    """Return the results of the experts by row, by PyTorch's grouped GEMMs."""
+    rows, row_weights, ends = _rows_of(out)
+    second = _activated_linear
+    if not keep_activated:
+        second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
+    return second(_grouped_linear(rows, w1, ends), row_weights, w2, ends)
+
+
+def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends: Tensor) -> Tensor:
+    """Return the results of the experts, from those of their first GEMM."""
+    return _grouped_linear(_WeightedSwiglu.apply(hidden_rows, row_weights), w2, ends)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    """silu(gate) * up * weight for rows (gate, up), in float32. It saves its arguments only, and nothing in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return grouped_gemm.swiglu_of_all(rows, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grouped_gemm.swiglu_grad_of_all(grad, *ctx.saved_tensors)

@@ -1,0 +1,283 @@
+"""A layer of experts in two parts of its tokens: communication of one part runs under the GEMMs of the other.
+
+                   main stream                                 side stream
+    forward                                                    dispatch A
+                   experts of A                                dispatch B
+                   experts of B                                combine A
+                                                               combine B
+    backward                                                   dispatch the gradients of B
+                   gradients of B's rows                       dispatch the gradients of A
+                   gradients of A's rows                       combine B: gradients of x and topk_weights
+                   gradients of w1 and w2, both parts          combine A
+
+A is the first half of a rank's tokens, B the rest; a single token is in A. Between nodes rows and sums cross in the
+order of tokens, not of experts. So GEMMs cannot wait for the rows of a tile, as they do on one node (waves.py). Here
+each waits for a whole operation before it, by an event. No kernel waits for another one of its GPU, so no
+multiprocessors are set aside. The side stream has a higher priority: its blocks get multiprocessors as tiles end.
+
+Operations are collective, so all ranks run the same parts, whatever their tokens. A rank without overlap runs the same
+operations in the same order, all in its current stream. So does the CPU engine. The backward begins with B, as autograd
+does in torch.compile, where each step is a node of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ep_dispatcher import checks
+from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
+from ep_dispatcher.buffer import Buffer
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.grouped_mlp import (
+    Call,
+    Kept,
+    WriteGrads,
+    checked_call,
+    grads_of_rows,
+    run_rows,
+    write_grads,
+)
+
+if TYPE_CHECKING:
+    from ep_dispatcher.engines.cuda.engine import CudaEngine
+
+# The smallest max_tokens_per_rank of a buffer for two parts by default. Measured in docs/nodes.md.
+MIN_TOKENS = 2048
+_PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: these, and the plan
+
+
+def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
+    """Return the number of parts of a layer: the number asked for, else as `why_one` decides."""
+    checks.one_of("num_parts", asked, (1, 2, None))
+    if asked is not None:
+        return asked
+    return 1 if why_one(buffer) else 2
+
+
+def why_one(buffer: Buffer) -> str | None:
+    """Say why a layer with this buffer runs in one part by default. None: it runs in two.
+
+    Only settings that are the same on all ranks decide.
+    """
+    reason = why_no_kernels(buffer)
+    if reason is None and buffer._config.topology.num_nodes == 1:
+        reason = "its ranks are one node"
+    return reason or why_few_tokens(buffer, MIN_TOKENS)
+
+
+def why_no_kernels(buffer: Buffer) -> str | None:
+    """Say why kernels of grouped GEMMs do not take the rows of this buffer. None: they do."""
+    config, engine = buffer._config, buffer._live_engine()
+    if engine.device != "cuda":
+        return f"its engine is {engine.device}"
+    if config.dtype not in grouped_gemm.KERNEL_DTYPES:
+        return f"its rows are {config.dtype}"
+    return None
+
+
+def why_few_tokens(buffer: Buffer, fewest: int) -> str | None:
+    """Say that this buffer holds less than the fewest tokens. None: it holds as many."""
+    held = buffer._config.max_tokens_per_rank
+    return f"max_tokens_per_rank is {held}, less than {fewest}" if held < fewest else None
+
+
+def cut(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens of A and those of B."""
+    of_a = (t.shape[0] + 1) // 2
+    return t[:of_a], t[of_a:]
+
+
+def mlp_in_parts(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w1: Matrices,
+    w2: Matrices,
+    max_recv_rows: int | None,
+    *,
+    overlap: bool,
+    keep_activated: bool = True,
+    take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
+    anchor: Tensor | None = None,
+) -> Tensor:
+    """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights were checked.
+
+    max_recv_rows: of each part
+    overlap: whether its operations run in a stream of their own, on a GPU
+    """
+    if grouped_gemm.has_kernels(x):
+        grouped_gemm.kernels()  # an error here comes before anything is sent
+    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
+    request = buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+    buffer._explaining(buffer._live_engine().check_routing, topk_idx)  # of B too, before anything of A is sent
+    return _Mlp.apply(x, topk_weights, buffer, request, call, overlap, *call.inputs(x, topk_weights))
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        buffer: Buffer,
+        request: DispatchRequest,
+        call: Call,
+        overlap: bool,
+        anchor: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        assert request.topk_idx is not None
+        requests = [
+            request._replace(rows=rows, topk_idx=idx, topk_weights=row_weights)
+            for rows, idx, row_weights in zip(cut(x), cut(request.topk_idx), cut(topk_weights))
+        ]
+        y = x.new_empty(x.shape)
+        saved: list[Tensor | None] = []
+        results: list[Tensor] = []  # keeps them alive: combines read them until the end
+        with _Lane(buffer, x, overlap, num_operations=4) as lane:
+            # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
+            # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
+            # both cases launch combine A before the experts of B.
+            waits = request.counts
+            sent = [lane.dispatch(one) for one in requests[: 1 if waits else 2]]
+            for i, out in enumerate(cut(y)):
+                received = lane.take(*sent[i])
+                assert received.topk_weights is not None and received.plan is not None  # as these were given
+                ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
+                rows, kept = run_rows(received.rows, received.topk_weights, ends, call)
+                experts_end = lane.record()
+                results.append(rows)
+                if waits and i == 0:
+                    sent.append(lane.dispatch(requests[1]))
+                lane.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
+                saved += [*kept, received.plan]
+        ctx.save_for_backward(*saved, *weights)
+        ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer._backward_note
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        of_a, of_b, weights = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
+        kept, plans = [Kept(*of_a[:-1]), Kept(*of_b[:-1])], [of_a[-1], of_b[-1]]
+        call: Call = ctx.call
+        (w1, w2), buffer = call.saved(weights), buffer_of(ctx)
+        for plan in plans:
+            check_saved_plan(plan)
+        goes_back = dispatch_goes_back(ctx)
+        of_x = grad.new_empty(grad.shape) if goes_back else None
+        of_topk_weights: list[Any] = [None, None]
+        grads: list[Any] = [None, None]
+        with _Lane(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as lane:
+            sent: list[Any] = [None, None]
+            for i in (1, 0):
+                num_rows = kept[i].rows.shape[0]
+                given = DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows)
+                sent[i] = lane.dispatch(given)
+            for i in (1, 0):
+                of_out = lane.take(*sent[i]).rows
+                grads[i] = grads_of_rows(of_out, kept[i], w1, w2, goes_back)
+                if of_x is not None:
+                    out = cut(of_x)[i]
+                    y = CombineRequest(grads[i].of_rows, plans[i], grads[i].of_row_weights, len(out), "expert")
+                    of_topk_weights[i] = lane.combine(y, out, lane.record()).topk_weights
+            sets = [(of_part, of_rows._replace(of_rows=None)) for of_part, of_rows in zip(kept, grads)]
+            side = lane.side  # `write` keeps this alone, not the lane: it may be called later
+
+            def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
+                write_grads(sets, of_w1, of_w2, accumulate)
+                _order_memory(side)
+
+            of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+            lane.join()
+            of_probs = torch.cat(of_topk_weights) if goes_back else None  # reads memory of the side stream
+        return of_x, of_probs, None, None, None, None, *of_inputs
+
+
+class _Lane:
+    """The operations of a layer, beside its GEMMs, or between them in the current stream.
+
+    Arguments and results of an operation have to live until the end of `with`. There each stream waits for the other.
+    So memory of both is reused in order, whichever main stream uses the side stream next.
+
+    An error between the first operation and the last ends a buffer on a GPU: its peers learn of it at once. A
+    ValueError does not: it is about counts, and all ranks raise it.
+    """
+
+    def __init__(self, buffer: Buffer, x: Tensor, overlap: bool, num_operations: int):
+        self.buffer, self.num_operations, self.num_launched = buffer, num_operations, 0
+        self.engine = cast("CudaEngine", buffer._live_engine()) if x.is_cuda else None
+        self.main: torch.cuda.Stream | None = None
+        self.side: torch.cuda.Stream | None = None
+        if overlap and self.engine is not None:
+            self.main, self.side = torch.cuda.current_stream(x.device), self.engine.side_stream()
+
+    def __enter__(self) -> _Lane:
+        if self.main is not None and self.side is not None:
+            self.side.wait_stream(self.main)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_between = 0 < self.num_launched < self.num_operations
+        if error is not None and is_between and self.engine is not None and not isinstance(error, ValueError):
+            self.engine.give_up("ran the experts of a layer", error)
+        self.join()
+        _order_memory(self.side)
+
+    def join(self) -> None:
+        """Let the main stream wait for all operations."""
+        if self.main is not None and self.side is not None:
+            self.main.wait_stream(self.side)
+
+    def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
+        """Launch a dispatch after the earlier operations. Return its outputs, and the event that `take` waits for."""
+        with self._beside():
+            received = self.buffer._launch_dispatch(request)
+        self.num_launched += 1
+        return received, None if self.side is None else self.side.record_event()
+
+    def take(self, received: Received, event: torch.cuda.Event | None) -> Received:
+        """Let the main stream wait for a dispatch. Return its outputs."""
+        if self.main is not None and event is not None:
+            self.main.wait_event(event)
+        return received
+
+    def record(self) -> torch.cuda.Event | None:
+        """Return an event after all that the main stream has been given so far."""
+        return None if self.main is None else self.main.record_event()
+
+    def combine(self, request: CombineRequest, out: Tensor, after: torch.cuda.Event | None) -> Combined:
+        """Launch a combine after the earlier operations and after an event. The sums are written to `out`."""
+        if self.side is not None and after is not None:
+            self.side.wait_event(after)
+        with self._beside():
+            combined = self.buffer._launch_combine(request, out=out)
+        self.num_launched += 1
+        return combined
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.side is None else torch.cuda.stream(self.side)
+
+
+def _order_memory(side: torch.cuda.Stream | None) -> None:
+    """Let a side stream wait for the current one, so that memory freed from here on is reused after its kernels.
+
+    Two main streams may share a side stream (side_streams.py), and gradients may be written after the layer. While a
+    graph is captured the side stream does not wait, because no join would follow. There the next layer of the same main
+    stream waits, and nobody else gets that memory: it is the graph's.
+    """
+    if side is not None and not torch.cuda.is_current_stream_capturing():
+        side.wait_stream(torch.cuda.current_stream(side.device))

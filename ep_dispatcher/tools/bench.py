@@ -1,0 +1,187 @@
+"""Times dispatch and combine beside the all-to-all that a user writes otherwise, in the same run and routing.
+
+    python -m ep_dispatcher.bench                      # starts 4 ranks here: one node, then 2 virtual nodes
+    torchrun --nproc-per-node 4 -m ep_dispatcher.bench # uses the ranks that torchrun started
+    python -m ep_dispatcher.bench --engine cuda        # a rank per GPU, beside NCCL
+    python -m ep_dispatcher.bench --engine cuda --sms 8,12,16,24,32             # a case for each
+    python -m ep_dispatcher.bench --engine cuda --suite benchmarks/results \
+        --with ep_dispatcher.tools.benchmark.megatron ep_dispatcher.tools.benchmark.deep_ep
+    python -m ep_dispatcher.bench --compare benchmarks/results runs/bench       # fails on a regression
+
+Prints a table per case and writes a JSON with every single time; ``benchmark/suite.py`` explains its fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher.tools.benchmark import compare, suite
+from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS, HOT, STANDARD, Case, suite_cases
+from ep_dispatcher.tools.benchmark.machine import describe_machine
+from ep_dispatcher.tools.benchmark.parts import parts_of
+from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
+
+DTYPES = ("bfloat16", "float16", "float32")
+ONE_VALUE = ("hidden", "experts", "topk", "routing", "dtype", "layout", "graph")  # of all cases of a run
+SEVERAL = ("tokens", "sms", "ranks_per_node")  # a case for each
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.bench", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--ranks", type=int, help="processes to start (default: 4, with cuda one per GPU); under torchrun its own")
+    add("--ranks-per-node", type=int, nargs="+", help="topologies to measure (default: one node; with cpu also two)")
+    add("--tokens", type=numbers, help="tokens per rank, or a list: 256,1024,4096")
+    add("--hidden", type=int, help="elements of a token's row (default: 1024, with cuda 7168)")
+    add("--experts", type=int, help="experts of all ranks together")
+    add("--topk", type=int, help="experts of a token (default: 8)")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--routing", choices=CASE_ROUTINGS, default="uniform", help=f"{HOT}: one rank gets 4 times the mean")
+    add("--layout", choices=("expert", "rank"), default="expert", help="layout of the received rows")
+    add("--iters", type=int, default=Case.iters, help=f"timed runs (default: {Case.iters})")
+    add("--warmup", type=int, default=Case.warmup, help=f"runs before them (default: {Case.warmup})")
+    add("--threads", type=int, default=Case.threads, help="threads per rank")
+    add("--engine", choices=tuple(STANDARD), default="cpu", help="cuda: a rank per GPU (default: cpu)")
+    add("--sms", type=numbers, help="cuda: multiprocessors that the engine may use, or a list: 8,12,16,24,32")
+    add("--graph", action="store_true", help="cuda: each of the engine's operations in a CUDA graph too")
+    add("--suite", type=Path, metavar="FOLDER", help="cuda: measure the cases of the generated tables, into FOLDER")
+    add("--with", dest="modules", nargs="+", metavar="MODULE", default=[], help="modules with more to measure beside")
+    add("--no-baseline", dest="baseline", action="store_false", help="without the all-to-all")
+    add("--build", help="what was built, for the JSON, where git cannot say")
+    add("--out", type=Path, default=Path("runs/bench"), help="folder of the JSON files")
+    add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="only compare B with A: JSON files, or folders")
+    add("--tolerance", type=float, default=0.05, help="of --compare: 0.05 lets an operation take 5%% longer")
+    return parser
+
+
+def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Namespace:
+    """The arguments, and ``cases``. ``world_size``: how many ranks torchrun started, None without it."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.compare:
+            check_compare(args)
+            return args
+        check_choice(args, parser, world_size)
+        fill_in(args, world_size)
+        check_sizes(args, world_size)
+        args.cases = make_cases(args)
+        args.cases[0].routing_on_host(0)  # raises where a routing cannot be made
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def refuse(argument: str, given: object, allowed: str) -> NoReturn:
+    raise ValueError(f"--{argument.replace('_', '-')}: given {given}, allowed: {allowed}")
+
+
+def check_compare(args: argparse.Namespace) -> None:
+    if args.tolerance < 0:
+        refuse("tolerance", args.tolerance, "0 or more")
+    for path in args.compare:
+        if not path.exists():
+            refuse("compare", path, "JSON files of this benchmark, or folders of them")
+
+
+def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser, world_size: int | None) -> None:
+    """Refuse arguments that do not go together."""
+    if args.engine == "cpu":
+        for name in ("sms", "graph", "suite"):
+            if getattr(args, name):
+                refuse(name, "with --engine cpu", "with --engine cuda")
+    elif world_size is not None:
+        refuse("engine", "cuda under torchrun", "without torchrun: it starts the ranks itself")
+    elif not torch.cuda.device_count():
+        refuse("engine", "cuda", "cpu: there is no GPU that PyTorch can use")
+    if args.suite is not None:
+        for name in (*ONE_VALUE, *SEVERAL, "baseline"):
+            if getattr(args, name) != parser.get_default(name):
+                refuse(name, "beside --suite", "without it: the suite has its own")
+
+
+def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
+    standard = STANDARD[args.engine]
+    if args.ranks is None:
+        args.ranks = world_size or (standard.ranks if args.engine == "cpu" else torch.cuda.device_count())
+    for name in ("hidden", "experts", "topk"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(standard, name))
+    args.tokens, args.sms = args.tokens or [standard.tokens], args.sms or [standard.sms]
+    args.ranks_per_node = args.ranks_per_node or default_topologies(args)
+    args.out = args.suite or args.out
+
+
+def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
+    for name in ("ranks", "hidden", "experts", "topk", "iters", "threads", "tokens", "sms"):
+        for value in getattr(args, name) if name in SEVERAL else [getattr(args, name)]:
+            if value < 1:
+                refuse(name, value, "1 or more")
+    if args.warmup < 0:
+        refuse("warmup", args.warmup, "0 or more")
+    if world_size is not None and args.ranks != world_size:
+        refuse("ranks", args.ranks, f"the {world_size} ranks that torchrun started")
+    if args.engine == "cuda" and args.ranks > torch.cuda.device_count():
+        refuse("ranks", args.ranks, f"at most the {torch.cuda.device_count()} GPUs")
+    if args.experts % args.ranks:
+        refuse("experts", args.experts, f"multiples of the {args.ranks} ranks")
+    if args.topk > args.experts:
+        refuse("topk", args.topk, f"at most the {args.experts} experts")
+    for n in args.ranks_per_node:
+        if n < 1 or args.ranks % n:
+            refuse("ranks_per_node", n, f"divisors of the {args.ranks} ranks")
+    if args.out.exists() and not args.out.is_dir():
+        refuse("out", args.out, "a folder")
+
+
+def default_topologies(args: argparse.Namespace) -> list[int]:
+    """Ranks per node: as torchrun started them; of one node with the CPU engine also its halves as virtual nodes."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    halves = args.engine == "cpu" and per_host == args.ranks and args.ranks % 2 == 0
+    return [per_host, per_host // 2] if halves else [per_host]
+
+
+def make_cases(args: argparse.Namespace) -> list[Case]:
+    common = {name: getattr(args, name) for name in ("iters", "warmup", "threads")}
+    if args.suite is not None:
+        return list(suite_cases(args.ranks, args.modules, **common))
+    common |= {name: getattr(args, name) for name in ONE_VALUE}
+    standard = STANDARD[args.engine]
+    others = (*(standard.others if args.baseline else ()), *args.modules)
+    first = replace(standard, ranks=args.ranks, others=others, **common)
+    nodes = [None if n == args.ranks else n for n in args.ranks_per_node]
+    return [
+        replace(first, tokens=tokens, sms=sms, ranks_per_node=n)
+        for tokens, sms, n in product(args.tokens, args.sms, nodes)
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    args = parse_args(argv, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    if args.compare:
+        before, after = args.compare
+        return compare.run(before, after, args.tolerance)
+    machine = describe_machine(args.build)  # before the run: its load is not the benchmark's own
+    if not under_torchrun:
+        return suite.run(args.cases, machine, args.out)
+    ranks = TorchrunRanks(args.threads)
+    if dist.get_rank() == 0:
+        return suite.run(args.cases, machine, args.out, lambda case: ranks)
+    for case in args.cases:
+        for part, *arguments in parts_of(case):
+            ranks.run(part, *arguments)
+    ranks.close()
+    return 0

@@ -1,0 +1,113 @@
+"""Clocks that time a call, on a host and on a GPU. The ranks begin every timed call together."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ep_dispatcher.tools.benchmark.ranks import sum_over_ranks
+
+FLUSHED_BYTES = 128 << 20  # more than the L2 cache of an H200 (60 MB)
+HEAD_START_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch the timed call
+
+
+def make_clock(engine: str) -> HostClock | DeviceClock:
+    """Return the clock of an engine, with the device of its tensors."""
+    return DeviceClock() if engine == "cuda" else HostClock()
+
+
+class HostClock:
+    """Time on a processor. Other processes disturb it, so the sides take turns, and all suffer alike."""
+
+    device = torch.device("cpu")
+    takes_turns = True
+
+    def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:
+        """Return the seconds of ``iters`` calls on this rank, after ``warmup`` calls that are not timed."""
+        times = []
+        for iteration in range(-warmup, iters):
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            if iteration >= 0:
+                times.append(time.perf_counter() - begin)
+        return times
+
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
+        raise NotImplementedError("there are CUDA graphs on GPUs alone")
+
+    def release(self) -> bool:
+        """Free the memory of the last case. Return True if the device is still usable."""
+        return True
+
+
+class DeviceClock:
+    """Time by events around the call, in the current stream. Collective.
+
+    Before the events the stream clears the L2 cache, waits until the host is ahead, and meets the other ranks. So the
+    time includes neither the host's launches nor a late rank. If the call itself makes the host wait for the device, as
+    a dispatch without max_recv_rows does, the time includes that.
+    """
+
+    takes_turns = False
+
+    def __init__(self):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=self.device)
+        self._meeting = torch.zeros(1, dtype=torch.float32, device=self.device)
+        dist.all_reduce(self._meeting)  # the first one starts NCCL
+
+    def seconds(self, call: Callable[[], object], iters: int, warmup: int) -> list[float]:
+        for _ in range(warmup):
+            call()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        times = []
+        with _no_garbage_collection():
+            for _ in range(iters):
+                self._flushed.zero_()
+                torch.cuda._sleep(HEAD_START_CYCLES)
+                dist.all_reduce(self._meeting)
+                begin.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+        return times
+
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
+        """Return a call that replays a CUDA graph of ``call``."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        sum_over_ranks([0])  # nothing of another rank is under way while this one captures
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def release(self) -> bool:
+        del self._flushed, self._meeting
+        gc.collect()
+        torch.cuda.synchronize()  # raises the error of a kernel, if there was one
+        torch.cuda.empty_cache()
+        return True
+
+
+@contextmanager
+def _no_garbage_collection():
+    """Prevent garbage collection: it takes longer than the head start of the host."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,544 @@
+"""Compares this dispatcher with Megatron's own: one MoE layer of your configuration, outputs and every gradient.
+
+torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
+    --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --expert-model-parallel-size 4 --bf16 ...
+
+Takes the flags of a Megatron training job, and names those that do not concern an MoE layer. Runs on GPUs (NCCL), or
+without any on the CPU (gloo). Both layers get the same weights and the same tokens.
+
+With EP_DISPATCHER_GROUPED_EXPERTS=1 this dispatcher's layer runs its experts in grouped GEMMs, where they can.
+
+The rule: a tensor is the same if its largest difference is at most `limit` times its largest absolute value.
+  float32             1e-5
+  bfloat16, float16   top-k x expert tensor parallel size + 2 roundings: 2^-8 each in bfloat16, 2^-11 in float16
+  FP8, FP4            1/8: rows in another order may share other scales
+Below float32 there is a second rule. Megatron's layer also runs in float32, on the same weights and routing logits.
+The root mean square distance of this dispatcher from that run, over all ranks and steps, must be at most 1.25 times
+that of Megatron's own, plus a quarter of a rounding of the tensor's root mean square.
+
+Exit code of every rank: 0 the same within rounding, 1 different, 2 the configuration is refused. (torchrun itself
+exits with 1 for all but 0.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import statistics
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ep_dispatcher as ep
+from ep_dispatcher import engines
+from ep_dispatcher.tools.parity import arguments, report
+from ep_dispatcher.tools.parity.arguments import Given, Machine, Refused, Run
+from ep_dispatcher.tools.parity.profile import Profile, profile_layer
+from ep_dispatcher.tools.parity.profile import table as profile_table
+from ep_dispatcher.tools.parity.report import Difference
+
+OURS, FLOAT32 = "ep_dispatcher", "float32"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare, and return the exit code. Collective. Without a default process group, make one and destroy it."""
+    argv = sys.argv[1:] if argv is None else argv
+    with _process_group(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, of each rank, about missing packages and deprecated calls
+        first = dist.get_rank() == 0
+        say: Callable[..., None] = _say if first else _say_nothing
+        try:
+            import megatron.core  # noqa: F401
+
+            with _quiet_unless(first):
+                given = arguments.parse(argv, __doc__)
+            code = _compare(given, _machine(), say)
+        except ImportError as error:
+            if error.name is None or not error.name.startswith("megatron"):
+                raise
+            say(f"refused: Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'")
+            code = 2
+        except Refused as refusal:
+            say(f"refused: {refusal}")
+            code = 2
+        dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
+        if code and "TORCHELASTIC_RUN_ID" in os.environ:
+            _show_progress(f"exit code {code}, as said above. torchrun's own report of it follows, and says no more.")
+    return code
+
+
+def _say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str = "") -> None:
+    pass
+
+
+def _show_progress(text: str) -> None:
+    """Say on rank 0 what takes time now, on stderr: stdout has the results."""
+    if dist.get_rank() == 0:
+        print(f"parity: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _quiet_unless(first: bool) -> Iterator[None]:
+    """Silence --help, which prints and exits, on all ranks but the first."""
+    with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """Use the group of the caller, or that of torchrun's ranks, or a group of one rank."""
+    made = not dist.is_initialized()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if made:
+        backend = "nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def _machine() -> Machine:
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
+
+        let_megatron_run_on_cpu()
+    return Machine(dist.get_world_size(), cpu=not gpu, transformer_engine=gpu and _has_transformer_engine())
+
+
+def _has_transformer_engine() -> bool:
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.HAVE_TE
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
+    run = arguments.run_of(given, machine)
+    if not machine.cpu and "cuda" not in engines.ENGINES:
+        raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
+    with _megatron(run, given.seed):
+        _show_progress("making the layers")
+        layers, versions = _make_layers(run, given.seed), _versions(run)
+        config = layers[OURS].config
+        say(report.opening(given, run, machine, config, versions))
+        rows = _differences(layers, given, run)
+        times = {name: _times(layers, given, run, name) for name in report.TIMED} if given.timed_steps else {}
+        profiles = _profiles(layers, given, run) if given.profiled_steps else {}
+        _show(layers, given, run, rows, times, profiles, say)
+        if given.out is not None and dist.get_rank() == 0:
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            figures = report.figures(given, run, machine, config, versions, rows, times)
+            figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
+            given.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if report.different(rows, config) else 0
+
+
+def _differences(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Difference]:
+    """Run all steps that are compared. Return the rows of the table, the same on every rank."""
+    tensors: dict[str, Difference] = {}
+    for step in range(given.steps):
+        first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
+        _show_progress(f"comparing, step {step + 1} of {given.steps}{first}")
+        _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
+    return _over_ranks(tensors)
+
+
+def _show(
+    layers: dict[str, Any],
+    given: Given,
+    run: Run,
+    rows: dict[str, Difference],
+    times: dict[str, dict[str, report.Seconds]],
+    profiles: dict[str, Profile],
+    say: Callable[..., None],
+) -> None:
+    """Print the results in paragraphs; the last is the verdict."""
+    config = layers[OURS].config
+    parts = [
+        _what_ran(layers, run),
+        report.table(rows, config, low=FLOAT32 in layers),
+        report.rule(config, given.steps),
+    ]
+    if times:
+        parts.append(report.times_table(times, given.timed_steps))
+    if profiles:
+        parts.append(profile_table(profiles))
+    for part in [*parts, report.verdict(rows, config)]:
+        say()
+        say(part)
+
+
+def _versions(run: Run) -> str:
+    import megatron.core
+
+    kind = "Transformer Engine's layers" if run.transformer_engine else "local layers, no Transformer Engine"
+    numbers = f"Megatron-core {megatron.core.__version__}, PyTorch {torch.__version__}, ep_dispatcher {ep.__version__}"
+    return f"{numbers}; {kind}"
+
+
+def _what_ran(layers: dict[str, Any], run: Run) -> str:
+    """Return lines with the classes that have run, as found in the layers."""
+    from ep_dispatcher.integrations.megatron import experts
+
+    lines = []
+    for name in (run.reference, OURS):
+        dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
+        engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
+        grouped = " in grouped GEMMs" if experts.is_grouped(layers[name].experts) else ""
+        lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {kind}{grouped}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _megatron(run: Run, seed: int) -> Iterator[None]:
+    """Register this dispatcher and make Megatron's groups, for the time of the comparison."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
+
+    registered = plugin.active() is not None
+    size = None if registered or run.settings.get("variable_seq_lengths") else run.tokens * run.batch
+    register(max_tokens_per_rank=size)
+    settings = run.settings
+    sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
+    given = {f"{name}_size": settings[f"{name}_size"] for name in sizes if f"{name}_size" in settings}
+    parallel_state.initialize_model_parallel(**given)
+    if not settings["use_cpu_initialization"]:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    try:
+        yield
+    finally:
+        destroy_buffers()
+        parallel_state.destroy_model_parallel()
+        if not registered:
+            unregister()
+
+
+def _make_layers(run: Run, seed: int) -> dict[str, Any]:
+    """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
+    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have: main() says so
+
+    settings = dict(run.settings)
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    settings["params_dtype"] = dtype
+    theirs, notes = arguments.reference_settings(settings, run.reference)
+    run.changes.extend(notes)
+    theirs["moe_token_dispatcher_type"] = run.reference
+    ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
+    wanted = {OURS: ours, run.reference: theirs}
+    if dtype != torch.float32:
+        low = ("bf16", "fp16", "fp8", "fp4", "fp8_recipe", "fp4_recipe", "moe_router_padding_for_quantization")
+        wanted[FLOAT32] = {n: v for n, v in theirs.items() if n not in low} | {"params_dtype": torch.float32}
+    layers, refusal = {}, None
+    try:
+        for name, one in wanted.items():
+            with contextlib.nullcontext() if name == OURS else experts.left_alone():
+                layers[name] = _make_layer(one, run)
+    except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
+        refusal = f"{_text_of(error)} (the layer with {name})"
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for text in filter(None, refusals):
+        raise Refused(text)
+    runs = type(layers[OURS].token_dispatcher).__name__
+    if runs != "MoEEPTokenDispatcher":
+        raise RuntimeError(f"ep_dispatcher was asked for, and {runs} was made")
+    _set_weights(layers[run.reference], seed)
+    for name in wanted:
+        _copy_weights(layers[run.reference], layers[name])
+    if FLOAT32 in layers:
+        _follow_routing(layers[run.reference].router, layers[FLOAT32].router)
+    return layers
+
+
+def _text_of(error: Exception) -> str:
+    """Return the text, without the addition of build_module(); the line of code for an assertion without a text."""
+    text = re.sub(r" when instantiating \w+$", "", str(error))
+    return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
+
+
+def _make_layer(settings: dict[str, Any], run: Run):
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**settings)
+    spec = get_moe_module_spec(
+        use_te=run.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    with _quantization(config, is_init=True):
+        layer = (
+            build_module(spec, config=config) if hasattr(spec, "module") else spec(config=config)
+        )  # 0.18: a function
+    layer.set_layer_number(1)
+    return layer if config.use_cpu_initialization else layer.cuda()
+
+
+# ---- weights and tokens ---------------------------------------------------------------------------------------------
+
+# How Megatron's experts number their parameters: of SequentialMLP, and of Transformer Engine's grouped layers.
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
+
+def _expert_of(layer, name: str) -> int | None:
+    """Return the global number of a parameter's expert; the rank's first one if the parameter holds them all."""
+    if not name.startswith("experts."):
+        return None
+    number = _EXPERT.search(name)
+    return layer.local_expert_indices[int(number[0]) if number else 0]
+
+
+def _generator(*key: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+@torch.no_grad()
+def _set_weights(layer, seed: int) -> None:
+    """Set normal weights, whose deviation keeps the size of a layer's values. They do not depend on the layout.
+
+    Those of an expert depend on its global number; those that a tensor parallel group divides, on the rank in it.
+    """
+    from megatron.core import parallel_state
+
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        expert, part = _expert_of(layer, name), 0
+        if expert is not None:
+            part = parallel_state.get_expert_tensor_parallel_rank()
+        elif re.search(r"linear_fc1|linear_fc2\.weight", name):
+            part = parallel_state.get_tensor_model_parallel_rank()
+        generator = _generator(seed, _EXPERT.sub("*", name), expert, part)
+        if tensor.dim() > 1:
+            deviation = tensor.shape[-1] ** -0.5
+        else:
+            deviation = (
+                0.01 if name in ("router.expert_bias",) else 0.1 if isinstance(tensor, torch.nn.Parameter) else 0
+            )
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu") * deviation)
+
+
+@torch.no_grad()
+def _copy_weights(source, target) -> None:
+    values = dict(source.named_parameters()) | dict(source.named_buffers())
+    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        tensor.copy_(values[name])
+
+
+class _Instead(torch.autograd.Function):
+    """Take the value of one tensor, and pass the gradient to another."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, value: Tensor) -> Tensor:
+        return value.to(own.dtype).clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def _follow_routing(leader, follower) -> None:
+    """Let the follower take the leader's last routing logits: a rounded logit could send a token to other experts."""
+    gating, own_gating = leader.gating, follower.gating
+    last: list[Tensor] = []
+
+    def lead(hidden_states):
+        logits = gating(hidden_states)
+        last[:] = [logits.detach()]
+        return logits
+
+    leader.gating, follower.gating = lead, lambda hidden_states: _Instead.apply(own_gating(hidden_states), last[0])
+
+
+def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
+    rank, tp = dist.get_rank(), run.settings.get("tensor_model_parallel_size", 1)
+    length = run.tokens
+    if given.uneven_tokens:  # a tensor parallel group shares its sequences
+        generator = _generator(given.seed, step, "length", rank // tp)
+        length = int(torch.randint(1, length + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
+    shape = (length, run.batch, run.settings["hidden_size"])
+    generators = (_generator(given.seed, step, what, rank) for what in ("tokens", "grad"))
+    x, grad = (torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators)
+    return x, grad
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _forward_backward(layer, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return output and input gradient; the parameters keep their gradients."""
+    x = x.detach().requires_grad_()
+    out = _forward(layer, x)
+    out.backward(grad)
+    return out.detach(), x.grad
+
+
+def _forward(layer, x: Tensor) -> Tensor:
+    from megatron.core import parallel_state, tensor_parallel
+
+    def run(hidden_states: Tensor) -> Tensor:
+        return layer(hidden_states)[0]
+
+    quantizes = layer.config.fp8 or getattr(layer.config, "fp4", None)
+    with _quantization(layer.config):
+        if layer.config.recompute_granularity != "full":
+            return run(x)
+        if not quantizes:
+            return tensor_parallel.checkpoint(run, False, x)
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        # As Megatron does: the second forward needs the same context.
+        group = parallel_state.get_tensor_model_parallel_group()
+        return te_checkpoint(run, False, tensor_parallel.random.get_cuda_rng_tracker, group, x)
+
+
+def _quantization(config, is_init: bool = False) -> contextlib.AbstractContextManager:
+    """Return the context of Megatron's TransformerBlock around its layers: without it no GEMM is in FP8 or FP4."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    if getattr(config, "fp4", None):
+        from megatron.core.fp4_utils import get_fp4_context
+
+        return get_fp4_context(config, is_init=is_init)
+    return get_fp8_context(config, is_init=is_init)
+
+
+def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
+    return [tensor.to(layer.router.weight.device, layer.config.params_dtype) for tensor in tensors]
+
+
+def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int | None, Tensor | None]]:
+    """Run one step. Return name -> (global expert or None, tensor)."""
+    maps: list[Tensor] = []
+    hook = layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
+    layer.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)  # jitter, and routing that is forced at random
+    out, x_grad = _forward_backward(layer, x, grad)
+    hook.remove()
+    results: dict[str, tuple[int | None, Tensor | None]] = {
+        "routing map": (None, maps[0]),
+        "output": (None, out),
+        "input gradient": (None, x_grad),
+    }
+    for name, parameter in layer.named_parameters():
+        results[name] = (_expert_of(layer, name), parameter.grad)
+    return results
+
+
+def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, tensors: dict[str, Difference]) -> None:
+    """Run every layer on the tokens, and add the differences to ``tensors``."""
+    ours_layer, reference_layer, *float32_layer = layers.values()
+    x, grad = _on_device(ours_layer, *tokens)
+    theirs = _results(reference_layer, x, grad, seed)
+    ours = _results(ours_layer, x, grad, seed)
+    exact = {}
+    if float32_layer:
+        x, grad = _on_device(float32_layer[0], x, grad)
+        exact = _results(float32_layer[0], x, grad, seed)
+    for name, (expert, tensor) in ours.items():
+        row = tensors.setdefault(_EXPERT.sub("*", name) if expert is not None else name, Difference(name))
+        where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
+        row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
+
+
+def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, report.Seconds]:
+    """Return medians of steps, each of its slowest rank. The dispatchers take turns, and the first is a warm-up."""
+    _show_progress(f"timing {what}, {given.timed_steps} steps after a warm-up")
+    seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
+    for step in range(given.timed_steps + 1):
+        for name, of_layer in seconds.items():
+            x, grad = _on_device(layers[name], *_tokens(given, run, given.steps + step))
+            moments: list[float] = []
+            hook = layers[name].register_forward_hook(lambda *_, m=moments: m.append(time.perf_counter()))
+            with _without_experts(layers[name]) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
+                dist.barrier()
+                _synchronize(x)
+                start = time.perf_counter()
+                _forward_backward(layers[name], x, grad)
+                moments.append(time.perf_counter())
+                _synchronize(x)
+            hook.remove()
+            seconds_here = [time.perf_counter() - start, moments[0] - start, moments[-1] - start]
+            took = torch.tensor(seconds_here, dtype=torch.float32, device=x.device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            of_layer.append(took.tolist())
+    medians = {name: map(statistics.median, zip(*of_layer[1:])) for name, of_layer in seconds.items()}
+    return {name: report.Seconds(*of_layer) for name, of_layer in medians.items()}
+
+
+def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profile]:
+    """Return the profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
+    found = {}
+    for name in (run.reference, OURS):
+        _show_progress(f"profiling the layer with {name}, {given.profiled_steps} steps")
+        layer = layers[name]
+        x, grad = _on_device(layer, *_tokens(given, run, given.steps))
+        x.requires_grad_()
+        _forward_backward(layer, x, grad)
+        forward, backward = partial(_forward, layer, x), partial(Tensor.backward, gradient=grad)
+        found[name] = profile_layer(layer, forward, backward, given.profiled_steps)
+    return found
+
+
+@contextlib.contextmanager
+def _without_experts(layer) -> Iterator[None]:
+    """Let experts only multiply their rows by the probabilities."""
+    from ep_dispatcher.integrations.megatron.experts import is_grouped  # imports Megatron, which not all have
+
+    layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # where every rank says that these experts have changed, and changed back
+        try:
+            yield
+        finally:
+            del layer.experts.forward
+            is_grouped(layer.experts)
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _over_ranks(tensors: dict[str, Difference]) -> dict[str, Difference]:
+    """Merge the rows of all ranks. The result is the same on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    rows: dict[str, Difference] = {}
+    for of_rank in everyone:
+        for name, row in of_rank.items():
+            if name in rows:
+                rows[name].merge(row)
+            else:
+                rows[name] = row
+    return rows

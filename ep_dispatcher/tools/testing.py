@@ -1,0 +1,386 @@
+"""Ranks on one host and random routings, for tests and benchmarks.
+
+with RankPool(4) as pool:                 # four processes in one gloo group
+    results = pool.run(fn, a, b)          # fn(rank, a, b) on every rank; results in rank order
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
+ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
+# The server from which the ranks are forked imports these once. The first custom operator imports torch._dynamo.
+_PRELOAD = [
+    "__main__",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.testing",
+    "ep_dispatcher",
+    "ep_dispatcher.tools.testing",
+]
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed. ``failures[rank]`` is ``(type_name, message, traceback_text)``.
+
+    ``type_name`` is the type of the rank's exception, or ``"Died"`` (the process has ended), ``"Timeout"`` (killed at
+    the limit) or ``"Stopped"`` (killed because it still ran ``GRACE_S`` after another rank had failed).
+    """
+
+    def __init__(self, failures: dict[int, tuple[str, str, str]]):
+        self.failures = dict(sorted(failures.items()))
+        parts = [f"rank {r}: {name}: {message}\n{text}" for r, (name, message, text) in self.failures.items()]
+        super().__init__(f"{len(parts)} rank(s) failed\n" + "\n".join(parts))
+
+    def __reduce__(self):
+        return RankError, (self.failures,)
+
+
+def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle tensors by their elements alone: without shared memory, the rest of their storage, or a device."""
+
+    def reducer_override(self, obj):
+        if type(obj) is not Tensor:
+            return NotImplemented
+        data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+        return _rebuild_tensor, (data, obj.dtype, obj.shape, obj.requires_grad)
+
+
+def _dumps(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+def _failure(error: BaseException) -> tuple[bool, tuple[str, str, str]]:
+    return False, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def _loads(message: bytes) -> tuple[bool, Any]:
+    """Restore a pair (ok, value) of ``_dumps``. Return (False, failure) if that fails here."""
+    try:
+        return pickle.loads(message)
+    except Exception as error:  # of any kind: the parent reports it
+        return _failure(error)
+
+
+def _die_with_parent(lifeline: Connection) -> None:
+    lifeline.poll(None)  # nothing is ever sent: this returns when the parent's end closes
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank_main(
+    rank, num_ranks, port, threads, timeout_s, backend, connection: Connection, lifeline: Connection
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pool
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    stacks = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+
+    def join_group(rank: int) -> int:
+        limit = timedelta(seconds=timeout_s)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        if "nccl" in backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        return stacks
+
+    def answer(fn: Callable, args: tuple) -> None:
+        try:
+            reply = _dumps((True, fn(rank, *args)))
+        except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides about them
+            reply = _dumps(_failure(error))
+        connection.send_bytes(reply)
+
+    answer(join_group, ())
+    try:
+        while (request := connection.recv_bytes()) != b"stop":
+            ok, call = _loads(request)
+            if ok:
+                answer(*call)
+            else:
+                connection.send_bytes(_dumps((False, call)))
+            del call
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankPool:
+    """``num_ranks`` processes on this host that form the default ``torch.distributed`` group.
+
+        with RankPool(2) as pool:
+            assert pool.run(fn, 3) == [fn(0, 3), fn(1, 3)]
+
+    Every rank uses ``threads_per_rank`` threads in PyTorch. ``timeout_s`` (seconds) limits a run, the start and every
+    collective of the group. With NCCL in the ``backend`` each rank's GPU is its current device. The ranks live until
+    ``close()``, or until this process ends in any way.
+    """
+
+    def __init__(self, num_ranks: int, *, threads_per_rank: int = 1, timeout_s: float = 120.0, backend: str = "gloo"):
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        # This process hosts the store, so that it survives ranks that are killed.
+        self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes, self._connections, self._lifelines, self._stacks = [], [], [], [None] * num_ranks
+        self.closed, self.pids = False, []  # process ids in rank order
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe()
+                watched, lifeline = context.Pipe(duplex=False)
+                self._connections.append(ours)
+                self._lifelines.append(lifeline)
+                settings = (rank, num_ranks, self._store.port, threads_per_rank, timeout_s, backend)
+                process = context.Process(target=_rank_main, args=(*settings, theirs, watched), daemon=True)
+                process.start()
+                self._processes.append(process)
+                self.pids.append(process.pid)
+                theirs.close()
+                watched.close()
+            self._stacks = self._collect(timeout_s, frozenset())
+        except BaseException:  # it is raised again
+            self.close()
+            raise
+
+    def run(
+        self, fn: Callable, *args: Any, timeout_s: float | None = None, allow_dead: Collection[int] = ()
+    ) -> list[Any]:
+        """Call ``fn(rank, *args)`` on every rank and return the results in rank order.
+
+        ``fn`` is pickled by reference, so it must be a function at the top level of a module. Arguments and results are
+        pickled by value, and tensors arrive as copies on the CPU. Raises ``RankError`` if a rank raises, dies or takes
+        longer than ``timeout_s``. The ranks in ``allow_dead`` may die: their result is None. If a rank has died or was
+        killed, the pool is closed; after exceptions alone it can be used again.
+        """
+        if self.closed:
+            raise RuntimeError("the pool is closed")
+        request = _dumps((True, (fn, args)))
+        for connection in self._connections:
+            try:
+                connection.send_bytes(request)
+            except ConnectionError:
+                pass  # died since the last run: _collect reports it
+        try:
+            return self._collect(self.timeout_s if timeout_s is None else timeout_s, allow_dead)
+        except RankError:
+            raise
+        except BaseException:  # interrupted while ranks are running: their state is unknown
+            self.close()
+            raise
+
+    def _collect(self, timeout_s: float, allow_dead: Collection[int]) -> list[Any]:
+        results, failures, broken = [None] * self.num_ranks, {}, False
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout_s
+        late = ("Timeout", f"still running after {timeout_s:g} s, killed")
+        while pending:
+            for connection in wait(list(pending), max(0.0, deadline - time.monotonic())):
+                assert isinstance(connection, Connection)  # wait() takes sockets too
+                rank = pending.pop(connection)
+                try:
+                    ok, value = _loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    broken = True
+                    if rank in allow_dead:
+                        continue
+                    ok, value = False, ("Died", self._how_it_died(rank), "")
+                if ok:
+                    results[rank] = value
+                    continue
+                failures[rank] = value
+                if time.monotonic() + GRACE_S < deadline:
+                    deadline = time.monotonic() + GRACE_S
+                    late = ("Stopped", f"still running {GRACE_S:g} s after rank {rank} failed, killed")
+            if pending and time.monotonic() >= deadline:
+                stacks = {rank: self._stack_of(rank) for rank in pending.values()}
+                failures |= {rank: (*late, stack) for rank, stack in stacks.items()}
+                broken = True
+                break
+        if broken:
+            self._kill()
+        if failures:
+            raise RankError(failures)
+        return results
+
+    def _how_it_died(self, rank: int) -> str:
+        self._processes[rank].join(30)
+        code = self._processes[rank].exitcode
+        return f"died with signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+
+    def _stack_of(self, rank: int) -> str:
+        """Return the Python stacks of a rank that does not answer. Wait until it has written them."""
+        if self._stacks[rank] is None or not self._processes[rank].is_alive():
+            return ""
+        pid, text, before = self.pids[rank], "", None
+        assert pid is not None  # since it was started
+        deadline = time.monotonic() + 10
+        try:
+            os.kill(pid, signal.SIGUSR1)
+            while text != before or (not text and time.monotonic() < deadline):
+                before = text
+                time.sleep(0.1)
+                with open(f"/proc/{pid}/fd/{self._stacks[rank]}") as file:
+                    text = file.read()
+            return text
+        except OSError as error:
+            return f"(no stack: {error})"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Stop all ranks, and kill those that do not stop within five seconds. May be called more than once."""
+        if self.closed:
+            return
+        self.closed = True
+        for connection in self._connections:
+            try:
+                connection.send_bytes(b"stop")
+            except ConnectionError:
+                pass
+        deadline = time.monotonic() + 5
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+        for connection in (*self._connections, *self._lifelines):
+            connection.close()
+        self._store = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def run_ranks(num_ranks: int, fn: Callable, *args: Any, **options: Any) -> list[Any]:
+    """Make a RankPool, run ``fn`` in it and close it. ``options`` are those of RankPool."""
+    with RankPool(num_ranks, **options) as pool:
+        return pool.run(fn, *args)
+
+
+def device_of(engine: str, rank: int) -> str:
+    """Return the device of ``engine`` on this rank, and make it the current one."""
+    if engine == "cpu":
+        return "cpu"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def different_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Return where two tensors of the same dtype and shape differ in a bit: bool, of their shape.
+
+    Unlike in ``torch.equal`` the sign of zero counts, and all NaNs are equal.
+    """
+    bits = _BITS[a.itemsize]
+    different = a.view(bits) != b.view(bits)
+    return different & ~(a.float().isnan() & b.float().isnan()) if a.is_floating_point() else different
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether dtype, shape and all elements (by ``different_bits``) are the same."""
+    return a.dtype == b.dtype and a.shape == b.shape and not different_bits(a, b).any()
+
+
+def _rand(generator: torch.Generator, *shape: int) -> Tensor:
+    """Return random float32 in [0, 1) on the CPU, whatever the process's defaults are."""
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def with_negative_zeros(t: Tensor, *, seed: int) -> Tensor:
+    """Return ``t`` with -0.0 at a random quarter of its elements; the same for the same arguments."""
+    chosen = _rand(torch.Generator().manual_seed(seed), *t.shape) < 1 / 4
+    return t.masked_fill(chosen.to(t.device), -0.0)
+
+
+def make_routing(
+    kind: str, num_tokens: int, num_experts: int, num_topk: int, *, seed: int, weights: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Choose random experts for every token. Return ``(topk_idx, topk_weights)``, the same for the same arguments.
+
+        uniform     num_topk different experts, all equally likely
+        skewed      num_topk different experts, expert e chosen in proportion to 1 / (e + 1)
+        one_expert  every token goes to expert 0 alone, the other entries are -1
+        masked      as uniform, but a third of the entries are -1; a ninth of the rows have no other entry
+        empty       every entry is -1
+
+    ``topk_idx`` is int64 [num_tokens, num_topk], without an expert twice in a row. ``topk_weights`` is float32 of the
+    same shape, in (0, 1] (also beside -1), or None without ``weights``.
+    """
+    if kind not in ROUTINGS:
+        raise ValueError(f"kind: given {kind!r}, allowed: {ROUTINGS}")
+    if not 0 < num_topk <= num_experts:
+        raise ValueError(f"num_topk: given {num_topk}, allowed: 1 to num_experts = {num_experts}")
+    generator = torch.Generator().manual_seed(seed)
+    score = _rand(generator, num_tokens, num_experts).clamp(1e-7, 1 - 1e-7)
+    if kind == "skewed":  # adding Gumbel noise to log(popularity) draws without replacement in proportion to it
+        score = -(-score.log()).log() - torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
+    topk_idx = score.topk(num_topk, dim=1).indices
+    columns = _rand(generator, num_tokens, num_topk)
+    rows = _rand(generator, num_tokens, 1)
+    if kind == "one_expert":
+        topk_idx = torch.where(columns == columns.amax(1, keepdim=True), 0, -1)
+    elif kind == "masked":
+        topk_idx = topk_idx.masked_fill((columns < 1 / 4) | (rows < 1 / 9), -1)
+    elif kind == "empty":
+        topk_idx = torch.full_like(topk_idx, -1)
+    topk_weights = 1 - _rand(generator, num_tokens, num_topk) if weights else None
+    return topk_idx, topk_weights
+
+
+def make_hot_routing(
+    num_tokens: int, num_experts: int, num_topk: int, num_ranks: int, *, seed: int, times: int = 4
+) -> tuple[Tensor, Tensor]:
+    """As ``make_routing`` "uniform", but rank 0 gets ``times`` times the mean, or everything if ranks are too few.
+
+    Its share is exact to one row. Its experts are equally likely, and so are the others. Raises ValueError if it has
+    too few experts.
+    """
+    num_local = num_experts // num_ranks
+    share = min(1.0, times / num_ranks)
+    wanted = (torch.arange(num_tokens + 1, dtype=torch.float64, device="cpu") * num_topk * share).floor().long().diff()
+    others = num_topk - wanted
+    if num_tokens and (int(wanted.max()) > num_local or int(others.max()) > num_experts - num_local):
+        allowed = f"no more than its {num_local} experts"
+        raise ValueError(f"num_topk: given {num_topk}, of which {share:.0%} to one rank, allowed: {allowed}")
+    generator = torch.Generator().manual_seed(seed)
+    score = _rand(generator, num_tokens, num_experts)
+    hot, cold = (part.argsort(1, descending=True) for part in (score[:, :num_local], score[:, num_local:]))
+    column = torch.arange(num_topk, dtype=torch.int64, device="cpu")
+    padded = torch.nn.functional.pad
+    from_hot = padded(hot, (0, max(0, num_topk - hot.shape[1])))[:, :num_topk]
+    position = (column - wanted[:, None]).clamp(0, max(0, cold.shape[1] - 1))
+    from_cold = num_local + cold.gather(1, position) if cold.shape[1] else torch.zeros_like(position)
+    topk_idx = torch.where(column < wanted[:, None], from_hot, from_cold)
+    return topk_idx, 1 - _rand(generator, num_tokens, num_topk)
