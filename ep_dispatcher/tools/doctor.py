@@ -592,8 +592,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if (
-        Path(sys.path[0]).resolve() == Path(__file__).resolve().parent
-    ):  # run as a file, which sees its siblings instead of the package
+    if Path(sys.path[0]).resolve() == PACKAGE / "tools":  # run as a file, which sees its siblings, not the package
         sys.path[0] = str(PACKAGE.parent)
     sys.exit(main())
