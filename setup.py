@@ -282,7 +282,7 @@ NVSHMEM_MODULE = "ep_dispatcher._C_nvshmem"
 
 
 def extensions():
-    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cpu/*.h")
+    headers = files("csrc/*.h", "csrc/common/*.h", "csrc/cpu/*.h", "csrc/cuda/**/*.h")
     cpu = Pybind11Extension(
         CPU_MODULE,
         files("csrc/bindings_cpu.cpp", "csrc/cpu/*.cpp", "csrc/common/*.cpp"),

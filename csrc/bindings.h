@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "common/types.h"
+#include "cuda/config.h"
 
 namespace ep {
 
@@ -24,6 +25,28 @@ inline void bind_types(pybind11::module_& m) {
       .value("rank", Layout::kRank)
       .value("expert", Layout::kExpert)
       .value("decode", Layout::kDecode);
+}
+
+// Bind the sizes of a buffer of the CUDA engine. The module of the CPU engine has them too, because it is always built.
+inline pybind11::class_<cuda::Config> bind_cuda_config(pybind11::module_& m, const char* name) {
+  using cuda::Config;
+  pybind11::class_<Config> bound(m, name, pybind11::module_local());
+  bound.def(pybind11::init<>())
+      .def_readwrite("rank", &Config::rank)
+      .def_readwrite("num_nodes", &Config::num_nodes)
+      .def_readwrite("ranks_per_node", &Config::ranks_per_node)
+      .def_readwrite("num_experts", &Config::num_experts)
+      .def_readwrite("num_topk", &Config::num_topk)
+      .def_readwrite("max_tokens", &Config::max_tokens)
+      .def_readwrite("hidden", &Config::hidden)
+      .def_readwrite("dtype", &Config::dtype)
+      .def_readwrite("masks", &Config::masks)
+      .def_readwrite("plans_directly", &Config::plans_directly)
+      .def_readwrite("log_token_chunk", &Config::log_token_chunk)
+      .def_readwrite("log_sum_chunk", &Config::log_sum_chunk)
+      .def_readwrite("window_chunk", &Config::window_chunk)
+      .def_readwrite("window_chunks", &Config::window_chunks);
+  return bound;
 }
 
 }  // namespace ep

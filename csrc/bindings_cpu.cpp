@@ -2,6 +2,8 @@
 #include "bindings.h"
 #include "cpu/engine.h"
 #include "cpu/sum_rows.h"
+#include "cuda/region.h"
+#include "cuda/state.h"
 
 namespace py = pybind11;
 
@@ -110,6 +112,30 @@ PYBIND11_MODULE(_C_cpu, m) {
   });
   // Return the number of int32 of the largest plan with `num_tokens` own tokens and `num_rows` received rows.
   m.def("plan_capacity", &plan_capacity);
+
+  // Memory of one rank before it is allocated, also that of the CUDA engine: bytes by kind of array.
+  m.def("region_bytes", [](const Config& config) {
+    ep::KindCursor c;
+    carve_region(c, config);
+    return c.kinds;
+  });
+  m.def("cuda_region_bytes", [](const ep::cuda::Config& config) {
+    ep::KindCursor c;
+    ep::cuda::carve_region(c, config);
+    return c.kinds;
+  });
+  m.def("cuda_state_bytes", [](const ep::cuda::Config& config, int num_sms) {
+    ep::KindCursor c;
+    ep::cuda::carve_state(c, config, num_sms);
+    return c.kinds;
+  });
+  ep::bind_cuda_config(m, "CudaConfig")
+      .def_property_readonly("item_ints", &ep::cuda::Config::item_ints)
+      .def_property_readonly("table_ints", &ep::cuda::Config::table_ints)
+      .def_property_readonly("counts_ints", &ep::cuda::Counts::ints);
+  m.attr("MAX_NODES") = ep::cuda::kMaxNodes;
+  m.attr("MAX_LOCAL") = ep::cuda::kMaxLocal;
+  m.attr("VECTOR") = ep::cuda::kVector;
 
   // Return whether this process may write at a tensor's address.
   m.def("is_writable", [](Address address) { return is_writable(pointer<char>(address)); });

@@ -80,22 +80,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("row_bytes", Field::kRowBytes)
       .value("scale_bytes", Field::kScaleBytes);
 
-  py::class_<Config>(m, "Config", py::module_local())
-      .def(py::init<>())
-      .def_readwrite("rank", &Config::rank)
-      .def_readwrite("num_nodes", &Config::num_nodes)
-      .def_readwrite("ranks_per_node", &Config::ranks_per_node)
-      .def_readwrite("num_experts", &Config::num_experts)
-      .def_readwrite("num_topk", &Config::num_topk)
-      .def_readwrite("max_tokens", &Config::max_tokens)
-      .def_readwrite("hidden", &Config::hidden)
-      .def_readwrite("dtype", &Config::dtype)
-      .def_readwrite("masks", &Config::masks)
-      .def_readwrite("plans_directly", &Config::plans_directly)
-      .def_readwrite("log_token_chunk", &Config::log_token_chunk)
-      .def_readwrite("log_sum_chunk", &Config::log_sum_chunk)
-      .def_readwrite("window_chunk", &Config::window_chunk)
-      .def_readwrite("window_chunks", &Config::window_chunks);
+  ep::bind_cuda_config(m, "Config");
 
   py::class_<Waves> waves(m, "Waves", py::module_local());
   waves.def(py::init<>())
@@ -143,7 +128,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "out_weights", &CombineArgs::out_weights);
   address(combine, "wait_ns", &CombineArgs::wait_ns);
 
-  m.attr("max_ranks_per_node") = kMaxLocal;
   m.attr("max_nodes") = kMaxNodes;
   m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);

@@ -10,6 +10,9 @@ COMBINE: int
 WEIGHTED_COMBINE: int
 COMPARED: list[str]
 DISPATCH: int
+MAX_LOCAL: int
+MAX_NODES: int
+VECTOR: int
 
 class AbortReason:
     left: ClassVar[AbortReason]
@@ -68,6 +71,29 @@ class Config:
     spin_us: int
     masks: bool
     def __init__(self) -> None: ...
+
+class CudaConfig:
+    rank: int
+    num_nodes: int
+    ranks_per_node: int
+    num_experts: int
+    num_topk: int
+    max_tokens: int
+    hidden: int
+    dtype: DType
+    masks: bool
+    plans_directly: bool
+    log_token_chunk: int
+    log_sum_chunk: int
+    window_chunk: int
+    window_chunks: int
+    def __init__(self) -> None: ...
+    @property
+    def counts_ints(self) -> int: ...
+    @property
+    def item_ints(self) -> int: ...
+    @property
+    def table_ints(self) -> int: ...
 
 class Process:
     def __init__(self, pid: int) -> None: ...
@@ -131,9 +157,12 @@ class Engine:
     def sum(self, topk_weights: int, out: int, out_weights: int) -> None: ...
     def finish(self) -> None: ...
 
+def cuda_region_bytes(config: CudaConfig) -> dict[str, int]: ...
+def cuda_state_bytes(config: CudaConfig, num_sms: int) -> dict[str, int]: ...
 def find_bad_entry(
     topk_idx: int, num_tokens: int, num_topk: int, num_experts: int
 ) -> tuple[int, int, int, bool] | None: ...
 def is_writable(address: int) -> bool: ...
 def plan_capacity(config: Config, num_tokens: int, num_rows: int, layout: Layout) -> int: ...
+def region_bytes(config: Config) -> dict[str, int]: ...
 def sum_rows(rows: Sequence[int], out: int, n: int, dtype: DType) -> None: ...

@@ -15,7 +15,6 @@ has_stamps: bool
 lists_sent_offset: int
 masked_offset: int
 max_nodes: int
-max_ranks_per_node: int
 stamped_launches: int
 stamped_operations: int
 stamped_warps: int

@@ -1,31 +1,25 @@
-"""Computes the bytes that one rank of a Buffer takes, before anything is allocated. Needs no GPU or compiled module.
+"""The sizes of a Buffer: the bytes that a rank takes, before anything is allocated, and limits of the CUDA engine.
 
-The layout is that of the engines. Every function here names the C++ that it follows, array by array and in the same
-order. `tests/test_memory.py` compares the sums with those of the engines, byte by byte.
+The compiled module of the CPU engine measures both engines' layouts, by the code that lays the memory out
+(``csrc/cuda/region.h``, ``csrc/cuda/state.h``, ``csrc/cpu/region.h``). So it needs no GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import _C_cpu, checks, envs
 from ep_dispatcher.topology import Topology
 
 # Limits of the CUDA engine, and its default number of multiprocessors.
-MAX_NODES, MAX_LOCAL = 8, 8  # as compiled (csrc/cuda/config.h)
+MAX_NODES, MAX_LOCAL = _C_cpu.MAX_NODES, _C_cpu.MAX_LOCAL  # as compiled (csrc/cuda/config.h)
 MAX_EXPERTS = 8192  # the counts of a warp have to fit into shared memory
 MAX_TOKENS, MAX_TOKENS_BETWEEN_NODES = 2**22, 2**19  # the counters of a block's chunks have to fit too
 # Enough for NVLink on 4 H200. More make a combine faster, but take as many from the kernels beside it.
 DEFAULT_SMS = 24
-
-ALIGNMENT = 64  # bytes; arrays begin at multiples, and are rounded up to them (csrc/common/cursor.h)
-LINE = 1024  # bytes; kLine of csrc/cuda/config.h
-VECTOR = 16  # bytes; kVector
-ITEM_CHUNK = 512  # kItemChunk
-SCALE_BLOCK = 128  # kScaleBlock
 
 # Between nodes each rank of the node has slots for the partial sums of so many tokens at a time, of all rail peers
 # together. So slots do not grow with the number of nodes. The window of a rail peer is cut into chunks: while one is
@@ -33,34 +27,9 @@ SCALE_BLOCK = 128  # kScaleBlock
 WINDOW_TOKENS, WINDOW_CHUNKS = 2048, 4
 MAX_WINDOW_CHUNKS = 1024  # the most window chunks in max_tokens: each has counters in a block's shared memory
 
-STATE_BYTES = 2528  # sizeof(State), csrc/cuda/state.h
-CUDA_CALL_BYTES = 80  # of a Call as tagged words, csrc/cuda/sync/call.h
-CPU_CALL_BYTES = 64  # sizeof(Call), csrc/cpu/call.h
-CPU_FLAG_BYTES = 64  # sizeof(Flag), csrc/cpu/flags.h
-COUNTS_START_BYTES = CPU_CALL_BYTES + 8  # sizeof(Counts::Start), csrc/cpu/region.h
-SENDER_CALLS_BYTES = 2 * CPU_CALL_BYTES  # sizeof(SenderCalls)
-
-FLAGS, PADDING = "flags and counts", "padding"
-
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def table_bytes(ranks_per_node: int) -> int:
-    """Bytes of a token's item numbers at the ranks of a node: an int32 for each (``csrc/cuda/config.h``)."""
-    return 4 * round_up(ranks_per_node, 4)
-
-
-def item_bytes(num_topk: int, num_local_experts: int) -> int:
-    """Bytes of an item: token, number of copies, a value and a byte for each copy (``csrc/cuda/config.h``)."""
-    copies = min(num_topk, num_local_experts)
-    return 4 * round_up(2 + copies + (copies + 3) // 4, 4)
-
-
-def counts_bytes(num_ranks: int, num_experts: int) -> int:
-    """Bytes of the counts of one rank: int32 for every rank and every expert."""
-    return 4 * round_up(num_ranks + num_experts, 4)
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class BufferBytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a buffer, unchecked: ``Config`` of csrc/cuda/config.h and csrc/cpu/config.h."""
+    """The sizes of a buffer, unchecked, and how the CUDA engine divides its tokens."""
 
     num_nodes: int
     ranks_per_node: int
@@ -96,36 +65,12 @@ class Shape:
     num_topk: int
     max_tokens: int
     hidden: int
-    itemsize: int  # bytes of an element
+    dtype: torch.dtype
     masks: bool = False  # mask_late_ranks
 
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden * self.itemsize
-
-    @property
-    def slot_stride(self) -> int:
-        return round_up(self.row_bytes, 128 if self.row_bytes < 4 * LINE else LINE)
-
-    @property
-    def item_bytes(self) -> int:
-        return item_bytes(self.num_topk, self.num_experts // self.num_ranks)
-
-    @property
-    def table_bytes(self) -> int:
-        return table_bytes(self.ranks_per_node)
-
-    @property
-    def tail_bytes(self) -> int:
-        return round_up(self.hidden // SCALE_BLOCK * 4, VECTOR) + round_up(self.num_topk * 4, VECTOR)
-
-    @property
-    def weights_bytes(self) -> int:
-        return 4 * self.num_topk
 
     @property
     def choices(self) -> int:
@@ -170,41 +115,23 @@ class Shape:
     def window_chunks(self) -> int:
         return WINDOW_CHUNKS
 
-    @property
-    def window_slots(self) -> int:
-        """Slots of a rank for a source on another node."""
-        return min(self.max_tokens, self.window_chunks * self.window_chunk)
-
     def chunks(self, length: int) -> int:
         """How many chunks of ``length`` hold all tokens."""
         return -(-self.max_tokens // length)
 
+    def fill_sizes(self, config: Any) -> Any:
+        """Return ``config``, a new ``Config`` of either engine's compiled module, with these sizes."""
+        for name in ("num_nodes", "ranks_per_node", "num_experts", "num_topk", "max_tokens", "hidden", "masks"):
+            setattr(config, name, getattr(self, name))
+        config.dtype = getattr(type(config.dtype), str(self.dtype).removeprefix("torch."))
+        return config
 
-class Cursor:
-    """Measures arrays one after the other, as csrc/common/cursor.h does, and adds up the bytes of each name."""
-
-    def __init__(self):
-        self.size = 0
-        self.arrays: dict[str, int] = {}
-
-    def take(self, name: str, num_bytes: int, alignment: int = ALIGNMENT) -> None:
-        begin = round_up(self.size, alignment)
-        self._add(PADDING, begin - self.size)
-        self._add(name, round_up(num_bytes, ALIGNMENT))
-
-    def repeat(self, times: int, carve: Callable[[Cursor, Shape], None], shape: Shape) -> None:
-        """Take what ``carve`` takes, ``times`` times. Each begins and ends at a multiple of a line."""
-        self.take(PADDING, 0, LINE)
-        once = Cursor()  # measured from a multiple of a line, like each of them
-        carve(once, shape)
-        once.take(PADDING, 0, LINE)
-        for name, num_bytes in once.arrays.items():
-            self._add(name, times * num_bytes)
-
-    def _add(self, name: str, num_bytes: int) -> None:
-        self.size += num_bytes
-        if num_bytes:
-            self.arrays[name] = self.arrays.get(name, 0) + num_bytes
+    def cuda_config(self, config: Any) -> Any:
+        """Return ``config``, a new one of the CUDA engine, with these sizes and chunks."""
+        self.fill_sizes(config).plans_directly = self.plans_directly
+        config.log_token_chunk, config.log_sum_chunk = (n.bit_length() - 1 for n in (self.token_chunk, self.sum_chunk))
+        config.window_chunk, config.window_chunks = self.window_chunk, self.window_chunks
+        return config
 
 
 def buffer_bytes(
@@ -261,13 +188,13 @@ def buffer_bytes(
         sizes["num_topk"],
         sizes["max_tokens_per_rank"],
         sizes["hidden"],
-        dtype.itemsize,
+        dtype,
         checks.boolean("mask_late_ranks", mask_late_ranks),
     )
     if shape.masks:
         checks.masks(topology.num_nodes, topology.ranks_per_node, suspendable=False)
     if engine == "cpu":
-        return cpu_bytes(shape)
+        return BufferBytes(_C_cpu.region_bytes(shape.fill_sizes(_C_cpu.Config())), {})
     num_sms = DEFAULT_SMS if num_sms is None else int(num_sms)
     check_cuda_sizes(topology, shape.num_experts, shape.max_tokens)
     check_cuda_sms(topology, num_sms)
@@ -305,108 +232,7 @@ def check_cuda_sms(topology: Topology, num_sms: int) -> None:
         checks.fail("num_sms", num_sms, "at least 2 with several nodes: one serves the wire between them")
 
 
-# ---- the CUDA engine ------------------------------------------------------------------------------------------------
-
-
 def cuda_bytes(shape: Shape, num_sms: int = DEFAULT_SMS) -> BufferBytes:
     """Return the bytes of one rank, for any number of nodes, even for more than the engine serves."""
-    region, state = Cursor(), Cursor()
-    _carve_cuda_region(region, shape)
-    _carve_state(state, shape, num_sms)
-    return BufferBytes(region.arrays, state.arrays)
-
-
-def _carve_inbox(c: Cursor, s: Shape) -> None:
-    """``carve_inbox`` of csrc/cuda/region.h."""
-    c.take("staging", s.max_tokens * s.slot_stride, LINE)
-    c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
-    c.take("tails", s.max_tokens * s.tail_bytes)
-    c.take("weights", s.max_tokens * s.weights_bytes)
-
-
-def _carve_rail(c: Cursor, s: Shape) -> None:
-    """``carve_rail`` of csrc/cuda/region.h."""
-    c.take("sums", s.max_tokens * s.slot_stride, LINE)
-    c.take("items", s.ranks_per_node * s.max_tokens * s.item_bytes)
-    c.take("tables", s.max_tokens * s.table_bytes)  # that go out
-    c.take(FLAGS, 2 * CUDA_CALL_BYTES)  # call
-    c.take("tables", s.max_tokens * s.table_bytes)  # that come in
-    c.take("weights", s.max_tokens * s.weights_bytes)
-    c.take("slots", s.ranks_per_node * s.window_slots * s.slot_stride, LINE)
-
-
-def _carve_cuda_region(c: Cursor, s: Shape) -> None:
-    """``carve_region`` of csrc/cuda/region.h."""
-    others = s.num_nodes - 1
-    token_chunks, item_chunks, sum_chunks = s.chunks(s.token_chunk), s.chunks(ITEM_CHUNK), s.chunks(s.sum_chunk)
-    far_chunks = s.chunks(s.window_chunk) if others else 0
-    flags = [s.num_ranks] * (3 if s.masks else 2)  # aborted, excluded (with masks), listed
-    flags += [s.num_ranks * token_chunks]  # staged
-    flags += [s.ranks_per_node] * 2  # consumed, slots_free
-    flags += [s.ranks_per_node * (far_chunks + item_chunks)]  # pushed
-    flags += [s.ranks_per_node * far_chunks]  # freed
-    flags += [others * far_chunks, others * sum_chunks]  # summed, sums_here
-    flags += [others] * 3  # inbox_free, call_arrived, items_arrived
-    flags += [others * token_chunks, others * sum_chunks]  # rows_arrived, sums_arrived
-    for count in flags:
-        c.take(FLAGS, 8 * count)
-    c.take(FLAGS, 2 * s.num_ranks * CUDA_CALL_BYTES)  # called
-    # Four choices and their epoch take 16 bytes, as do two factors and theirs.
-    c.take("choices", 2 * 4 * s.choices if s.plans_directly else 0)
-    factor_words = -(-s.max_tokens * s.num_topk // 2)
-    c.take("factors", 2 * s.num_ranks * 16 * factor_words if s.plans_directly else 0)
-    c.take(FLAGS, 2 * s.num_ranks * counts_bytes(s.num_ranks, s.num_experts))  # counts
-    c.take("slots", s.ranks_per_node * s.max_tokens * s.slot_stride, LINE)
-    c.repeat(s.num_nodes, _carve_inbox, s)
-    if others:
-        c.repeat(others, _carve_rail, s)
-
-
-def _carve_state(c: Cursor, s: Shape, num_blocks: int) -> None:
-    """``carve_state`` of csrc/cuda/state.h."""
-    others, sum_chunks, token_chunks = s.num_nodes - 1, s.chunks(s.sum_chunk), s.chunks(s.token_chunk)
-    far_chunks = s.chunks(s.window_chunk) if others else 0
-    counters = [token_chunks]  # staged_done
-    counters += [far_chunks + s.chunks(ITEM_CHUNK)]  # pushed_done
-    counters += [others * far_chunks, others]  # summed_done, items_sent
-    counters += [others * token_chunks, others * sum_chunks]  # rows_sent, sums_sent
-    c.take("counters", STATE_BYTES)
-    for count in counters:
-        c.take("counters", 4 * count)
-    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_num_tokens
-    c.take("counts by block", 4 * num_blocks * s.num_ranks)  # block_num_items
-    c.take("counts by block", 4 * num_blocks * s.num_experts)  # block_num_first
-    c.take("counts by block", 4 * s.num_experts)  # first_number
-
-
-# ---- the CPU engine -------------------------------------------------------------------------------------------------
-
-
-def cpu_bytes(shape: Shape) -> BufferBytes:
-    """Return the bytes of one rank's shared memory: ``carve_region`` of csrc/cpu/region.h."""
-    c, s = Cursor(), shape
-    # Partial sums of one token from the ranks of a node. With masks each rank has its own slot.
-    partials = s.ranks_per_node if s.masks else min(s.ranks_per_node, s.num_topk)
-    c.take(FLAGS, CPU_FLAG_BYTES)  # aborted
-    c.take(FLAGS, s.ranks_per_node * CPU_FLAG_BYTES if s.masks else 0)  # masked
-    c.take(FLAGS, CPU_FLAG_BYTES)  # called
-    c.take(FLAGS, 2 * CPU_CALL_BYTES)  # calls
-    for _ in range(4):  # counted, listed, staged, pushed
-        c.take(FLAGS, s.num_nodes * CPU_FLAG_BYTES)
-    c.take(FLAGS, CPU_FLAG_BYTES)  # consumed
-    for _ in range(s.num_nodes):
-        c.take(FLAGS, COUNTS_START_BYTES)
-        for count in (s.num_nodes, s.num_ranks, s.num_experts):  # node_tokens, rank_tokens, expert_tokens
-            c.take(FLAGS, 4 * count)
-        c.take("lists", _max_lists_bytes(s, partials))
-        c.take("rows", SENDER_CALLS_BYTES + s.max_tokens * (s.row_bytes + s.weights_bytes) + 3 * ALIGNMENT)
-        c.take("slots", s.max_tokens * partials * s.row_bytes)
-        c.take("weights", s.max_tokens * partials * s.weights_bytes)
-    return BufferBytes(c.arrays, {})
-
-
-def _max_lists_bytes(s: Shape, partials: int) -> int:
-    """``max_lists_bytes`` of csrc/cpu/region.h."""
-    arrays = 1 + 5 * s.ranks_per_node
-    ints = s.max_tokens * (1 + 3 * partials + 2 * s.num_topk) + arrays
-    return 4 * ints + arrays * ALIGNMENT
+    config = shape.cuda_config(_C_cpu.CudaConfig())
+    return BufferBytes(_C_cpu.cuda_region_bytes(config), _C_cpu.cuda_state_bytes(config, num_sms))

@@ -16,15 +16,7 @@ from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES, esti
 from ep_dispatcher.tools.estimate.published import compare_measured, compare_published
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes, make_limited_routing
 from ep_dispatcher.tools.estimate.run import Job, estimate
-from ep_dispatcher.tools.estimate.traffic import (
-    Counts,
-    Row,
-    combine_traffic,
-    count,
-    counts_bytes,
-    dispatch_traffic,
-    item_bytes,
-)
+from ep_dispatcher.tools.estimate.traffic import Counts, Row, buffer_config, combine_traffic, count, dispatch_traffic
 from ep_dispatcher.tools.estimate.virtual_nodes import RUNS, SHIPPED, compare_run, compare_virtual_nodes
 from ep_dispatcher.tools.testing import make_routing
 
@@ -165,9 +157,9 @@ def test_bytes_of_rows_items_and_counts():
     assert Row.make(7168, 2, 8, float8=True, weights=True).on_wire == 7168 + 224 + 32
     assert Row.make(384, 2, 3, float8=True, weights=True).on_wire == 384 + 16 + 16  # 12 bytes each, padded
     sizes = Sizes(8)  # 4 local experts: token, number, 4 values, 4 bytes
-    assert item_bytes(sizes) == 32 and counts_bytes(sizes) == 4 * (64 + 256)
-    assert item_bytes(Sizes(1, 1)) == 4 * 12  # 2 + 8 + 2
-    assert counts_bytes(Sizes(1, 3, experts=6, topk=2)) == 4 * 12  # 9, padded to a multiple of 4
+    assert buffer_config(sizes).item_ints == 8 and buffer_config(sizes).counts_ints == 64 + 256
+    assert buffer_config(Sizes(1, 1)).item_ints == 12  # 2 + 8 + 2
+    assert buffer_config(Sizes(1, 3, experts=6, topk=2)).counts_ints == 12  # 9, padded to a multiple of 4
 
 
 def test_traffic_of_one_token():

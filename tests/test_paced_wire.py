@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from commands import ROOT
 
 from ep_dispatcher.engines import cuda_problem
@@ -57,7 +58,7 @@ def test_shares_of_the_wire_and_chunks(script):
 
 
 def test_chunks_are_those_of_buffers_made_inside(script):
-    shape = script.memory.Shape(2, 1, 8, 2, 4096, 512, 2)
+    shape = script.memory.Shape(2, 1, 8, 2, 4096, 512, torch.bfloat16)
     of_shape = lambda: (shape.token_chunk, shape.sum_chunk, shape.window_chunk)  # noqa: E731
     usual, usual_bytes = of_shape(), script.memory.cuda_bytes(shape).total
     with script.chunks_of((256, 128, 64)):
@@ -65,7 +66,7 @@ def test_chunks_are_those_of_buffers_made_inside(script):
     with script.chunks_of(None):
         assert of_shape() == usual
     assert of_shape() == usual == (256, 128, 128)
-    assert script.memory.Shape(4, 2, 8, 2, 4096, 512, 2).sum_chunk == 256
+    assert script.memory.Shape(4, 2, 8, 2, 4096, 512, torch.bfloat16).sum_chunk == 256
 
 
 def test_a_point_is_of_the_slowest_rank_and_the_most_bytes(script):

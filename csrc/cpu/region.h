@@ -24,12 +24,13 @@ struct Counts {
   int32_t* expert_tokens;  // [num_experts] tokens for an expert
 };
 
-inline Counts carve_counts(Cursor& c, const Config& config) {
+template <class C>
+Counts carve_counts(C& c, const Config& config) {
   Counts counts;
-  counts.start = c.take<Counts::Start>(1);
-  counts.node_tokens = c.take<int32_t>(config.num_nodes);
-  counts.rank_tokens = c.take<int32_t>(config.num_ranks());
-  counts.expert_tokens = c.take<int32_t>(config.num_experts);
+  c.take(counts.start, kFlags, 1);
+  c.take(counts.node_tokens, kFlags, config.num_nodes);
+  c.take(counts.rank_tokens, kFlags, config.num_ranks());
+  c.take(counts.expert_tokens, kFlags, config.num_experts);
   return counts;
 }
 
@@ -138,25 +139,26 @@ struct Region {
   std::vector<Inbox> inbox;  // [num_nodes] by the node of the source
 };
 
-inline Region carve_region(Cursor& c, const Config& config) {
+template <class C>
+Region carve_region(C& c, const Config& config) {
   Region region;
-  region.aborted = c.take<Flag>(1);
-  region.masked = c.take<Flag>(config.masks ? config.ranks_per_node : 0);
-  region.called = c.take<Flag>(1);
-  region.calls = c.take<Call>(2);
-  region.counted = c.take<Flag>(config.num_nodes);
-  region.listed = c.take<Flag>(config.num_nodes);
-  region.staged = c.take<Flag>(config.num_nodes);
-  region.pushed = c.take<Flag>(config.num_nodes);
-  region.consumed = c.take<Flag>(1);
+  c.take(region.aborted, kFlags, 1);
+  c.take(region.masked, kFlags, config.masks ? config.ranks_per_node : 0);
+  c.take(region.called, kFlags, 1);
+  c.take(region.calls, kFlags, 2);
+  c.take(region.counted, kFlags, config.num_nodes);
+  c.take(region.listed, kFlags, config.num_nodes);
+  c.take(region.staged, kFlags, config.num_nodes);
+  c.take(region.pushed, kFlags, config.num_nodes);
+  c.take(region.consumed, kFlags, 1);
   const size_t slots = static_cast<size_t>(config.max_tokens) * config.max_partials();
   for (int node = 0; node < config.num_nodes; ++node) {
     Inbox inbox;
     inbox.counts = carve_counts(c, config);
-    inbox.lists = c.take<char>(max_lists_bytes(config));
-    inbox.payload = c.take<char>(max_payload_bytes(config));
-    inbox.slots.rows = c.take<char>(slots * config.row_bytes());
-    inbox.slots.weights = c.take<float>(slots * config.num_topk);
+    c.take(inbox.lists, "lists", max_lists_bytes(config));
+    c.take(inbox.payload, "rows", max_payload_bytes(config));
+    c.take(inbox.slots.rows, "slots", slots * config.row_bytes());
+    c.take(inbox.slots.weights, "weights", slots * config.num_topk);
     region.inbox.push_back(inbox);
   }
   return region;

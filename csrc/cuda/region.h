@@ -105,68 +105,74 @@ struct Region {
 };
 
 // [host] Lay out one inbox, or measure it.
-inline Inbox carve_inbox(Cursor& c, const Config& config) {
+template <class C>
+Inbox carve_inbox(C& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   Inbox inbox;
-  inbox.staging = c.take<char>(tokens * row_stride(config.row_bytes()), kLine);
-  inbox.items = c.take<int32_t>(locals * tokens * config.item_ints());
-  inbox.tails = c.take<char>(tokens * config.max_tail_bytes());
-  inbox.weights = c.take<float>(tokens * config.num_topk);
+  c.take(inbox.staging, "staging", tokens * row_stride(config.row_bytes()), kLine);
+  c.take(inbox.items, "items", locals * tokens * config.item_ints());
+  c.take(inbox.tails, "tails", tokens * config.max_tail_bytes());
+  c.take(inbox.weights, "weights", tokens * config.num_topk);
   return inbox;
 }
 
 // [host] Lay out the arrays for one rail peer, or measure them.
-inline RailArrays carve_rail(Cursor& c, const Config& config) {
+template <class C>
+RailArrays carve_rail(C& c, const Config& config) {
   const size_t locals = config.ranks_per_node, tokens = config.max_tokens;
   RailArrays rail;
-  rail.sums = c.take<char>(tokens * config.slot_stride(), kLine);
-  rail.items_out = c.take<int32_t>(locals * tokens * config.item_ints());
-  rail.table_out = c.take<int32_t>(tokens * config.table_ints());
-  rail.call = c.take<Tagged>(2 * Call::kNumWords);
-  rail.table_in = c.take<int32_t>(tokens * config.table_ints());
-  rail.weights = c.take<float>(tokens * config.num_topk);
-  rail.slots = c.take<char>(locals * config.window_slots() * config.slot_stride(), kLine);
+  c.take(rail.sums, "sums", tokens * config.slot_stride(), kLine);
+  c.take(rail.items_out, "items", locals * tokens * config.item_ints());
+  c.take(rail.table_out, "tables", tokens * config.table_ints());
+  c.take(rail.call, kFlags, 2 * Call::kNumWords);
+  c.take(rail.table_in, "tables", tokens * config.table_ints());
+  c.take(rail.weights, "weights", tokens * config.num_topk);
+  c.take(rail.slots, "slots", locals * config.window_slots() * config.slot_stride(), kLine);
   return rail;
 }
 
 // [host] Lay out a region, or measure it. All flags and tagged words lie before `counts`: flag_bytes
 // relies on this.
-inline Region carve_region(Cursor& c, const Config& config) {
+template <class C>
+Region carve_region(C& c, const Config& config) {
   const size_t ranks = config.num_ranks(), locals = config.ranks_per_node, others = config.num_others();
   Region region{};
-  region.aborted = c.take<uint64_t>(ranks);
-  region.excluded = c.take<uint64_t>(config.masks ? ranks : 0);
-  region.listed = c.take<uint64_t>(ranks);
-  region.staged = c.take<uint64_t>(ranks * config.max_token_chunks());
-  region.consumed = c.take<uint64_t>(locals);
-  region.slots_free = c.take<uint64_t>(locals);
-  region.pushed = c.take<uint64_t>(locals * config.max_pushed_chunks());
-  region.freed = c.take<uint64_t>(locals * config.max_far_chunks());
-  region.summed = c.take<uint64_t>(others * config.max_far_chunks());
-  region.sums_here = c.take<uint64_t>(others * config.max_sum_chunks());
-  region.inbox_free = c.take<uint64_t>(others);
-  region.call_arrived = c.take<uint64_t>(others);
-  region.items_arrived = c.take<uint64_t>(others);
-  region.rows_arrived = c.take<uint64_t>(others * config.max_token_chunks());
-  region.sums_arrived = c.take<uint64_t>(others * config.max_sum_chunks());
+  c.take(region.aborted, kFlags, ranks);
+  c.take(region.excluded, kFlags, config.masks ? ranks : 0);
+  c.take(region.listed, kFlags, ranks);
+  c.take(region.staged, kFlags, ranks * config.max_token_chunks());
+  c.take(region.consumed, kFlags, locals);
+  c.take(region.slots_free, kFlags, locals);
+  c.take(region.pushed, kFlags, locals * config.max_pushed_chunks());
+  c.take(region.freed, kFlags, locals * config.max_far_chunks());
+  c.take(region.summed, kFlags, others * config.max_far_chunks());
+  c.take(region.sums_here, kFlags, others * config.max_sum_chunks());
+  c.take(region.inbox_free, kFlags, others);
+  c.take(region.call_arrived, kFlags, others);
+  c.take(region.items_arrived, kFlags, others);
+  c.take(region.rows_arrived, kFlags, others * config.max_token_chunks());
+  c.take(region.sums_arrived, kFlags, others * config.max_sum_chunks());
   const size_t few_tokens = config.plans_directly ? config.max_tokens : 0;
-  region.called = c.take<Tagged>(2 * ranks * Call::kNumWords);
-  region.choices = c.take<Tagged>(2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);
-  region.factors = c.take<Tagged>(config.plans_directly ? 2 * ranks * config.factor_words() : 0);
-  region.counts = c.take<int32_t>(2 * ranks * Counts::ints(config));
-  region.slots = c.take<char>(locals * config.max_tokens * config.slot_stride(), kLine);
+  c.take(region.called, kFlags, 2 * ranks * Call::kNumWords);
+  c.take(region.choices, "choices", 2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);
+  c.take(region.factors, "factors", config.plans_directly ? 2 * ranks * config.factor_words() : 0);
+  c.take(region.counts, kFlags, 2 * ranks * Counts::ints(config));
+  c.take(region.slots, "slots", locals * config.max_tokens * config.slot_stride(), kLine);
   // Inboxes and rail arrays, of which there are several, begin and end at a line.
   const auto repeat = [&](size_t times, auto carve) {
-    c.take<char>(0, kLine);
+    c.align(kLine);
     const size_t begin = c.size();
-    const auto first = carve(c, config);
-    c.take<char>(0, kLine);
-    const size_t bytes = times == 0 ? 0 : c.size() - begin;
-    if (times > 1) c.take<char>((times - 1) * bytes);
+    const auto first = carve();
+    c.align(kLine);
+    const size_t bytes = c.size() - begin;
+    for (size_t i = 1; i < times; ++i) {
+      carve();
+      c.align(kLine);
+    }
     return std::pair(first, bytes);
   };
-  std::tie(region.inbox, region.inbox_bytes) = repeat(config.num_nodes, carve_inbox);
-  if (others > 0) std::tie(region.rail, region.rail_bytes) = repeat(others, carve_rail);
+  std::tie(region.inbox, region.inbox_bytes) = repeat(config.num_nodes, [&] { return carve_inbox(c, config); });
+  if (others > 0) std::tie(region.rail, region.rail_bytes) = repeat(others, [&] { return carve_rail(c, config); });
   return region;
 }
 

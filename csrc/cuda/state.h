@@ -74,20 +74,22 @@ struct StateArrays {
 };
 
 // [host] Lay out the device memory of one rank, or measure it. `num_blocks`: of a launch.
-inline StateArrays carve_state(Cursor& c, const Config& config, int num_blocks) {
+template <class C>
+StateArrays carve_state(C& c, const Config& config, int num_blocks) {
+  constexpr const char *kCounters = "counters", *kPerBlock = "counts by block";
   StateArrays arrays;
-  arrays.state = c.take<State>(1);
-  arrays.staged_done = c.take<uint32_t>(config.max_token_chunks());
-  arrays.pushed_done = c.take<uint32_t>(config.max_pushed_chunks());
+  c.take(arrays.state, kCounters, 1);
+  c.take(arrays.staged_done, kCounters, config.max_token_chunks());
+  c.take(arrays.pushed_done, kCounters, config.max_pushed_chunks());
   const size_t others = config.num_others();
-  arrays.summed_done = c.take<uint32_t>(others * config.max_far_chunks());
-  arrays.items_sent = c.take<uint32_t>(others);
-  arrays.rows_sent = c.take<uint32_t>(others * config.max_token_chunks());
-  arrays.sums_sent = c.take<uint32_t>(others * config.max_sum_chunks());
-  arrays.block_num_tokens = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
-  arrays.block_num_items = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_ranks());
-  arrays.block_num_first = c.take<int32_t>(static_cast<size_t>(num_blocks) * config.num_experts);
-  arrays.first_number = c.take<int32_t>(config.num_experts);
+  c.take(arrays.summed_done, kCounters, others * config.max_far_chunks());
+  c.take(arrays.items_sent, kCounters, others);
+  c.take(arrays.rows_sent, kCounters, others * config.max_token_chunks());
+  c.take(arrays.sums_sent, kCounters, others * config.max_sum_chunks());
+  c.take(arrays.block_num_tokens, kPerBlock, static_cast<size_t>(num_blocks) * config.num_experts);
+  c.take(arrays.block_num_items, kPerBlock, static_cast<size_t>(num_blocks) * config.num_ranks());
+  c.take(arrays.block_num_first, kPerBlock, static_cast<size_t>(num_blocks) * config.num_experts);
+  c.take(arrays.first_number, kPerBlock, config.num_experts);
   return arrays;
 }
 

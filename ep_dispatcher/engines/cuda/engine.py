@@ -127,7 +127,7 @@ class CudaEngine:
                 config.num_topk,
                 config.max_tokens_per_rank,
                 config.hidden,
-                config.dtype.itemsize,
+                config.dtype,
                 config.mask_late_ranks,
             )
             check_cuda_masks(shape)
@@ -213,14 +213,8 @@ class CudaEngine:
             raise
 
     def _native_config(self, compiled: ModuleType, shape: Shape) -> Any:
-        topology, config, c = self._topology, self._config, compiled.Config()
-        c.rank, c.num_nodes, c.ranks_per_node = topology.rank, topology.num_nodes, topology.ranks_per_node
-        c.num_experts, c.num_topk = config.num_experts, config.num_topk
-        c.max_tokens, c.hidden = config.max_tokens_per_rank, config.hidden
-        c.dtype = getattr(compiled.DType, str(config.dtype).removeprefix("torch."))
-        c.plans_directly, c.masks = shape.plans_directly, shape.masks
-        c.log_token_chunk, c.log_sum_chunk = (n.bit_length() - 1 for n in (shape.token_chunk, shape.sum_chunk))
-        c.window_chunk, c.window_chunks = shape.window_chunk, shape.window_chunks
+        c = shape.cuda_config(compiled.Config())
+        c.rank = self._topology.rank
         return c
 
     def _share_sms(self) -> dict[str, int]:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ep_dispatcher.checks import DTYPES, fail, integer, one_of
-from ep_dispatcher.memory import SCALE_BLOCK, BufferBytes, Shape, cuda_bytes
+from ep_dispatcher.checks import BLOCK, DTYPES, fail, integer, one_of
+from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
 from ep_dispatcher.tools.estimate.traffic import Counts, Row, Traffic, combine_traffic, count, dispatch_traffic
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % SCALE_BLOCK == 0
+        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % BLOCK == 0
         return OPERATIONS if float8 else tuple(name for name in OPERATIONS if name != "dispatch FP8")
 
     @property
@@ -54,7 +54,7 @@ class Job:
         """Return the bytes of a rank's buffer. The engine allocates them, or would if it ran on so many nodes."""
         sizes, tokens = self.sizes, self.sizes.tokens if self.max_tokens is None else self.max_tokens
         nodes, local = sizes.nodes, sizes.gpus_per_node
-        shape = Shape(nodes, local, sizes.experts, sizes.topk, tokens, sizes.hidden, self.dtype.itemsize)
+        shape = Shape(nodes, local, sizes.experts, sizes.topk, tokens, sizes.hidden, self.dtype)
         return cuda_bytes(shape, self.machine.num_sms)
 
     def cost(self, operation: str, counts: Counts) -> tuple[Traffic, Time]:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ep_dispatcher import memory
-from ep_dispatcher.memory import SCALE_BLOCK, VECTOR, round_up
+from ep_dispatcher import _C_cpu
+from ep_dispatcher.checks import BLOCK
+from ep_dispatcher.memory import Shape, round_up
 from ep_dispatcher.tools.estimate.routing import Sizes
 
 
@@ -91,26 +92,22 @@ class Row:
 
     @staticmethod
     def make(hidden: int, itemsize: int, num_topk: int, *, float8: bool = False, weights: bool = False) -> Row:
-        scales = hidden // SCALE_BLOCK * 4 if float8 else 0
+        scales = hidden // BLOCK * 4 if float8 else 0
         return Row(hidden if float8 else hidden * itemsize, scales, num_topk * 4 if weights else 0)
 
     @property
     def on_wire(self) -> int:
-        return self.bytes + round_up(self.scales, VECTOR) + round_up(self.weights, VECTOR)
+        return self.bytes + round_up(self.scales, _C_cpu.VECTOR) + round_up(self.weights, _C_cpu.VECTOR)
 
     @property
     def in_output(self) -> int:
         return self.bytes + self.scales
 
 
-def item_bytes(sizes: Sizes) -> int:
-    """Return the bytes of an item, as in a buffer's memory."""
-    return memory.item_bytes(sizes.topk, sizes.local_experts)
-
-
-def counts_bytes(sizes: Sizes) -> int:
-    """Return the bytes of the counts of one rank, as in a buffer's memory."""
-    return memory.counts_bytes(sizes.ranks, sizes.experts)
+def buffer_config(sizes: Sizes) -> _C_cpu.CudaConfig:
+    """Return the engine's configuration, with the sizes of items, of tables and of the counts of one rank in int32."""
+    numbers = sizes.nodes, sizes.gpus_per_node, sizes.experts, sizes.topk, sizes.tokens, sizes.hidden
+    return Shape(*numbers, torch.bfloat16).cuda_config(_C_cpu.CudaConfig())
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,11 @@ def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) 
     expert_rows = counts.copies.double() * row.in_output
     hbm = 2 * staged + out + into + over_out + counts.own.double() * wire + expert_rows
     if new_plan:
-        lists, others = item_bytes(sizes), sizes.nodes - 1
-        fixed = others * (counts_bytes(sizes) + sizes.tokens * memory.table_bytes(sizes.gpus_per_node))
+        config, others = buffer_config(sizes), sizes.nodes - 1
+        lists, counts_bytes = 4 * config.item_ints, 4 * config.counts_ints
+        fixed = others * (counts_bytes + sizes.tokens * 4 * config.table_ints)
         out, into = out + counts.items_out * lists + fixed, into + counts.items_in * lists + fixed
-        to_node = (sizes.gpus_per_node - 1) * sizes.nodes * counts_bytes(sizes)  # from source or rail peer to its node
+        to_node = (sizes.gpus_per_node - 1) * sizes.nodes * counts_bytes  # from source or rail peer to its node
         over_out, over_in = over_out + counts.nvlink_out * lists + to_node, over_in + counts.nvlink_in * lists + to_node
     return Traffic(out, into, over_out, over_in, expert_rows, staged, hbm)
 
