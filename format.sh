@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Formats Python by ruff and C++ by clang-format; fails on lint (ruff, .ci/lint.py), on types (mypy), on a PyTorch include
-# in csrc/, and on comments there that are hard to read (.ci/comments.py).
+# in csrc/, and on pages that disagree with the tree (.ci/docs.py).
 #   ./format.sh            rewrite files
 #   ./format.sh --check    change nothing, fail when a file would change
 #   ./format.sh --tools    print what to pip install for this
@@ -29,6 +29,7 @@ failed=0
 "$bin/ruff" "${ruff_check[@]}" . || failed=1
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
 "$python" .ci/lint.py ep_dispatcher || failed=1
+"$python" .ci/docs.py || failed=1
 "$python" -m mypy --no-error-summary || failed=1  # with the types of the PyTorch there
 mapfile -t sources < <(find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then
@@ -43,6 +44,5 @@ if [ ${#sources[@]} -gt 0 ]; then
     if grep -nE '#\s*include\s*[<"](torch|ATen|c10)/' "${sources[@]}"; then
         echo 'csrc/ must not include PyTorch' && failed=1
     fi
-    "$python" .ci/comments.py csrc || failed=1
 fi
 exit $failed

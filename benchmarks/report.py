@@ -37,7 +37,6 @@ ABOUT = {
     DEEP_EP: "rows come in the layout that is named above; the engine's are in expert layout",
 }
 IN_MEGATRON = ("six steps, forward", "six steps, forward+backward")
-BYTES = {"engine": "engine", "least": "the least", "baseline": ALL_TO_ALL}  # columns of bytes: name in JSON -> title
 CASES = "hot_rank: one rank receives four times the mean, or all there is if ranks are fewer."
 
 
@@ -135,7 +134,7 @@ def part(groups: list[Group], root: Path) -> str:
     blocks = [BEGIN]
     for group in groups:
         blocks += [f"### {group.title}", _machine(group), _sides(group)]
-        blocks += [block for run in group.standard for block in (_operations(run, group), _bytes(run)) if block]
+        blocks += [_operations(run, group) for run in group.standard]
         blocks += [_cases(group)] if len(group.standard) < len(group.runs) else []
         blocks += [f"![times]({os.path.relpath(group.chart, root)})"]
         missing = dict.fromkeys(note for run in group.runs for note in run["notes"])
@@ -170,7 +169,7 @@ def _operations(run: dict, group: Group) -> str:
     about += ["one node" if nodes == 1 else f"{nodes} virtual nodes of {case.ranks_per_node}"]
     titles = (side.removeprefix("engine, ") for side in shown)
     lines = [", ".join(about) + ":", "", _row("operation", "engine", "least to most", "GB/s", *titles)]
-    lines += [_row(*["---"] * (4 + len(shown)))]
+    lines += [_rule(4 + len(shown))]
     for operation in (*OPERATIONS, *IN_MEGATRON):
         figures = run["operations"].get(operation, {})
         engine = figures.get(ENGINE)
@@ -182,18 +181,6 @@ def _operations(run: dict, group: Group) -> str:
         others = (_time(figures.get(side), group) for side in shown)
         lines.append(_row(name, _time(engine, group), spread, speed, *others))
     return "\n".join(lines)
-
-
-def _bytes(run: dict) -> str:
-    """Return the table of the bytes of rows between ranks."""
-    lines = []
-    for operation, moved in run.get("wire_bytes", {}).items():
-        for wire in moved["least"]:
-            if wire != "local" and moved["engine"][wire]:
-                values = (f"{moved[name][wire] / 1e6:.1f}" if name in moved else "" for name in BYTES)
-                lines.append(_row(operation, wire, *values))
-    head = [_row("MB of all ranks", "wire", *BYTES.values()), _row(*["---"] * (2 + len(BYTES)))]
-    return "\n".join(head + lines) if lines else ""
 
 
 # Of the table of cases: title, side, operation.
@@ -213,7 +200,7 @@ CASE_COLUMNS = (
 def _cases(group: Group) -> str:
     names = dict(tokens="tokens", hidden="hidden", experts="experts", topk="top-k", routing="routing", sms="SMs")
     titles = [*names.values(), *(title for title, _, _ in CASE_COLUMNS)]
-    lines = [f"All cases, in {group.unit[0]}. {CASES}", "", _row(*titles), _row(*["---"] * len(titles))]
+    lines = [f"All cases, in {group.unit[0]}. {CASES}", "", _row(*titles), _rule(len(titles))]
     for run in group.runs:
         figures = (run["operations"].get(operation, {}).get(side) for _, side, operation in CASE_COLUMNS)
         lines.append(_row(*(str(run["case"][name]) for name in names), *(_time(f, group) for f in figures)))
@@ -222,6 +209,10 @@ def _cases(group: Group) -> str:
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _rule(num_columns: int) -> str:
+    return f"|{'---|' * num_columns}"
 
 
 def _number(seconds: float, group: Group) -> str:

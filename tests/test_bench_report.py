@@ -77,7 +77,6 @@ def test_the_part_of_the_page(report, results, tmp_path, capsys):
     assert "Driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9.\nBuild abc, 2026-11-21." in gpus
     assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in gpus
     assert "| 256 | 7168 | 256 | 8 | uniform | 24 | 10 | 10 | 10 | 10 | 10 |  | 20 (2.0x) |  |  |" in gpus
-    assert "| dispatch | inside nodes | 3.0 | 2.0 |  |" in gpus and "local" not in gpus
     assert "- DeepEP: not measured, and why" in gpus
     assert "DeepEP v9 (rank layout).\n" in beside and "not measured" not in beside
     images = [results / "cpu-4ranks-a-CPU.png", results / "cuda-4ranks-NVIDIA-H200.png"]

@@ -1,6 +1,5 @@
 """What ep.buffer_bytes says is what a rank allocates: byte by byte, on both engines, without a GPU or CUDA module."""
 
-import math
 import os
 import random
 import re
@@ -106,62 +105,9 @@ def test_documented_cases():
         large = [found.region.get(name, 0) for name in ("slots", "staging", "sums")]
         cells = [f"{size / 2**20:,.1f}" for size in (*large, found.total - sum(large), found.total)]
         assert f"| {' | '.join(cells[:-1])} | **{cells[-1]}** |" in PAGE
-    slots, of_one_node = found.region["slots"], ep.buffer_bytes(**EP8).region["slots"]
-    assert f"{slots / found.total:.0%}".replace("%", " %") in PAGE
-    for size in (7 * of_one_node, slots - of_one_node):
-        assert f"{size / 2**20:,.1f} MiB" in PAGE
     assert f"{ep.buffer_bytes(**EP8, engine='cpu').total / 2**20:,.1f} MiB" in PAGE
-    assert f"one.total            # {found.total} bytes" in PAGE and f"# {slots} of them" in PAGE
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_the_documented_formulas(seed):
-    """Those of docs/memory.md are right but for the rounding of each array."""
-    sizes = random_sizes(seed)
-    given = dict(
-        L=sizes["ranks_per_node"],
-        N=sizes["num_ranks"] // sizes["ranks_per_node"],
-        T=sizes["max_tokens_per_rank"],
-        E=sizes["num_experts"],
-        B=24,
-        topk=sizes["num_topk"],
-        hidden=sizes["hidden"],
-        M=0,
-        row=sizes["hidden"] * sizes["dtype"].itemsize,
-        round_up=memory.round_up,
-        ceil=math.ceil,
-        min=min,
-        max=max,
-    )
-    given["s"] = memory.round_up(given["row"], 128 if given["row"] < 4096 else 1024)
-    given["P"], given["a"] = min(given["L"], given["topk"]), 1 + 5 * given["L"]
-    for name, of_one_node, of_several in (("K", 1024, 256), ("I", 512, 512)):
-        given[name] = math.ceil(given["T"] / (of_one_node if given["N"] == 1 else of_several))
-    given["D"] = 128 if given["L"] == 1 else 256
-    given["S"] = math.ceil(given["T"] / given["D"])
-    given["c"] = min(given["topk"], given["E"] // (given["N"] * given["L"]))
-    choices, words = given["L"] * given["T"] * memory.round_up(given["topk"], 8), given["E"] * -(-given["T"] // 32)
-    given["d"] = int(given["N"] == 1 and choices <= 16384 and words <= 4096)
-
-    def evaluate(text: str) -> float:
-        text = re.sub(r"\b(\d+)([a-zA-Z])", r"\1 * \2", text.split(", with")[0])
-        return eval(text, {"__builtins__": {}}, given)
-
-    given["C"] = evaluate(re.search(r"^C +=(.*)$", PAGE, re.MULTILINE)[1]) if given["N"] > 1 else 1
-    given["F"] = math.ceil(given["T"] / given["C"]) if given["N"] > 1 else 0
-    for name in ("W", "item", "tail", "flags", "counters"):
-        given[name] = evaluate(re.search(rf"^{name} += (.*)$", PAGE, re.MULTILINE)[1])
-    cuda, cpu = PAGE.split("## The CPU engine")
-    for engine, text in (("cuda", cuda), ("cpu", cpu)):
-        found = ep.buffer_bytes(**sizes, engine=engine)
-        found = found.region | found.state
-        found.pop("padding", None)
-        said = {
-            name: evaluate(formula) for name, formula in re.findall(r"^\| ([a-z, ]+) \| ([^|]*\*[^|]*) \|", text, re.M)
-        }
-        assert found.keys() <= said.keys()
-        for name, formula in said.items():
-            assert 0 <= found.get(name, 0) - formula < 64 * 20 * given["N"], (engine, name)
+    assert f"one.total            # {found.total} bytes" in PAGE
+    assert f"# {found.region['slots']} of them" in PAGE
 
 
 def test_many_nodes_fit():

@@ -1,7 +1,7 @@
 """The model beside our own runs between virtual nodes: 2 nodes on 2 H200 of one host, joined by NVLink.
 
-Nothing was fitted to these figures. docs/nodes_measured.md has them with their ratios, docs/estimate.md says where the
-model is off. All runs had 4096 tokens per rank, hidden 7168, 256 experts, top-8, bfloat16 or float8 rows.
+Nothing was fitted to these figures. docs/performance.md says where the model is
+off. All runs had 4096 tokens per rank, hidden 7168, 256 experts, top-8, bfloat16 or float8 rows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Checks that the pages agree with the tree: links, names of files, commands, and the tables that repeat the code.
+
+docs.py    print what is wrong, a line each; exit 1 then
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ep_dispatcher import __version__, checks, envs  # noqa: E402
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+TEXTS = {page: page.read_text() for page in PAGES}
+FOLDERS = "benchmarks|csrc|docs|ep_dispatcher|examples|tests"
+SUFFIXES = (".py", ".h", ".cpp", ".cuh", ".cu")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", outside_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def outside_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+
+
+def exists(path: str) -> bool:
+    """Whether a path of this repository, or a pattern of paths, leads to a file or folder."""
+    return any(True for _ in ROOT.glob(path.rstrip("/")))
+
+
+def links():
+    for page in PAGES:
+        found = re.findall(r"\]\(([^)\s]+)\)", outside_code(page))
+        found += re.findall(r"^\[\w+\]: (\S+)$", TEXTS[page], re.MULTILINE)
+        for link in found:
+            file, _, heading = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not link.startswith("https://") and not (
+                target.exists() and (not heading or heading in anchors(target))
+            ):
+                yield f"{page.name}: {link} leads nowhere"
+    linked = set(re.findall(r"\]\(([\w/]+\.md)", TEXTS[ROOT / "README.md"])) | {"README.md"}
+    yield from (f"README.md: no link to {page.name}" for page in PAGES if str(page.relative_to(ROOT)) not in linked)
+
+
+def names():
+    """Files, tests and commands that a page names, pages that a source names, and the files of docs/files.md."""
+    makefile = (ROOT / "Makefile").read_text()
+    for page, text in TEXTS.items():
+        named = re.findall(rf"`((?:{FOLDERS})/[\w./*-]*)`", text)
+        named += [f"tests/{name}.py" for name in re.findall(r"`(test_\w+\*?)(?:\.py)?`", text)]
+        yield from (f"{page.name}: there is no {name}" for name in named if not exists(name))
+        commands = set(re.findall(r"(?:^|`|=\w+ )make ([a-z][\w-]*)", text, re.MULTILINE))
+        yield from (f"{page.name}: no make {name}" for name in commands if not re.search(rf"^{name}:", makefile, re.M))
+    for block in re.findall(r"^```\n(.*?)^```$", TEXTS[ROOT / "docs/files.md"], re.MULTILINE | re.DOTALL):
+        listed = re.findall(r"^(\S+) {2,}", block, re.MULTILINE)
+        yield from (f"files.md: there is no {name}" for name in listed if not exists(name))
+    for source in (file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.*")):
+        if source.suffix in SUFFIXES:
+            named = set(re.findall(r"docs/\w+\.md", source.read_text()))
+            yield from (f"{source.relative_to(ROOT)}: there is no {name}" for name in named if not exists(name))
+
+
+def tables():
+    """The switches, the phases and the agreed arguments, which the code defines."""
+    if envs.table() not in TEXTS[ROOT / "docs/environment.md"]:
+        yield "environment.md: put in the table that `python -m ep_dispatcher.envs` prints"
+    versions = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", TEXTS[ROOT / "CHANGELOG.md"], re.MULTILINE)
+    if versions[:1] != [__version__]:
+        yield f"CHANGELOG.md: begins with {versions[:1]}, the package is {__version__}"
+    phases = {name.replace("_", " ") for name in source(r'\.value\("(\w+)", Phase::', "csrc/bindings_cuda.cpp")}
+    phases |= source(
+        r'(?:wait_for|meet)\([^;"]*"([^"]+)"', *(f"csrc/cpu/{n}.cpp" for n in ("plan", "dispatch", "combine"))
+    )
+    explained = set(re.findall(r"^\|\s?`([^`]+)`", TEXTS[ROOT / "docs/errors.md"], re.MULTILINE))
+    yield from (f"errors.md: no row for `{name}`" for name in sorted((phases | {*checks.AGREED}) - explained))
+
+
+def source(pattern: str, *files: str) -> set[str]:
+    """What a pattern captures in source files, each of which has some of it."""
+    found = [set(re.findall(pattern, (ROOT / file).read_text())) for file in files]
+    assert all(found), f"nothing like {pattern} in one of {files}"
+    return set().union(*found)
+
+
+if __name__ == "__main__":
+    wrong = [*links(), *names(), *tables()]
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    sys.exit(bool(wrong))
