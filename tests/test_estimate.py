@@ -333,7 +333,7 @@ def test_published_figures_are_met(deep_ep):
 
 
 def test_our_virtual_nodes_are_met():
-    """With the chunks that a buffer has, within 6 %; docs/performance.md says what the model leaves out of the others."""
+    """With the chunks that a buffer has, within 6 %; docs/performance.md has what the model leaves out."""
     assert len(RUNS) == 16 and len(compare_virtual_nodes()) == 50
     outside = {
         "2 x 1, no pace, expert layout, 24 SMs (4 for the wire), chunks 1024/512, cached dispatch": 0.22,
