@@ -1,4 +1,4 @@
-"""The command line of the parity tool: those of Megatron's flags that concern an MoE layer."""
+"""The command line of the parity tool: those of Megatron's flags that concern an MoE layer, and what will run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import dataclasses
 import difflib
 import math
 import types
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
-
-from ep_dispatcher import checks
 
 # Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
 # Megatron makes them, so that they fit each version of Megatron.
@@ -34,19 +33,6 @@ FIELDS = {
     "use_transformer_engine_op_fuser",
     "use_grouped_gemm_for_shared_expert",
 }
-# Flags that Megatron does not make from fields. `run_of` translates those whose dest is not a field.
-BY_HAND: dict[str, dict[str, Any]] = {
-    "--num-experts": dict(dest="num_moe_experts", type=int),
-    "--swiglu": dict(action="store_true"),
-    "--squared-relu": dict(action="store_true"),
-    "--quick-geglu": dict(action="store_true"),
-    "--no-bias-swiglu-fusion": dict(action="store_true"),
-    "--no-bias-gelu-fusion": dict(action="store_true"),
-    "--moe-router-load-balancing-type": dict(nargs="+"),
-    "--moe-aux-loss-coeff": dict(nargs="+", type=float),
-    "--cuda-graph-scope": dict(nargs="*"),
-    "--cuda-graph-modules": dict(nargs="*"),
-}
 # Flags that look like those of an MoE layer, and change nothing in this one. The first three choose the dispatcher.
 WITHOUT_EFFECT = {
     "--moe-token-dispatcher-type",
@@ -62,134 +48,110 @@ WITHOUT_EFFECT = {
 LOOKS_LIKE_MOE = ("--moe-", "--expert-", "--num-experts")
 RECOMPUTE_MODULES = ("moe", "moe_act", "shared_experts")  # those of Megatron's that are inside an MoE layer
 TP = "--tensor-model-parallel-size"
-REFERENCES = ("alltoall", "allgather")
 
 
 class Refused(Exception):
     """A configuration that cannot be run; the text names the flag."""
 
 
-@dataclass(frozen=True)
-class Machine:
+@dataclass
+class Run:
+    """One comparison: what was asked for, and the layers that will run."""
+
+    args: argparse.Namespace  # the flags of this tool
+    settings: dict[str, Any]  # of TransformerConfig, except for the dispatcher
     num_ranks: int
     cpu: bool
     transformer_engine: bool
-
-
-@dataclass
-class Given:
-    """The command line."""
-
-    flags: dict[str, Any]  # Megatron's flags that were given, by field or dest
     unused: list[str]  # flags that were given and do not concern an MoE layer, as shown
-    steps: int
-    timed_steps: int
-    profiled_steps: int
-    seed: int
-    uneven_tokens: bool
-    reference: str | None
-    seq_length: int | None
-    micro_batch_size: int | None
-    out: Path | None
+    reference: str = ""  # Megatron's dispatcher to compare with
+    tokens: int = 0  # along the sequence, of one rank
+    batch: int = 0
+    assumed: dict[str, Any] = field(default_factory=dict)  # flags that were not given
+    changes: list[str] = field(default_factory=list)  # differences from the given flags, and why
 
 
-@dataclass
-class Run:
-    """The layers that will run."""
+def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, transformer_engine: bool) -> Run:
+    """Read the command line, complete it, and change what this machine cannot run.
 
-    settings: dict[str, Any]  # of TransformerConfig, except for the dispatcher
-    reference: str
-    transformer_engine: bool
-    tokens: int  # along the sequence, of one rank
-    batch: int
-    assumed: dict[str, Any] = dataclasses.field(default_factory=dict)  # flags that were not given
-    changes: list[str] = dataclasses.field(default_factory=list)  # differences from the given flags, and why
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Refused(message)
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
-def parse(argv: list[str], description: str) -> Given:
-    """Read the command line. Raises Refused for a wrong value or a misspelt MoE flag; --help prints and exits."""
-    parser = _make_parser(description)
-    values, rest = parser.parse_known_args(argv)
-    flags = vars(values)
-    known = {name for action in parser._actions for name in action.option_strings}
-    own = {name: flags.pop(name) for name in [field.name for field in dataclasses.fields(Given)] if name in flags}
-    given = Given(flags=flags, unused=_unused(rest, known), **own)
-    _integer("--steps", given.steps, 1)
-    for flag, value in (("--timed-steps", given.timed_steps), ("--profiled-steps", given.profiled_steps)):
-        _integer(flag, value, 0)
-    _integer("--seed", given.seed, 0)
-    for flag, size in (("--seq-length", given.seq_length), ("--micro-batch-size", given.micro_batch_size)):
-        if size is not None:
-            _integer(flag, size, 1)
-    return given
-
-
-def _make_parser(description: str) -> argparse.ArgumentParser:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    parser = _Parser(
+    Raises Refused or argparse.ArgumentError. --help prints and exits.
+    """
+    parser = argparse.ArgumentParser(
         prog="python -m ep_dispatcher.integrations.megatron.parity",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        exit_on_error=False,
         usage="torchrun --nproc-per-node N -m ep_dispatcher.integrations.megatron.parity [flags]",
     )
     own = parser.add_argument_group("flags of this tool")
-    own.add_argument("--steps", type=int, default=2, help="steps that are compared; default 2")
-    own.add_argument("--timed-steps", type=int, default=5, help="further steps that are timed; default 5, 0 for none")
-    own.add_argument(
-        "--profiled-steps",
-        type=int,
-        default=0,
-        help="further steps whose time is shown by step of the layer; default 0",
-    )
-    own.add_argument("--seed", type=int, default=1234, help="of weights and tokens; default 1234")
+    steps: dict[str, Any] = dict(type=_at_least(0), default=0)
+    own.add_argument("--steps", type=_at_least(1), default=2, help="steps that are compared; default 2")
+    own.add_argument("--timed-steps", **steps | {"default": 5}, help="further steps that are timed; default 5")
+    own.add_argument("--profiled-steps", **steps, help="steps whose time is shown by step of the layer; default 0")
+    own.add_argument("--seed", **steps | {"default": 1234}, help="of weights and tokens; default 1234")
     own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
-    own.add_argument("--reference", choices=REFERENCES, help="Megatron's dispatcher to compare with; default alltoall")
+    own.add_argument("--reference", choices=("alltoall", "allgather"), help="what to compare with; default alltoall")
     own.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
-    own.add_argument("--seq-length", type=int, help="of the whole sequence, before TP and CP divide it")
-    own.add_argument("--micro-batch-size", type=int, help="sequences in a step")
-
     group = parser.add_argument_group("flags of Megatron, with its meanings; all others are accepted, and named")
-    by_hand = {options.get("dest", flag[2:].replace("-", "_")) for flag, options in BY_HAND.items()}
-    for field in dataclasses.fields(TransformerConfig):
-        if field.name not in by_hand and concerns_moe(field.name):
-            names, options = _flag_of(field)
-            if options is not None and not WITHOUT_EFFECT.intersection(names):
-                group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **options)
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for flag, options in BY_HAND.items():
-        if not flag.startswith("--cuda-graph") or flag[2:].replace("-", "_") in fields:
-            group.add_argument(flag, default=argparse.SUPPRESS, **options)
-    return parser
+    flags = _flags_of_megatron()
+    for flag, options in flags.items():
+        group.add_argument(flag, default=argparse.SUPPRESS, **options)
+    args, rest = parser.parse_known_args(argv)
+    dests = {options["dest"] for options in flags.values()}
+    settings = {name: value for name, value in vars(args).items() if name in dests}
+    known = [*flags, *(_flag(name) for name in vars(args))]
+    run = Run(args, settings, num_ranks, cpu, transformer_engine, _unused(rest, known))
+    _complete(run)
+    return run
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"given {text}, allowed: an integer from {lowest}")
+        return int(text)
+
+    return integer
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flags_of_megatron() -> dict[str, dict[str, Any]]:
+    """Return flag -> arguments of ``add_argument``. Those with values of ``_complete`` are not made from fields."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = {one.name: one for one in dataclasses.fields(TransformerConfig)}
+    sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
+    numbers = [*(f"{name}_size" for name in sizes), "hidden_size", "num_experts", "seq_length", "micro_batch_size"]
+    found: dict[str, dict[str, Any]] = {_flag(name): dict(dest=name, type=_at_least(1)) for name in numbers}
+    for name in ("swiglu", "squared_relu", "quick_geglu", "no_bias_swiglu_fusion", "no_bias_gelu_fusion"):
+        found[_flag(name)] = dict(dest=name, action="store_true")
+    for name in {"cuda_graph_scope", "cuda_graph_modules"} & fields.keys():
+        found[_flag(name)] = dict(dest=name, nargs="*")
+    found["--moe-router-load-balancing-type"] = dict(dest="moe_router_load_balancing_type", nargs="+")
+    found["--moe-aux-loss-coeff"] = dict(dest="moe_aux_loss_coeff", nargs="+", type=float)
+    for name, one in fields.items():
+        if _flag(name) in found or not concerns_moe(name):
+            continue
+        options, flags = _options(one.type), [_flag(name)]
+        if options == {"type": bool}:
+            options = {"action": "store_false" if one.default is True else "store_true"}
+            flags = [f"--no-{flags[0][2:]}", f"--disable-{flags[0][2:]}"] if one.default is True else flags
+        flags = one.metadata.get("argparse_meta", {}).get("arg_names", flags)
+        if options is not None and not WITHOUT_EFFECT.intersection(flags):
+            found |= {flag: {"dest": name, **options} for flag in flags}
+    return found
 
 
 def concerns_moe(name: str) -> bool:
     return name in FIELDS or name.startswith(PREFIXES)
 
 
-def _flag_of(field: dataclasses.Field) -> tuple[list[str], dict[str, Any] | None]:
-    """Return names and options of a field's flag; None for the options if its type has no flag."""
-    meta = field.metadata.get("argparse_meta", {})
-    options = _options(field.type)
-    words = field.name.replace("_", "-")
-    names = [f"--{words}"]
-    if options == {"type": bool}:
-        options = {"action": "store_true"}
-        if field.default is True:
-            options, names = {"action": "store_false"}, [f"--no-{words}", f"--disable-{words}"]
-    return meta.get("arg_names", names), options
-
-
 def _options(annotation: Any) -> dict[str, Any] | None:
+    """Return the options of a flag for a field of this type; None if the type has no flag."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = tuple(one for one in inner if one is not type(None))
@@ -202,214 +164,171 @@ def _options(annotation: Any) -> dict[str, Any] | None:
     return {"type": annotation} if annotation in (bool, int, float, str) else None
 
 
-def _unused(rest: list[str], known: set[str]) -> list[str]:
+def _unused(rest: list[str], known: list[str]) -> list[str]:
     """Return the flags that the parser left over, in order. Raise Refused if one of them is a misspelt MoE flag."""
-    flags = dict.fromkeys(word.partition("=")[0] for word in rest if word.startswith("--"))
-    if rest and not rest[0].startswith("--"):
-        flags = {rest[0]: None, **flags}  # such as the script's name
+    # The first word may be the script's name.
+    flags = dict.fromkeys(word.partition("=")[0] for i, word in enumerate(rest) if i == 0 or word.startswith("--"))
     shown = []
     for flag in flags:
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f" (did you mean {close[0]}?)" if close else ""
         if flag.startswith(LOOKS_LIKE_MOE) and flag not in WITHOUT_EFFECT:
             raise Refused(f"{flag}: this Megatron has no such flag{hint}")
-        shown.append(f"{flag} ({hint[2:]})" if hint else flag)
+        shown.append(flag + hint)
     return shown
 
 
 # ---- what will run --------------------------------------------------------------------------------------------------
 
 
-def run_of(given: Given, machine: Machine) -> Run:
-    """Complete the given configuration, and change what this machine cannot run. Raises Refused."""
-    flags = dict(given.flags)
-    made = Run({}, "", machine.transformer_engine and flags.get("transformer_impl") != "local", 0, 0)
-    if flags.get("transformer_impl") == "inference_optimized":
-        _refuse("--transformer-impl", "inference_optimized", "local, transformer_engine: this trains")
-    flags["transformer_impl"] = "transformer_engine" if made.transformer_engine else "local"
-    tp, cp = flags.get("tensor_model_parallel_size", 1), flags.get("context_parallel_size", 1)
-    _parallel_sizes(made, flags, machine, tp, cp)
-    _sizes(made, flags)
-    _activation(made, flags, machine)
-    _kernels(made, flags, machine)
-    _recompute(made, flags)
-    _tokens(made, given, tp, cp)
-    _reference(made, given, flags, machine)
-    if given.uneven_tokens:
-        flags["variable_seq_lengths"] = True
+def _demand(ok: bool, flag: str, given: Any, allowed: str) -> None:
+    if not ok:
+        raise Refused(f"{flag}: given {given}, allowed: {allowed}")
+
+
+def _default(run: Run, flag: str, value: Any) -> Any:
+    """Return the value of a flag. One that was not given becomes ``value``, and is named."""
+    name = flag[2:].replace("-", "_")
+    if name not in run.settings:
+        run.settings[name] = run.assumed[flag] = value
+    return run.settings[name]
+
+
+def _complete(run: Run) -> None:
+    settings = run.settings
+    impl = settings.get("transformer_impl")
+    _demand(impl != "inference_optimized", "--transformer-impl", impl, "local, transformer_engine: this trains")
+    without = "local layers" if run.transformer_engine else "without Transformer Engine"
+    run.transformer_engine = run.transformer_engine and impl != "local"
+    settings["transformer_impl"] = "transformer_engine" if run.transformer_engine else "local"
+    _sizes(run)
+    _activation(run)
+    if not run.transformer_engine:
+        _leave_out_kernels(run, without)
+    _recompute(run)
+    _reference(run)
+    if run.args.uneven_tokens:
+        settings["variable_seq_lengths"] = True
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        if len(flags.get(name, ())) == 1:
-            flags[name] = flags[name][0]
-    for name in [name for name in ("cuda_graph_scope", "cuda_graph_modules") if name in flags]:
-        if flags.get("cuda_graph_impl", "none") == "none":
-            del flags[name]
-    made.settings = {**flags, "num_layers": 1, "num_attention_heads": tp, "perform_initialization": False}
-    made.settings["use_cpu_initialization"] = machine.cpu
-    if "cuda_graph_impl" in flags:
-        made.changes.append("--cuda-graph-impl: checked; the layer itself runs without a graph")
-    return made
+        if len(settings.get(name, ())) == 1:
+            settings[name] = settings[name][0]
+    if settings.get("cuda_graph_impl", "none") == "none":
+        for name in ("cuda_graph_scope", "cuda_graph_modules"):
+            settings.pop(name, None)
+    if "cuda_graph_impl" in settings:
+        run.changes.append("--cuda-graph-impl: checked; the layer itself runs without a graph")
+    settings |= {"num_layers": 1, "num_attention_heads": settings["tensor_model_parallel_size"]}
+    settings |= {"perform_initialization": False, "use_cpu_initialization": run.cpu}
 
 
-def _parallel_sizes(made: Run, flags: dict, machine: Machine, tp: int, cp: int) -> None:
-    ranks = machine.num_ranks
-    for flag, size in ((TP, tp), ("--context-parallel-size", cp)):
-        _integer(flag, size, 1)
-    if ranks % (tp * cp):
-        _refuse(f"{TP} x --context-parallel-size", tp * cp, f"a divisor of the {ranks} ranks")
+def _sizes(run: Run) -> None:
+    settings, ranks = run.settings, run.num_ranks
+    tp, cp = (settings.setdefault(f"{name}_parallel_size", 1) for name in ("tensor_model", "context"))
+    _demand(ranks % (tp * cp) == 0, f"{TP} x --context-parallel-size", tp * cp, f"a divisor of the {ranks} ranks")
     if tp == 1:
-        flags.pop("sequence_parallel", None)  # as Megatron's arguments do
-    elif not flags.get("sequence_parallel"):
+        settings.pop("sequence_parallel", None)  # as Megatron's arguments do
+    elif not settings.get("sequence_parallel"):
         raise Refused(f"--sequence-parallel: not given; Megatron trains MoE layers with {TP} {tp} only with it")
-    etp = flags.get("expert_tensor_parallel_size", tp)
-    _integer("--expert-tensor-parallel-size", etp, 1)
-    if ranks % etp:
-        _refuse("--expert-tensor-parallel-size", etp, f"a divisor of the {ranks} ranks")
-    experts = flags.get("num_moe_experts")
-    if experts is not None:
-        _integer("--num-experts", experts, 1)
-    if "expert_model_parallel_size" not in flags:
-        ep = math.gcd(ranks // etp, experts or ranks // etp)
-        if ep == 1 < ranks // etp:
-            _refuse("--num-experts", experts, f"a number that has a divisor in common with the {ranks // etp} ranks")
-        _assume(made, flags, "expert_model_parallel_size", ep, "--expert-model-parallel-size")
-    ep = flags["expert_model_parallel_size"]
-    _integer("--expert-model-parallel-size", ep, 1)
-    if ranks % (ep * etp):
-        _refuse(
-            "--expert-model-parallel-size",
-            f"{ep}, times the expert tensor parallel size of {etp}",
-            f"a divisor of the {ranks} ranks",
-        )
-    if ep == etp == 1 and not made.transformer_engine and flags.get("add_bias_linear", True):
-        without = "without expert or tensor parallelism Megatron's local experts cannot add a bias"
-        _refuse("--expert-model-parallel-size", 1, f"2 and more, or --disable-bias-linear; {without}")
-    if experts is not None and experts % ep:
-        _refuse("--num-experts", experts, f"a multiple of the expert model parallel size ({ep})")
-    if experts is None:
-        least = max(8, 2 * flags.get("moe_router_topk", 2))
-        _assume(made, flags, "num_moe_experts", -(-least // ep) * ep, "--num-experts")
+    etp = settings.setdefault("expert_tensor_parallel_size", tp)
+    _demand(ranks % etp == 0, "--expert-tensor-parallel-size", etp, f"a divisor of the {ranks} ranks")
+    groups, experts, flag = ranks // etp, settings.get("num_experts"), "--expert-model-parallel-size"
+    common = math.gcd(groups, experts or groups)
+    allowed = f"a number that has a divisor in common with the {groups} ranks"
+    _demand("expert_model_parallel_size" in settings or common > 1 or groups == 1, "--num-experts", experts, allowed)
+    ep = _default(run, flag, common)
+    times = f"{ep}, times the expert tensor parallel size of {etp}"
+    _demand(ranks % (ep * etp) == 0, flag, times, f"a divisor of the {ranks} ranks")
+    without = "without expert or tensor parallelism Megatron's local experts cannot add a bias"
+    bias_fits = ep * etp > 1 or run.transformer_engine or not settings.get("add_bias_linear", True)
+    _demand(bias_fits, flag, 1, f"2 and more, or --disable-bias-linear; {without}")
+    experts = _default(run, "--num-experts", -(-max(8, 2 * settings.get("moe_router_topk", 2)) // ep) * ep)
+    _demand(experts % ep == 0, "--num-experts", experts, f"a multiple of the expert model parallel size ({ep})")
+    settings["num_moe_experts"] = settings.pop("num_experts")
+    hidden = _default(run, "--hidden-size", 64)
+    ffn = max(64, int(4 * hidden * 2 / 3 / 64) * 64) if settings.get("swiglu") else 4 * hidden  # as Megatron's
+    _default(run, "--ffn-hidden-size", settings.get("moe_ffn_hidden_size", ffn))
+    length, ways = _default(run, "--seq-length", 32 * tp * cp), tp * cp
+    allowed = f"a multiple of {ways}, the tensor times the context parallel size"
+    _demand(length % ways == 0, "--seq-length", length, allowed)
+    _default(run, "--micro-batch-size", 2)
+    run.tokens, run.batch = settings.pop("seq_length") // ways, settings.pop("micro_batch_size")
 
 
-def _sizes(made: Run, flags: dict) -> None:
-    if "hidden_size" not in flags:
-        _assume(made, flags, "hidden_size", 64, "--hidden-size")
-    hidden = flags["hidden_size"]
-    _integer("--hidden-size", hidden, 1)
-    if "ffn_hidden_size" not in flags:
-        size = max(64, int(4 * hidden * 2 / 3 / 64) * 64) if flags.get("swiglu") else 4 * hidden
-        _assume(made, flags, "ffn_hidden_size", flags.get("moe_ffn_hidden_size", size), "--ffn-hidden-size")
-
-
-def _activation(made: Run, flags: dict, machine: Machine) -> None:
+def _activation(run: Run) -> None:
     """Translate the flags as core_transformer_config_from_args() and validate_args() do."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-    given = [name for name in ("swiglu", "squared_relu", "quick_geglu") if flags.pop(name, False)]
-    if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
-        _refuse(first, f"together with {second}", "one activation")
-    no_swiglu_fusion, no_gelu_fusion = (
-        flags.pop("no_bias_swiglu_fusion", False),
-        flags.pop("no_bias_gelu_fusion", False),
-    )
-    fused = not no_gelu_fusion and flags.get("add_bias_linear", True)
+    settings = run.settings
+    kinds = {"swiglu": (F.silu, True), "squared_relu": (squared_relu, False), "quick_geglu": (quick_gelu, True)}
+    given = [name for name in kinds if settings.pop(name, False)]
+    _demand(len(given) < 2, " ".join(map(_flag, given)), "together", "one activation")
+    no_swiglu_fusion, no_fusion = (settings.pop(f"no_bias_{name}_fusion", False) for name in ("swiglu", "gelu"))
+    if given:
+        settings["activation_func"], settings["gated_linear_unit"] = kinds[given[0]]
     if given == ["swiglu"]:
-        flags |= {"activation_func": F.silu, "gated_linear_unit": True}
         fused = not no_swiglu_fusion
-    elif given == ["squared_relu"]:
-        flags["activation_func"], fused = squared_relu, False
-    elif given == ["quick_geglu"]:
-        flags |= {"activation_func": quick_gelu, "gated_linear_unit": True}
-    fused = fused and not flags.get("use_te_activation_func")
-    if fused and machine.cpu:
-        fused = False
-        made.changes.append("no fused bias and activation: not on a CPU")
-    flags["bias_activation_fusion"] = fused
+    else:
+        fused = given != ["squared_relu"] and not no_fusion and settings.get("add_bias_linear", True)
+    fused = fused and not settings.get("use_te_activation_func")
+    if fused and run.cpu:
+        run.changes.append("no fused bias and activation: not on a CPU")
+    settings["bias_activation_fusion"] = fused and not run.cpu
 
 
-def _kernels(made: Run, flags: dict, machine: Machine) -> None:
+def _leave_out_kernels(run: Run, why: str) -> None:
     """Refuse or leave out what only Transformer Engine or a GPU has."""
-    if made.transformer_engine:
-        return
-    why = "local layers" if machine.transformer_engine else "without Transformer Engine"
+    settings = run.settings
     for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format"), ("moe_latent_size", "--moe-latent-size")):
-        if flags.get(name) is not None:
-            _refuse(flag, flags[name], f"nothing {why}")
+        _demand(settings.get(name) is None, flag, settings.get(name), f"nothing {why}")
     for name in ("moe_permute_fusion", "moe_router_fusion", "moe_use_legacy_grouped_gemm"):
-        if flags.pop(name, False):
-            made.changes.append(f"--{name.replace('_', '-')} left out: {why}")
-    if flags.pop("moe_grouped_gemm", False):
-        made.changes.append(f"--moe-grouped-gemm left out: {why} the experts are SequentialMLP")
-        modules = flags.get("recompute_modules", ())
+        if settings.pop(name, False):
+            run.changes.append(f"{_flag(name)} left out: {why}")
+    if settings.pop("moe_grouped_gemm", False):
+        run.changes.append(f"--moe-grouped-gemm left out: {why} the experts are SequentialMLP")
+        modules = settings.get("recompute_modules", [])
         if "moe_act" in modules:
-            flags["recompute_modules"] = [name for name in modules if name != "moe_act"]
-            made.changes.append("--recompute-modules moe_act left out: it needs --moe-grouped-gemm")
+            modules.remove("moe_act")
+            run.changes.append("--recompute-modules moe_act left out: it needs --moe-grouped-gemm")
 
 
-def _recompute(made: Run, flags: dict) -> None:
-    granularity = flags.get("recompute_granularity")
+def _recompute(run: Run) -> None:
+    settings = run.settings
+    granularity, modules = settings.get("recompute_granularity"), settings.get("recompute_modules", ["core_attn"])
     for name in ("recompute_method", "recompute_num_layers"):
-        flags.pop(name, None)
+        settings.pop(name, None)
     if granularity == "full":
-        flags.pop("recompute_modules", None)
-        flags |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        settings.pop("recompute_modules", None)
+        settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     elif granularity == "selective":
-        given = flags.pop("recompute_modules", ["core_attn"])
-        inside = [name for name in given if name in RECOMPUTE_MODULES]
-        outside = [name for name in given if name not in RECOMPUTE_MODULES]
+        settings["recompute_modules"] = [name for name in modules if name in RECOMPUTE_MODULES]
+        outside = [name for name in modules if name not in RECOMPUTE_MODULES]
         if outside:
-            made.changes.append(f"--recompute-modules {' '.join(outside)} left out: not a part of an MoE layer")
-        if inside:
-            flags["recompute_modules"] = inside
-        else:
-            del flags["recompute_granularity"]
+            run.changes.append(f"--recompute-modules {' '.join(outside)} left out: not a part of an MoE layer")
+        if not settings["recompute_modules"]:
+            del settings["recompute_modules"], settings["recompute_granularity"]
 
 
-def _tokens(made: Run, given: Given, tp: int, cp: int) -> None:
-    length, ways = given.seq_length, tp * cp
-    if length is None:
-        length = made.assumed["--seq-length"] = 32 * ways
-    if length % ways:
-        _refuse("--seq-length", length, f"a multiple of {ways}, the tensor times the context parallel size")
-    if given.micro_batch_size is None:
-        made.assumed["--micro-batch-size"] = 2
-    made.tokens, made.batch = length // ways, given.micro_batch_size or 2
+def _reference(run: Run) -> None:
+    uneven_chunks = run.cpu and run.settings["expert_tensor_parallel_size"] > 1
+    uneven_chunks = uneven_chunks and not run.settings.get("moe_pad_expert_input_to_capacity")
+    run.reference = run.args.reference or ("allgather" if uneven_chunks else "alltoall")
+    allowed = "allgather, as gloo gathers no uneven chunks over the expert tensor group"
+    _demand(not uneven_chunks or run.reference == "allgather", "--reference", "alltoall", allowed)
+    equal = run.args.uneven_tokens and run.reference == "allgather"
+    allowed = "alltoall, as allgather needs equal numbers"
+    _demand(not equal, "--uneven-tokens", "with allgather as the reference", allowed)
+    if uneven_chunks and run.args.reference is None:
+        run.changes.append("the reference is allgather: gloo cannot do what alltoall does over expert tensor groups")
 
 
-def _reference(made: Run, given: Given, flags: dict, machine: Machine) -> None:
-    etp = flags.get("expert_tensor_parallel_size", flags.get("tensor_model_parallel_size", 1))
-    uneven_chunks = machine.cpu and etp > 1 and not flags.get("moe_pad_expert_input_to_capacity")
-    made.reference = given.reference or ("allgather" if uneven_chunks else "alltoall")
-    if made.reference == "alltoall" and uneven_chunks:
-        _refuse("--reference", "alltoall", "allgather, as gloo gathers no uneven chunks over the expert tensor group")
-    if made.reference == "allgather" and given.uneven_tokens:
-        _refuse("--uneven-tokens", "with allgather as the reference", "alltoall, as allgather needs equal numbers")
-    if uneven_chunks and given.reference is None:
-        made.changes.append("the reference is allgather: gloo cannot do what alltoall does over expert tensor groups")
-
-
-def reference_settings(settings: dict[str, Any], reference: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that the reference supports, and a line for each that it does not."""
-    lacking = ["moe_expert_rank_capacity_factor"]
-    if reference == "allgather":
+def reference_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that the reference supports. The others become changes of the run."""
+    settings, lacking = dict(run.settings), ["moe_expert_rank_capacity_factor"]
+    if run.reference == "allgather":
         lacking.append("moe_shared_expert_overlap")
-    left_out = [name for name in lacking if settings.get(name)]
-    lines = [f"--{name.replace('_', '-')}: not in the reference, {reference} does not have it" for name in left_out]
-    return {name: value for name, value in settings.items() if name not in left_out}, lines
-
-
-def _assume(made: Run, flags: dict, name: str, value: Any, flag: str) -> None:
-    flags[name] = made.assumed[flag] = value
-
-
-def _refuse(flag: str, given: Any, allowed: str) -> None:
-    raise Refused(f"{flag}: given {given}, allowed: {allowed}")
-
-
-def _integer(flag: str, value: int, lowest: int) -> None:
-    try:
-        checks.integer(flag, value, lowest)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    for name in lacking:
+        if settings.pop(name, None):
+            run.changes.append(f"{_flag(name)}: not in the reference, {run.reference} does not have it")
+    return settings

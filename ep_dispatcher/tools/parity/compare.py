@@ -22,9 +22,9 @@ exits with 1 for all but 0.)
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
@@ -34,7 +34,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -45,33 +45,27 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import engines
 from ep_dispatcher.tools.parity import arguments, report
-from ep_dispatcher.tools.parity.arguments import Given, Machine, Refused, Run
+from ep_dispatcher.tools.parity.arguments import Refused, Run
 from ep_dispatcher.tools.parity.profile import Profile, profile_layer
 from ep_dispatcher.tools.parity.profile import table as profile_table
-from ep_dispatcher.tools.parity.report import Difference
+from ep_dispatcher.tools.parity.report import Part, Row, Seconds
 
 OURS, FLOAT32 = "ep_dispatcher", "float32"
+say = partial(print, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compare, and return the exit code. Collective. Without a default process group, make one and destroy it."""
     argv = sys.argv[1:] if argv is None else argv
-    with _process_group(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_process_group())
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # Megatron's, of each rank, about missing packages and deprecated calls
-        first = dist.get_rank() == 0
-        say: Callable[..., None] = _say if first else _say_nothing
+        if dist.get_rank() != 0:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
-            import megatron.core  # noqa: F401
-
-            with _quiet_unless(first):
-                given = arguments.parse(argv, __doc__)
-            code = _compare(given, _machine(), say)
-        except ImportError as error:
-            if error.name is None or not error.name.startswith("megatron"):
-                raise
-            say(f"refused: Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'")
-            code = 2
-        except Refused as refusal:
+            code = _compare(_parse(argv))
+        except (Refused, argparse.ArgumentError) as refusal:
             say(f"refused: {refusal}")
             code = 2
         dist.barrier()  # torchrun stops the others as soon as one exits with an error: first let all print
@@ -80,120 +74,73 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _say(text: str = "") -> None:
-    print(text, flush=True)
-
-
-def _say_nothing(text: str = "") -> None:
-    pass
-
-
 def _show_progress(text: str) -> None:
     """Say on rank 0 what takes time now, on stderr: stdout has the results."""
     if dist.get_rank() == 0:
-        print(f"parity: {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _quiet_unless(first: bool) -> Iterator[None]:
-    """Silence --help, which prints and exits, on all ranks but the first."""
-    with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
-        yield
+        say(f"parity: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
     """Use the group of the caller, or that of torchrun's ranks, or a group of one rank."""
-    made = not dist.is_initialized()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants it with sequence parallelism
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if made:
-        backend = "nccl" if gpu else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():
+        yield
+        return
+    alone: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if gpu else "gloo", **alone)
     try:
         yield
     finally:
-        if made:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
-def _machine() -> Machine:
-    gpu = torch.cuda.is_available()
-    if not gpu:
+def _parse(argv: list[str]) -> Run:
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError as error:
+        why = f"Megatron-core cannot be imported ({error}): pip install 'ep_dispatcher[megatron]'"
+        raise Refused(why) from error
+    gpu = has_te = torch.cuda.is_available()
+    if gpu:
+        from megatron.core.extensions import transformer_engine
+
+        has_te = transformer_engine.HAVE_TE
+    else:
         from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
         let_megatron_run_on_cpu()
-    return Machine(dist.get_world_size(), cpu=not gpu, transformer_engine=gpu and _has_transformer_engine())
-
-
-def _has_transformer_engine() -> bool:
-    from megatron.core.extensions import transformer_engine
-
-    return transformer_engine.HAVE_TE
+    return arguments.parse(argv, __doc__, dist.get_world_size(), cpu=not gpu, transformer_engine=has_te)
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------------
 
 
-def _compare(given: Given, machine: Machine, say: Callable[..., None]) -> int:
-    run = arguments.run_of(given, machine)
-    if not machine.cpu and "cuda" not in engines.ENGINES:
+def _compare(run: Run) -> int:
+    if not run.cpu and "cuda" not in engines.ENGINES:
         raise Refused("this build of ep_dispatcher has no engine for GPUs; CUDA_VISIBLE_DEVICES= compares on the CPU")
-    with _megatron(run, given.seed):
+    args = run.args
+    with _megatron(run):
         _show_progress("making the layers")
-        layers, versions = _make_layers(run, given.seed), _versions(run)
+        layers, versions = _make_layers(run), _versions(run)
         config = layers[OURS].config
-        say(report.opening(given, run, machine, config, versions))
-        rows = _differences(layers, given, run)
-        times = {name: _times(layers, given, run, name) for name in report.TIMED} if given.timed_steps else {}
-        profiles = _profiles(layers, given, run) if given.profiled_steps else {}
-        _show(layers, given, run, rows, times, profiles, say)
-        if given.out is not None and dist.get_rank() == 0:
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            figures = report.figures(given, run, machine, config, versions, rows, times)
+        say(report.opening(run, config, versions))
+        rows = [Row(name, parts, config) for name, parts in _differences(layers, run).items()]
+        times = {name: _times(layers, run, name) for name in report.TIMED} if args.timed_steps else {}
+        profiles = _profiles(layers, run) if args.profiled_steps else {}
+        shown = [_what_ran(layers, run), report.table(rows), report.rule(config, args.steps)]
+        shown += [report.times_table(times, args.timed_steps)] if times else []
+        shown += [profile_table(profiles)] if profiles else []
+        say("\n" + "\n\n".join([*shown, report.verdict(rows)]))
+        if args.out is not None and dist.get_rank() == 0:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            figures = report.figures(run, config, versions, rows, times)
             figures["profiles"] = {name: dataclasses.asdict(one) for name, one in profiles.items()}
-            given.out.write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if report.different(rows, config) else 0
-
-
-def _differences(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Difference]:
-    """Run all steps that are compared. Return the rows of the table, the same on every rank."""
-    tensors: dict[str, Difference] = {}
-    for step in range(given.steps):
-        first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
-        _show_progress(f"comparing, step {step + 1} of {given.steps}{first}")
-        _run_step(layers, _tokens(given, run, step), given.seed + step, tensors)
-    return _over_ranks(tensors)
-
-
-def _show(
-    layers: dict[str, Any],
-    given: Given,
-    run: Run,
-    rows: dict[str, Difference],
-    times: dict[str, dict[str, report.Seconds]],
-    profiles: dict[str, Profile],
-    say: Callable[..., None],
-) -> None:
-    """Print the results in paragraphs; the last is the verdict."""
-    config = layers[OURS].config
-    parts = [
-        _what_ran(layers, run),
-        report.table(rows, config, low=FLOAT32 in layers),
-        report.rule(config, given.steps),
-    ]
-    if times:
-        parts.append(report.times_table(times, given.timed_steps))
-    if profiles:
-        parts.append(profile_table(profiles))
-    for part in [*parts, report.verdict(rows, config)]:
-        say()
-        say(part)
+            args.out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if all(row.ok for row in rows) else 1
 
 
 def _versions(run: Run) -> str:
@@ -218,21 +165,19 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
 
 
 @contextlib.contextmanager
-def _megatron(run: Run, seed: int) -> Iterator[None]:
+def _megatron(run: Run) -> Iterator[None]:
     """Register this dispatcher and make Megatron's groups, for the time of the comparison."""
     from megatron.core import parallel_state, tensor_parallel
 
     from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
 
     registered = plugin.active() is not None
-    size = None if registered or run.settings.get("variable_seq_lengths") else run.tokens * run.batch
+    size = None if registered or run.args.uneven_tokens else run.tokens * run.batch
     register(max_tokens_per_rank=size)
-    settings = run.settings
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
-    given = {f"{name}_size": settings[f"{name}_size"] for name in sizes if f"{name}_size" in settings}
-    parallel_state.initialize_model_parallel(**given)
-    if not settings["use_cpu_initialization"]:
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    parallel_state.initialize_model_parallel(**{f"{name}_size": run.settings[f"{name}_size"] for name in sizes})
+    if not run.cpu:
+        tensor_parallel.model_parallel_cuda_manual_seed(run.args.seed)
     try:
         yield
     finally:
@@ -242,16 +187,14 @@ def _megatron(run: Run, seed: int) -> Iterator[None]:
             unregister()
 
 
-def _make_layers(run: Run, seed: int) -> dict[str, Any]:
+def _make_layers(run: Run) -> dict[str, Any]:
     """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
-    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have: main() says so
+    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have: _parse says so
 
-    settings = dict(run.settings)
+    settings = run.settings
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
-    theirs, notes = arguments.reference_settings(settings, run.reference)
-    run.changes.extend(notes)
-    theirs["moe_token_dispatcher_type"] = run.reference
+    theirs = arguments.reference_settings(run) | {"moe_token_dispatcher_type": run.reference}
     ours = settings | {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": OURS}
     wanted = {OURS: ours, run.reference: theirs}
     if dtype != torch.float32:
@@ -264,19 +207,25 @@ def _make_layers(run: Run, seed: int) -> dict[str, Any]:
                 layers[name] = _make_layer(one, run)
     except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
         refusal = f"{_text_of(error)} (the layer with {name})"
-    refusals: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    for text in filter(None, refusals):
+    for text in filter(None, _gather(refusal)):
         raise Refused(text)
-    runs = type(layers[OURS].token_dispatcher).__name__
-    if runs != "MoEEPTokenDispatcher":
-        raise RuntimeError(f"ep_dispatcher was asked for, and {runs} was made")
-    _set_weights(layers[run.reference], seed)
-    for name in wanted:
-        _copy_weights(layers[run.reference], layers[name])
+    assert type(layers[OURS].token_dispatcher).__name__ == "MoEEPTokenDispatcher"
+    reference = layers[run.reference]
+    _set_weights(reference, run.args.seed)
+    values = dict(reference.named_parameters()) | dict(reference.named_buffers())
+    for layer in layers.values():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            tensor.detach().copy_(values[name])
     if FLOAT32 in layers:
-        _follow_routing(layers[run.reference].router, layers[FLOAT32].router)
+        _follow_routing(reference.router, layers[FLOAT32].router)
     return layers
+
+
+def _gather(mine: Any) -> list[Any]:
+    """Return the objects of all ranks, in rank order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _text_of(error: Exception) -> str:
@@ -339,30 +288,11 @@ def _set_weights(layer, seed: int) -> None:
         generator = _generator(seed, _EXPERT.sub("*", name), expert, part)
         if tensor.dim() > 1:
             deviation = tensor.shape[-1] ** -0.5
+        elif isinstance(tensor, torch.nn.Parameter):
+            deviation = 0.1
         else:
-            deviation = (
-                0.01 if name in ("router.expert_bias",) else 0.1 if isinstance(tensor, torch.nn.Parameter) else 0
-            )
+            deviation = 0.01 if name == "router.expert_bias" else 0
         tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu") * deviation)
-
-
-@torch.no_grad()
-def _copy_weights(source, target) -> None:
-    values = dict(source.named_parameters()) | dict(source.named_buffers())
-    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
-        tensor.copy_(values[name])
-
-
-class _Instead(torch.autograd.Function):
-    """Take the value of one tensor, and pass the gradient to another."""
-
-    @staticmethod
-    def forward(ctx, own: Tensor, value: Tensor) -> Tensor:
-        return value.to(own.dtype).clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
 
 
 def _follow_routing(leader, follower) -> None:
@@ -375,18 +305,21 @@ def _follow_routing(leader, follower) -> None:
         last[:] = [logits.detach()]
         return logits
 
-    leader.gating, follower.gating = lead, lambda hidden_states: _Instead.apply(own_gating(hidden_states), last[0])
+    def follow(hidden_states):
+        logits = own_gating(hidden_states)
+        return last[0].to(logits.dtype) + (logits - logits.detach())  # the leader's value, and the own gradient
+
+    leader.gating, follower.gating = lead, follow
 
 
-def _tokens(given: Given, run: Run, step: int) -> tuple[Tensor, Tensor]:
+def _tokens(run: Run, step: int) -> tuple[Tensor, Tensor]:
     """Return this rank's tokens and the gradient of its output, [tokens, batch, hidden] in float32."""
-    rank, tp = dist.get_rank(), run.settings.get("tensor_model_parallel_size", 1)
-    length = run.tokens
-    if given.uneven_tokens:  # a tensor parallel group shares its sequences
-        generator = _generator(given.seed, step, "length", rank // tp)
+    rank, seed, length = dist.get_rank(), run.args.seed, run.tokens
+    if run.args.uneven_tokens:  # a tensor parallel group shares its sequences
+        generator = _generator(seed, step, "length", rank // run.settings["tensor_model_parallel_size"])
         length = int(torch.randint(1, length + 1, (), generator=generator, dtype=torch.int64, device="cpu"))
     shape = (length, run.batch, run.settings["hidden_size"])
-    generators = (_generator(given.seed, step, what, rank) for what in ("tokens", "grad"))
+    generators = (_generator(seed, step, what, rank) for what in ("tokens", "grad"))
     x, grad = (torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators)
     return x, grad
 
@@ -436,76 +369,77 @@ def _on_device(layer, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(layer.router.weight.device, layer.config.params_dtype) for tensor in tensors]
 
 
-def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, tuple[int | None, Tensor | None]]:
-    """Run one step. Return name -> (global expert or None, tensor)."""
+def _results(layer, x: Tensor, grad: Tensor, seed: int) -> dict[str, Tensor | None]:
+    """Run one step. Return its tensors by name."""
     maps: list[Tensor] = []
     hook = layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
     layer.zero_grad(set_to_none=True)
     torch.manual_seed(seed)  # jitter, and routing that is forced at random
     out, x_grad = _forward_backward(layer, x, grad)
     hook.remove()
-    results: dict[str, tuple[int | None, Tensor | None]] = {
-        "routing map": (None, maps[0]),
-        "output": (None, out),
-        "input gradient": (None, x_grad),
-    }
-    for name, parameter in layer.named_parameters():
-        results[name] = (_expert_of(layer, name), parameter.grad)
-    return results
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"routing map": maps[0], "output": out, "input gradient": x_grad, **gradients}
 
 
-def _run_step(layers: dict[str, Any], tokens: tuple[Tensor, Tensor], seed: int, tensors: dict[str, Difference]) -> None:
-    """Run every layer on the tokens, and add the differences to ``tensors``."""
-    ours_layer, reference_layer, *float32_layer = layers.values()
-    x, grad = _on_device(ours_layer, *tokens)
-    theirs = _results(reference_layer, x, grad, seed)
-    ours = _results(ours_layer, x, grad, seed)
-    exact = {}
-    if float32_layer:
-        x, grad = _on_device(float32_layer[0], x, grad)
-        exact = _results(float32_layer[0], x, grad, seed)
-    for name, (expert, tensor) in ours.items():
-        row = tensors.setdefault(_EXPERT.sub("*", name) if expert is not None else name, Difference(name))
-        where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
-        row.add(tensor, theirs[name][1], exact.get(name, (None, None))[1], where)
+def _differences(layers: dict[str, Any], run: Run) -> dict[str, list[Part]]:
+    """Run all steps that are compared. Return the differences of all ranks by tensor, the same on every rank."""
+    mine: dict[str, list[Part]] = {}
+    for step in range(run.args.steps):
+        first = "; in the first one Megatron compiles, which can take minutes on few cores" if step == 0 else ""
+        _show_progress(f"comparing, step {step + 1} of {run.args.steps}{first}")
+        results: dict[str, dict[str, Tensor | None]] = {FLOAT32: {}}
+        x, grad = _tokens(run, step)
+        for name in (run.reference, OURS, *layers.keys() - {run.reference, OURS}):  # float32 follows the reference
+            x, grad = _on_device(layers[name], x, grad)
+            results[name] = _results(layers[name], x, grad, run.args.seed + step)
+        for name, ours in results[OURS].items():
+            expert = _expert_of(layers[OURS], name)
+            parts = mine.setdefault(name if expert is None else _EXPERT.sub("*", name), [])
+            where = f"rank {dist.get_rank()}" + ("" if expert is None else f", expert {expert}")
+            theirs = results[run.reference][name]
+            if ours is not None and theirs is not None:
+                parts.append(report.part_of(ours, theirs, results[FLOAT32].get(name), where, expert))
+            elif (either := ours if theirs is None else theirs) is not None:
+                parts.append(Part(tuple(either.shape), where, expert))
+    everyone = _gather(mine)
+    return {name: [part for of_rank in everyone for part in of_rank.get(name, ())] for name in mine}
 
 
-def _times(layers: dict[str, Any], given: Given, run: Run, what: str) -> dict[str, report.Seconds]:
+def _times(layers: dict[str, Any], run: Run, what: str) -> dict[str, Seconds]:
     """Return medians of steps, each of its slowest rank. The dispatchers take turns, and the first is a warm-up."""
-    _show_progress(f"timing {what}, {given.timed_steps} steps after a warm-up")
+    _show_progress(f"timing {what}, {run.args.timed_steps} steps after a warm-up")
     seconds: dict[str, list[list[float]]] = {run.reference: [], OURS: []}
-    for step in range(given.timed_steps + 1):
+    for step in range(run.args.timed_steps + 1):
         for name, of_layer in seconds.items():
-            x, grad = _on_device(layers[name], *_tokens(given, run, given.steps + step))
+            layer = layers[name]
+            x, grad = _on_device(layer, *_tokens(run, run.args.steps + step))
             moments: list[float] = []
-            hook = layers[name].register_forward_hook(lambda *_, m=moments: m.append(time.perf_counter()))
-            with _without_experts(layers[name]) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
+            hook = layer.register_forward_hook(lambda *_, m=moments: m.append(time.perf_counter()))
+            with _without_experts(layer) if what == report.WITHOUT_EXPERTS else contextlib.nullcontext():
                 dist.barrier()
-                _synchronize(x)
+                _synchronize(run)
                 start = time.perf_counter()
-                _forward_backward(layers[name], x, grad)
+                _forward_backward(layer, x, grad)
                 moments.append(time.perf_counter())
-                _synchronize(x)
+                _synchronize(run)
             hook.remove()
             seconds_here = [time.perf_counter() - start, moments[0] - start, moments[-1] - start]
             took = torch.tensor(seconds_here, dtype=torch.float32, device=x.device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             of_layer.append(took.tolist())
-    medians = {name: map(statistics.median, zip(*of_layer[1:])) for name, of_layer in seconds.items()}
-    return {name: report.Seconds(*of_layer) for name, of_layer in medians.items()}
+    return {name: Seconds(*map(statistics.median, zip(*of_layer[1:]))) for name, of_layer in seconds.items()}
 
 
-def _profiles(layers: dict[str, Any], given: Given, run: Run) -> dict[str, Profile]:
+def _profiles(layers: dict[str, Any], run: Run) -> dict[str, Profile]:
     """Return the profile of each dispatcher's layer on this rank, after a pass that is not profiled."""
     found = {}
     for name in (run.reference, OURS):
-        _show_progress(f"profiling the layer with {name}, {given.profiled_steps} steps")
-        layer = layers[name]
-        x, grad = _on_device(layer, *_tokens(given, run, given.steps))
+        _show_progress(f"profiling the layer with {name}, {run.args.profiled_steps} steps")
+        x, grad = _on_device(layers[name], *_tokens(run, run.args.steps))
         x.requires_grad_()
-        _forward_backward(layer, x, grad)
-        forward, backward = partial(_forward, layer, x), partial(Tensor.backward, gradient=grad)
-        found[name] = profile_layer(layer, forward, backward, given.profiled_steps)
+        _forward_backward(layers[name], x, grad)
+        forward, backward = partial(_forward, layers[name], x), partial(Tensor.backward, gradient=grad)
+        found[name] = profile_layer(layers[name], forward, backward, run.args.profiled_steps)
     return found
 
 
@@ -515,9 +449,8 @@ def _without_experts(layer) -> Iterator[None]:
     from ep_dispatcher.integrations.megatron.experts import is_grouped  # imports Megatron, which not all have
 
     layer.experts.forward = lambda rows, counts, probs, **options: ((rows * probs.unsqueeze(-1)).to(rows.dtype), None)
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # where every rank says that these experts have changed, and changed back
+    # Every rank says that these experts have changed, and changed back: not between the results.
+    with contextlib.redirect_stdout(sys.stderr):
         try:
             yield
         finally:
@@ -525,20 +458,6 @@ def _without_experts(layer) -> Iterator[None]:
             is_grouped(layer.experts)
 
 
-def _synchronize(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-
-
-def _over_ranks(tensors: dict[str, Difference]) -> dict[str, Difference]:
-    """Merge the rows of all ranks. The result is the same on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    rows: dict[str, Difference] = {}
-    for of_rank in everyone:
-        for name, row in of_rank.items():
-            if name in rows:
-                rows[name].merge(row)
-            else:
-                rows[name] = row
-    return rows
+def _synchronize(run: Run) -> None:
+    if not run.cpu:
+        torch.cuda.synchronize()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -57,22 +56,13 @@ def _named_steps(layer: Any) -> Iterator[None]:
     owners = [(layer.router, "forward", "router"), (layer.experts, "forward", "experts")]
     owners += [(layer.token_dispatcher, name, name) for name in plugin.STEPS]
     for owner, method, step in owners:
-        setattr(owner, method, _named(getattr(owner, method), step))
+        setattr(owner, method, record_function(PREFIX + step)(getattr(owner, method)))
     experts.take_for_ours(layer.experts.forward)
     try:
         yield
     finally:
         for owner, method, _ in owners:
             delattr(owner, method)  # the class has the method itself
-
-
-def _named(method: Callable[..., Any], step: str) -> Callable[..., Any]:
-    @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(PREFIX + step):
-            return method(*args, **kwargs)
-
-    return run
 
 
 def profile_layer(layer: Any, forward: Callable[[], Any], backward: Callable[[Any], None], num_passes: int) -> Profile:

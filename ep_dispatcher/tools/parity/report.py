@@ -4,108 +4,120 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ep_dispatcher.tools.parity.arguments import Given, Machine, Run, concerns_moe
+from ep_dispatcher.tools.parity.arguments import Run, concerns_moe
 
 LIMIT_FLOAT32, LIMIT_QUANTISED = 1e-5, 1 / 8
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLACK, SLACK_ROUNDINGS = 1.25, 0.25
-WIDTH = 100
 WITHOUT_EXPERTS = "without its experts"  # router, dispatcher and the weighting of the rows
 TIMED = ("the whole layer", WITHOUT_EXPERTS)
+ALSO_SHOWN = {"activation_func", "gated_linear_unit", "bias_activation_fusion", "num_moe_experts", "params_dtype"}
 
 
-@dataclass
-class Difference:
-    """A row of the table: the difference of one tensor over steps, over the experts of a rank, then over ranks."""
+class Part(NamedTuple):
+    """The difference of one tensor in one step on one rank. An expert's gradients have a part per expert."""
 
-    name: str
-    shape: tuple[int, ...] = ()
-    largest: float = 0.0
-    difference: float = 0.0
-    where: str = ""  # of the largest difference
-    count: int = 0  # of elements, for the means
-    squares: float = 0.0  # sums: of Megatron's values, and of both distances from float32
-    our_squares: float = 0.0
-    their_squares: float = 0.0
-    experts: set[str] = field(default_factory=set)
+    shape: tuple[int, ...]
+    where: str
+    expert: int | None
+    largest: float = 0.0  # of Megatron's absolute values
+    difference: float = math.inf  # if only one of them has this gradient
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # sums: Megatron's values, our and its distance from float32
 
-    def add(self, ours: Tensor | None, theirs: Tensor | None, exact: Tensor | None, where: str) -> None:
-        either = theirs if theirs is not None else ours
-        if either is None:
-            return
-        self._grow(either.shape)
-        if "expert" in where:
-            self.experts.add(where.partition("expert ")[2])
-        if ours is None or theirs is None or ours.shape != theirs.shape:
-            self._note(math.inf, where)  # only one of them has this gradient
-            return
-        ours, theirs = ours.double(), theirs.double()
-        self.largest = max(self.largest, _largest(theirs))
-        self._note(_largest(ours - theirs), where)
-        if exact is not None:
-            exact = exact.double()
-            self.count += exact.numel()
-            self.squares += float(theirs.square().sum())
-            self.our_squares += float((ours - exact).square().sum())
-            self.their_squares += float((theirs - exact).square().sum())
 
-    def merge(self, other: Difference) -> None:
-        self._grow(other.shape)
-        self.largest = max(self.largest, other.largest)
-        self._note(other.difference, other.where)
-        self.count += other.count
-        self.squares += other.squares
-        self.our_squares += other.our_squares
-        self.their_squares += other.their_squares
-        self.experts |= other.experts
-
-    def _grow(self, shape: tuple[int, ...]) -> None:
-        """Steps and ranks may differ in the number of tokens."""
-        self.shape = tuple(map(max, zip(self.shape, shape))) if self.shape else tuple(shape)
-
-    def _note(self, difference: float, where: str) -> None:
-        if difference > self.difference:
-            self.difference, self.where = difference, where
-
-    @property
-    def relative(self) -> float:
-        if self.difference == 0:
-            return 0.0
-        return self.difference / self.largest if 0 < self.largest < math.inf else math.inf
-
-    def limit(self, config) -> float:
-        return 0.0 if self.name == "routing map" else _limit(config)
-
-    def distance(self, squares: float) -> float:
-        """Return the root mean square, divided by that of the tensor."""
-        if squares == 0:
-            return 0.0
-        return math.sqrt(squares / self.squares) if 0 < self.squares < math.inf else math.inf
-
-    def allowed_distance(self, config) -> float:
-        return SLACK * self.distance(self.their_squares) + SLACK_ROUNDINGS * ROUNDING[config.params_dtype]
-
-    def ok(self, config) -> bool:
-        near = not self.count or self.distance(self.our_squares) <= self.allowed_distance(config)
-        return self.relative <= self.limit(config) and near
+def part_of(ours: Tensor, theirs: Tensor, exact: Tensor | None, where: str, expert: int | None) -> Part:
+    shape = tuple(theirs.shape)
+    if ours.shape != theirs.shape:
+        return Part(shape, where, expert)
+    ours, theirs = ours.double(), theirs.double()
+    largest, difference = _largest(theirs), _largest(ours - theirs)
+    if exact is None:
+        return Part(shape, where, expert, largest, difference)
+    exact = exact.double()
+    squares = tuple(float(t.square().sum()) for t in (theirs, ours - exact, theirs - exact))
+    return Part(shape, where, expert, largest, difference, squares)
 
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest absolute value; infinity if a value is not finite."""
-    if not tensor.numel():
-        return 0.0
-    largest = float(tensor.abs().max())
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     return largest if math.isfinite(largest) else math.inf
 
 
-def _limit(config) -> float:
+@dataclass
+class Row:
+    """A row of the table: one tensor over all steps, experts and ranks. All figures are relative to its size."""
+
+    name: str
+    parts: list[Part]
+    config: Any
+
+    @property
+    def limit(self) -> float:
+        return 0.0 if self.name == "routing map" else limit_of(self.config)
+
+    @property
+    def relative(self) -> float:
+        return _ratio(max((part.difference for part in self.parts), default=0.0), self.largest)
+
+    @property
+    def largest(self) -> float:
+        return max((part.largest for part in self.parts), default=0.0)
+
+    @property
+    def distances(self) -> tuple[float, float, float] | None:
+        """Root mean square distances from float32: ours, Megatron's, and what is allowed. None in float32."""
+        squares, ours, theirs = (sum(part.squares[i] for part in self.parts) for i in range(3))
+        if self.config.params_dtype == torch.float32:
+            return None
+        near, far = (math.sqrt(_ratio(one, squares)) for one in (ours, theirs))
+        return near, far, SLACK * far + SLACK_ROUNDINGS * ROUNDING[self.config.params_dtype]
+
+    @property
+    def ok(self) -> bool:
+        near = self.distances is None or self.distances[0] <= self.distances[2]
+        return self.relative <= self.limit and near
+
+    @property
+    def title(self) -> str:
+        if self.name in ("routing map", "output", "input gradient"):
+            return self.name
+        return "gradient of " + self.name.replace("local_experts.*", "*")
+
+    def cells(self) -> list[str]:
+        """Return title, shape, largest value, difference, relative, limit, the distances, and the verdict."""
+        experts = {part.expert for part in self.parts} - {None}
+        shape = [max(sizes) for sizes in zip(*(part.shape for part in self.parts))]  # the number of tokens may differ
+        worst = max(self.parts, key=lambda part: part.difference, default=None)
+        difference = worst.difference if worst else 0.0
+        verdict = "ok" if worst else "ok, neither has one"
+        if not self.ok:
+            verdict = f"DIFFERENT ({worst.where})" if worst and difference else "DIFFERENT"
+        numbers = [self.largest, difference, self.relative, self.limit, *(self.distances or ())]
+        shown = ["0" if number == 0 else f"{number:.1e}" for number in numbers]
+        return [
+            self.title,
+            (f"{len(experts)} x " if experts else "") + str(shape),
+            *shown,
+            *[""] * (7 - len(shown)),
+            verdict,
+        ]
+
+
+def _ratio(value: float, of: float) -> float:
+    if value == 0:
+        return 0.0
+    return value / of if 0 < of < math.inf else math.inf
+
+
+def limit_of(config) -> float:
     if config.params_dtype == torch.float32:
         return LIMIT_FLOAT32
     if config.fp8 or getattr(config, "fp4", None):
@@ -116,32 +128,31 @@ def _limit(config) -> float:
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 
-def opening(given: Given, run: Run, machine: Machine, config, versions: str) -> str:
-    ranks = f"{machine.num_ranks} rank{'s' if machine.num_ranks > 1 else ''}"
-    place = "the CPU (gloo)" if machine.cpu else f"{torch.cuda.get_device_name()} (NCCL)"
-    tokens = f"{'up to ' if given.uneven_tokens else ''}{run.tokens * run.batch} tokens a rank"
-    parts = [
-        f"One MoE layer, Megatron's {run.reference} and ep_dispatcher: {ranks} on {place}, {tokens}",
-        versions,
-        "",
-        wrap("Settings that differ from Megatron's defaults: ", ", ".join(_settings(config))),
-        wrap("Not given, so chosen here: ", ", ".join(f"{flag} {value}" for flag, value in run.assumed.items())),
-        wrap("Not as given: ", "; ".join(run.changes)),
-        wrap("Given, and of no effect here: ", ", ".join(given.unused)),
-    ]
-    return "\n".join(part for i, part in enumerate(parts) if part or i == 2)
+def opening(run: Run, config, versions: str) -> str:
+    place = "the CPU (gloo)" if run.cpu else f"{torch.cuda.get_device_name()} (NCCL)"
+    tokens = f"{'up to ' if run.args.uneven_tokens else ''}{run.tokens * run.batch} tokens a rank"
+    lists = {
+        "Settings that differ from Megatron's defaults: ": settings_of(config),
+        "Not given, so chosen here: ": [f"{flag} {value}" for flag, value in run.assumed.items()],
+        "Not as given: ": run.changes,
+        "Given, and of no effect here: ": run.unused,
+    }
+    title = f"One MoE layer, Megatron's {run.reference} and ep_dispatcher: {run.num_ranks} rank(s) on {place}, {tokens}"
+    shown = [wrap(head + ("; " if of is run.changes else ", ").join(of)) for head, of in lists.items() if of]
+    return "\n".join([title, versions, "", *shown])
 
 
-def _settings(config) -> list[str]:
+def settings_of(config) -> list[str]:
     """Return the settings to show, by the names of TransformerConfig's fields."""
+    # Megatron has filled these in, without effect. The first two are what differs between the layers.
+    hidden = ["moe_token_dispatcher_type", "moe_flex_dispatcher_backend"]
+    hidden += ["cuda_graph"] if config.cuda_graph_impl == "none" else []
+    hidden += ["recompute"] if config.recompute_granularity is None else []
     shown = []
-    graphs, recompute = config.cuda_graph_impl != "none", config.recompute_granularity is not None
     for one in fields(config):
-        if one.name.startswith("cuda_graph") and not graphs or one.name.startswith("recompute") and not recompute:
-            continue  # Megatron has filled them in, without effect
         value = getattr(config, one.name)
-        chosen = one.name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-        if chosen or value == one.default or not (concerns_moe(one.name) or one.name in _ALSO_SHOWN):
+        concerns = concerns_moe(one.name) or one.name in ALSO_SHOWN
+        if value == one.default or not concerns or one.name.startswith(tuple(hidden)):
             continue
         value = getattr(value, "__name__", value)
         value = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value).removeprefix("torch.")
@@ -149,67 +160,34 @@ def _settings(config) -> list[str]:
     return shown
 
 
-_ALSO_SHOWN = {"activation_func", "gated_linear_unit", "bias_activation_fusion", "num_moe_experts", "params_dtype"}
-
-
-def table(rows: dict[str, Difference], config, low: bool) -> str:
-    """Return a table with a line per tensor; with ``low`` also the distances from float32."""
-    heads = ["tensor", "shape", "largest", "difference", "relative", "limit"]
-    heads += ["from f32", "Megatron's", "allowed"] if low else []
-    lines = [[*heads, ""]]
-    for name, row in rows.items():
-        times = f"{len(row.experts)} x " if row.experts else ""
-        line = [title(name), times + str(list(row.shape)), *(_number(x) for x in (row.largest, row.difference))]
-        line += [_number(row.relative), _number(row.limit(config))]
-        if low and row.count:
-            distances = (row.distance(row.our_squares), row.distance(row.their_squares), row.allowed_distance(config))
-            line += [_number(x) for x in distances]
-        elif low:
-            line += ["", "", ""]
-        lines.append([*line, _verdict(row, config)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    left = (0, 1, len(widths) - 1)
-    shown = [
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+def table(rows: list[Row]) -> str:
+    """Return a table with a line per tensor; below float32 also the distances from float32."""
+    heads = ["tensor", "shape", "largest", "difference", "relative", "limit", "from f32", "Megatron's", "allowed", ""]
+    lines = [heads, *(row.cells() for row in rows)]
+    if not any(row.distances for row in rows):
+        lines = [line[:6] + line[9:] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    aligned = [
+        [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line[:-1], widths))] + line[-1:]
         for line in lines
     ]
-    return "\n".join(line.rstrip() for line in shown)
-
-
-def title(name: str) -> str:
-    if name in ("routing map", "output", "input gradient"):
-        return name
-    return "gradient of " + name.replace("local_experts.*", "*")
-
-
-def _verdict(row: Difference, config) -> str:
-    if not row.ok(config):
-        return f"DIFFERENT ({row.where})" if row.where else "DIFFERENT"
-    return "ok" if row.shape else "ok, neither has one"
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
 def rule(config, steps: int) -> str:
-    dtype = str(config.params_dtype).removeprefix("torch.")
-    limit = f"{_limit(config):.1e}"
+    limit = limit_of(config)
+    text = f"Over all ranks, steps: {steps}. ok: difference <= limit x largest; limit {limit:.1e} ("
     if config.params_dtype == torch.float32:
-        why = "float32, sums in another order"
-    elif _limit(config) == LIMIT_QUANTISED:
-        why = "FP8 or FP4, whose scales depend on the order of the rows"
+        return wrap(f"{text}float32, sums in another order).", indent="")
+    if limit == LIMIT_QUANTISED:
+        text += "FP8 or FP4, whose scales depend on the order of the rows"
     else:
-        roundings = round(_limit(config) / ROUNDING[config.params_dtype])
-        why = f"{roundings} roundings of {dtype}: top-k x expert tensor parallel size + 2"
-    over = f"Over all ranks and {steps} step{'s' if steps > 1 else ''}"
-    text = f"{over}. ok: difference <= limit x largest; limit {limit} ({why})"
-    if config.params_dtype != torch.float32:
-        text += (
-            f". And: root mean square distance from a float32 run of Megatron's layer (from f32, as a part of the "
-            f"tensor's own) <= {SLACK} x Megatron's + {SLACK_ROUNDINGS} roundings"
-        )
-    return wrap("", text + ".", indent="")
+        text += f"{round(limit / ROUNDING[config.params_dtype])} roundings: top-k x expert tensor parallel size + 2"
+    text += (
+        "). And: root mean square distance from a float32 run of Megatron's layer (from f32, as a part of the tensor's "
+        f"own) <= {SLACK} x Megatron's + {SLACK_ROUNDINGS} roundings."
+    )
+    return wrap(text, indent="")
 
 
 class Seconds(NamedTuple):
@@ -229,76 +207,59 @@ def times_table(times: dict[str, dict[str, Seconds]], num_steps: int) -> str:
         f"Forward + backward of one layer, median of {num_steps} steps, the slowest rank of each. In brackets: until",
         "the host has launched the forward, and all:",
     ]
-    width = max(map(len, times))
-    for what, of_what in times.items():
-        shown = [
-            f"{name} {1e3 * s.step:.2f} ms ({1e3 * s.host_forward:.2f}, {1e3 * s.host:.2f})"
-            for name, s in of_what.items()
-        ]
-        theirs, ours = of_what.values()
-        lines.append(f"  {what:{width}}  {', '.join(shown)}: {theirs.step / ours.step:.2f} times as fast")
+    for what, of in times.items():
+        ms = {name: [f"{1e3 * one:.2f}" for one in seconds] for name, seconds in of.items()}
+        shown = [f"{name} {step} ms ({forward}, {host})" for name, (step, forward, host) in ms.items()]
+        theirs, ours = of.values()
+        lines.append(
+            f"  {what:{len(WITHOUT_EXPERTS)}}  {', '.join(shown)}: {theirs.step / ours.step:.2f} times as fast"
+        )
     return "\n".join(lines)
 
 
-def different(rows: dict[str, Difference], config) -> list[str]:
-    """Return the tensors that differ, by their names in the table."""
-    return [title(name) for name, row in rows.items() if not row.ok(config)]
+def verdict(rows: list[Row]) -> str:
+    names = [row.title for row in rows if not row.ok]
+    return wrap("DIFFERENT: " + ", ".join(names)) if names else "the same within rounding"
 
 
-def verdict(rows: dict[str, Difference], config) -> str:
-    names = different(rows, config)
-    return wrap("DIFFERENT: ", ", ".join(names)) if names else "the same within rounding"
-
-
-def figures(
-    given: Given,
-    run: Run,
-    machine: Machine,
-    config,
-    versions: str,
-    rows: dict[str, Difference],
-    times: dict[str, dict[str, Seconds]],
-) -> dict[str, Any]:
+def figures(run: Run, config, versions: str, rows: list[Row], times: dict[str, dict[str, Seconds]]) -> dict[str, Any]:
     """Return the content of the JSON."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None  # JSON lacks infinity
+
+    def milliseconds(field: str) -> dict[str, dict[str, float]]:
+        return {what: {name: 1e3 * getattr(s, field) for name, s in of.items()} for what, of in times.items()}
+
+    tensors = {}
+    for row in rows:
+        ours, theirs, _ = map(number, row.distances) if row.distances else (None, None, None)
+        tensors[row.title] = {
+            "relative_difference": number(row.relative),
+            "limit": row.limit,
+            "distance_from_float32": ours,
+            "reference_distance_from_float32": theirs,
+            "ok": row.ok,
+        }
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": "CPU" if machine.cpu else torch.cuda.get_device_name(),
-        "ranks": machine.num_ranks,
+        "machine": "CPU" if run.cpu else torch.cuda.get_device_name(),
+        "ranks": run.num_ranks,
         "versions": versions,
         "reference": run.reference,
-        "settings": _settings(config),
+        "settings": settings_of(config),
         "tokens_per_rank": run.tokens * run.batch,
-        "uneven_tokens": given.uneven_tokens,
+        "uneven_tokens": run.args.uneven_tokens,
         "changes": run.changes,
-        "steps": given.steps,
-        "timed_steps": given.timed_steps,
-        "same": not different(rows, config),
-        "tensors": {
-            title(name): {
-                "relative_difference": _json_number(row.relative),
-                "limit": row.limit(config),
-                "distance_from_float32": _json_number(row.distance(row.our_squares)) if row.count else None,
-                "reference_distance_from_float32": _json_number(row.distance(row.their_squares)) if row.count else None,
-                "ok": row.ok(config),
-            }
-            for name, row in rows.items()
-        },
-        "milliseconds": _milliseconds(times, "step"),
-        "host_milliseconds": _milliseconds(times, "host"),
-        "host_milliseconds_forward": _milliseconds(times, "host_forward"),
+        "steps": run.args.steps,
+        "timed_steps": run.args.timed_steps,
+        "same": all(row.ok for row in rows),
+        "tensors": tensors,
+        "milliseconds": milliseconds("step"),
+        "host_milliseconds": milliseconds("host"),
+        "host_milliseconds_forward": milliseconds("host_forward"),
     }
 
 
-def _milliseconds(times: dict[str, dict[str, Seconds]], field: str) -> dict[str, dict[str, float]]:
-    return {what: {name: 1e3 * getattr(s, field) for name, s in of.items()} for what, of in times.items()}
-
-
-def _json_number(value: float) -> float | None:
-    """Return None for infinity, which JSON lacks."""
-    return value if math.isfinite(value) else None
-
-
-def wrap(head: str, text: str, indent: str = "  ") -> str:
-    if not text:
-        return ""
-    return textwrap.fill(head + text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def wrap(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
