@@ -17,13 +17,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TORCH_MINIMUM = (2, 9)
@@ -44,6 +45,24 @@ class Finding:
     fix: str = ""  # if not ok: a command, or advice
 
 
+@dataclass(frozen=True)
+class Probe:
+    what: str
+    look: Callable[[], str]  # returns what was found, or raises
+    state: str  # this and the next two go into the finding if `look` raises
+    matters: str
+    fix: str
+
+    def run(self) -> Finding:
+        try:
+            return Finding(self.what, OK, self.look())
+        except Unusable as error:
+            found = str(error)
+        except Exception as error:  # of any kind: one broken thing must not end the report
+            found = f"{type(error).__name__}: {error}"
+        return Finding(self.what, self.state, found, self.matters, self.fix)
+
+
 class Unusable(Exception):
     """Raised by a probe if something is missing or does not work. Its text becomes ``Finding.found``."""
 
@@ -61,16 +80,6 @@ def _run(*command: str, timeout_s: float = 20.0) -> str:
     return result.stdout
 
 
-def _version(*names: str) -> str | None:
-    """Return name and version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            pass
-    return None
-
-
 def _load(name: str) -> ModuleType:
     """Import one file of this package, without the package itself, which imports PyTorch."""
     paths = (PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py")
@@ -82,53 +91,25 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-@dataclass(frozen=True)
-class Probe:
-    what: str
-    look: Callable[[], "str | Finding"]
-    state: str  # this and the next two go into the finding if `look` raises
-    matters: str
-    fix: str
-
-    def run(self) -> Finding:
+def installed(*names: str) -> str:
+    """Return name and version of the first of these that is installed."""
+    for name in names:
         try:
-            found = self.look()
-        except Unusable as error:
-            return Finding(self.what, self.state, str(error), self.matters, self.fix)
-        except Exception as error:  # of any kind: one broken thing must not end the report
-            return Finding(self.what, self.state, f"{type(error).__name__}: {error}", self.matters, self.fix)
-        return Finding(self.what, OK, found) if isinstance(found, str) else found
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            pass
+    raise Unusable("not installed")
 
 
-PROBES: list[Probe] = []
-EVERYTHING = "nothing works without it"
-ONLY_CUDA = 'only for engine="cuda"'
-ONLY_HOSTS = 'only for engine="cuda" on several hosts'
-NOT_ON_ONE_NODE = f"{ONLY_HOSTS}: one node does not need it"
+def find_package() -> str:
+    return f"{_load('_version').__version__} in {PACKAGE}, with {sys.executable}"
 
 
-def probe(what: str, state: str, matters: str, fix: str) -> Callable:
-    def add(look: Callable) -> Callable:
-        PROBES.append(Probe(what, look, state, matters, fix))
-        return look
-
-    return add
-
-
-@probe("ep_dispatcher", ERROR, EVERYTHING, "pip install .")
-def look_for_package() -> str:
-    installed = _version("ep_dispatcher") or "not installed, used from its folder"
-    return f"{_load('_version').__version__} in {PACKAGE} ({installed})"
-
-
-def module_file(name: str) -> Path | None:
+def find_module(engine: str) -> str:
+    """Load a compiled module in a process of its own: without the package, and at no risk for this process."""
+    name = f"_C_{engine}"
     paths = [PACKAGE / (name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    return next((path for path in paths if path.exists()), None)
-
-
-def load_module(name: str) -> str:
-    """Load a module in a process of its own: without the package, and at no risk for this process."""
-    path = module_file(name)
+    path = next((path for path in paths if path.exists()), None)
     if path is None:
         others = [other.name for other in PACKAGE.glob(f"{name}.*") if other.suffix != ".pyi"]  # a stub is no module
         raise Unusable(f"built only for another Python: {', '.join(others)}" if others else "not built")
@@ -137,48 +118,15 @@ def load_module(name: str) -> str:
         "spec.loader.exec_module(util.module_from_spec(spec))"
     )
     _run(sys.executable, "-c", code, name, str(path))
-    csrc, engine = PACKAGE.parent / "csrc", name.removeprefix("_C_")
-    folders = {"nvshmem": ("common", "cuda", "nvshmem")}.get(engine, ("common", engine))
-    sources = [s for folder in folders for s in (csrc / folder).rglob("*.*")]
-    sources += [s for folder in folders for s in csrc.glob(f"bindings_{folder}.cpp")]
-    stale = [s.name for s in sources if s.stat().st_mtime > path.stat().st_mtime]
+    csrc, folders = PACKAGE.parent / "csrc", ["common", engine, *(["cuda"] if engine == "nvshmem" else [])]
+    sources = [s for folder in folders for s in (*(csrc / folder).rglob("*.*"), csrc / f"bindings_{folder}.cpp")]
+    stale = [s.name for s in sources if s.exists() and s.stat().st_mtime > path.stat().st_mtime]
     if stale:
         raise Unusable(f"older than csrc/ ({', '.join(sorted(stale)[:3])})")
     return path.name
 
 
-@probe("compiled module cpu", ERROR, EVERYTHING, "make setup (or: pip install .)")
-def look_for_cpu_module() -> str:
-    return load_module("_C_cpu")
-
-
-@probe(
-    "compiled module cuda",
-    OPTIONAL,
-    ONLY_CUDA,
-    "install the CUDA toolkit (nvcc 12.4 or newer), then EP_DISPATCHER_CUDA=1 make setup, which says what is wrong",
-)
-def look_for_cuda_module() -> str:
-    return load_module("_C_cuda")
-
-
-@probe(
-    "compiled module nvshmem",
-    OPTIONAL,
-    ONLY_HOSTS,
-    "with nvcc and NVSHMEM (below): EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation -e .",
-)
-def look_for_nvshmem_module() -> str:
-    return load_module("_C_nvshmem")
-
-
-@probe("Python", ERROR, EVERYTHING, "install Python 3.10 or newer")
-def look_for_python() -> str:
-    return f"{sys.version.split()[0]}, {sys.executable}"
-
-
-@probe("PyTorch", ERROR, EVERYTHING, "pip install 'torch>=2.9'")
-def look_for_torch() -> str:
+def find_torch() -> str:
     import torch
 
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
@@ -188,8 +136,7 @@ def look_for_torch() -> str:
     return f"{torch.__version__}, {built_for}"
 
 
-@probe("gloo", ERROR, "ranks find each other by it", "pip install 'torch>=2.9' (its wheels have gloo)")
-def look_for_gloo() -> str:
+def find_gloo() -> str:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_gloo_available()):
@@ -197,13 +144,7 @@ def look_for_gloo() -> str:
     return "available"
 
 
-@probe(
-    "shared memory",
-    ERROR,
-    "ranks of one node exchange rows by it",
-    "run all ranks of a host as one user in one container, on Linux, with /proc mounted",
-)
-def look_for_shared_memory() -> str:
+def find_shared_memory() -> str:
     """Do as two ranks of one node: one makes a memfd, the other opens it under /proc and reads."""
     fd = os.memfd_create("ep_dispatcher_doctor")
     try:
@@ -217,59 +158,52 @@ def look_for_shared_memory() -> str:
     return "memfd works, and a peer process opens it through /proc"
 
 
-@probe("memory", OPTIONAL, "shared memory counts against it", "mount /proc")
-def look_for_memory() -> str:
+def find_memory() -> str:
     (available_kib,) = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    available_gib = int(available_kib) / 2**20
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     limited = "" if text == "max" else f", limited to {int(text) / 2**30:.1f} GiB in this control group"
-    return f"{available_gib:.1f} GiB available{limited}"
+    return f"{int(available_kib) / 2**20:.1f} GiB available{limited}"
 
 
-@probe("cores", OPTIONAL, "speed", "")
-def look_for_cores() -> str | Finding:
-    cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS", "")
+def find_cores() -> str:
+    cores, threads = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     found = f"{cores} usable of {os.cpu_count()}, OMP_NUM_THREADS {threads or 'unset'}"
-    if threads or cores == 1:
-        return found
-    matters = "speed of several ranks on one host: each starts as many threads as there are cores"
-    fix = "export OMP_NUM_THREADS=<cores divided by ranks> (torchrun sets it to 1)"
-    return Finding("cores", OPTIONAL, found, matters, fix)
+    if not threads and cores > 1:
+        raise Unusable(found)
+    return found
 
 
-@probe("switches", ERROR, "every Buffer that leaves the argument at its default", "set or unset them as said")
-def look_for_switches() -> str | Finding:
-    envs = _load("envs")
-    bad, given = [], []
-    for switch in envs.SWITCHES:
+def find_switches() -> str:
+    given, wrong = [], []
+    for switch in _load("envs").SWITCHES:
         if os.environ.get(switch.name):
             try:
                 given.append(f"{switch.name}={switch.read()}")
             except ValueError as error:
-                bad.append(str(error))
-    if bad:
-        raise Unusable("; ".join(bad))
-    unknown = envs.unknown()
-    if unknown:
-        close = [nearest for name in unknown for nearest in envs.nearest(name)]
-        fix = f"unset {' '.join(unknown)}" + (f" (meant: {', '.join(close)}?)" if close else "")
-        return Finding("switches", OPTIONAL, f"no such switch: {', '.join(unknown)}", "it has no effect", fix)
+                wrong.append(str(error))
+    if wrong:
+        raise Unusable("; ".join(wrong))
     return ", ".join(given) or "none set"
 
 
-@probe("C++ compiler", OPTIONAL, "only for building from source", "apt-get install g++")
-def look_for_compiler() -> str:
+def find_unknown_switches() -> str:
+    envs = _load("envs")
+    unknown = [f"{name} (meant: {', '.join(envs.nearest(name)) or 'unknown'})" for name in envs.unknown()]
+    if unknown:
+        raise Unusable(", ".join(unknown))
+    return "none set"
+
+
+def find_compiler() -> str:
     names = [os.environ.get("CXX", "").partition(" ")[0], "g++", "c++", "clang++"]
     path = next((path for path in map(shutil.which, filter(None, names)) if path), None)
     if path is None:
-        raise Unusable("no g++, c++ or clang++ found")
+        raise Unusable("no g++, c++ or clang++")
     return _run(path, "--version").partition("\n")[0]
 
 
-@probe("nvcc", OPTIONAL, "only for building the cuda module", "install the CUDA toolkit, or set CUDA_HOME")
-def look_for_nvcc() -> str:
+def find_nvcc() -> str:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # as setup.py
     paths = [shutil.which("nvcc"), *(shutil.which(os.path.join(home, "bin", "nvcc")) for home in homes if home)]
     path = next((path for path in paths if path), None)
@@ -279,31 +213,22 @@ def look_for_nvcc() -> str:
     return f"{release.group() if release else 'release unknown'}, {path}"
 
 
-@probe("GPUs", OPTIONAL, ONLY_CUDA, "a GPU of compute capability 9.0 or newer, and a PyTorch built for CUDA")
-def look_for_gpus() -> str:
+def find_gpus() -> str:
     import torch
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") and "GPU" in _run("nvidia-smi", "-L"):
             raise Unusable("nvidia-smi lists GPUs, but this PyTorch cannot use them")
         raise Unusable("none")
-    count = torch.cuda.device_count()
-    capabilities = [torch.cuda.get_device_capability(i) for i in range(count)]
-    names = [f"{torch.cuda.get_device_name(i)} (compute capability {c[0]}.{c[1]})" for i, c in enumerate(capabilities)]
+    devices = range(torch.cuda.device_count())
+    capabilities = [torch.cuda.get_device_capability(i) for i in devices]
+    names = [
+        f"{torch.cuda.get_device_name(i)} (compute capability {'.'.join(map(str, capabilities[i]))})" for i in devices
+    ]
     listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if max(capabilities) < CUDA_MINIMUM:
         raise Unusable(f"{listed}: older than compute capability {CUDA_MINIMUM[0]}.{CUDA_MINIMUM[1]}")
     return listed
-
-
-@probe(
-    "cuda-bindings",
-    OPTIONAL,
-    f"{ONLY_CUDA} and suspendable=True",
-    "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)",
-)
-def look_for_cuda_bindings() -> str:
-    return installed("cuda-bindings")
 
 
 def nvlink_pairs(topology: str) -> dict[tuple[int, int], bool]:
@@ -316,8 +241,7 @@ def nvlink_pairs(topology: str) -> dict[tuple[int, int], bool]:
     return {(a, b): cells[a][b].startswith("NV") for a, b in combinations(sorted(cells), 2)}
 
 
-@probe("NVLink", OPTIONAL, 'only for several ranks with engine="cuda"', "GPUs joined by NVLink")
-def look_for_nvlink() -> str:
+def find_nvlink() -> str:
     import torch
 
     count = torch.cuda.device_count()
@@ -336,44 +260,27 @@ def look_for_nvlink() -> str:
     return f"between all of {count} GPUs ({source})"
 
 
-@probe(
-    "NVSHMEM",
-    OPTIONAL,
-    f"{ONLY_HOSTS}: to build and to run its module",
-    "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME; then build again with "
-    "EP_DISPATCHER_NVSHMEM=1",
-)
-def look_for_nvshmem() -> str:
+def find_nvshmem() -> str:
     """Look where setup.py does: NVSHMEM_HOME before the wheel."""
     home = os.environ.get("NVSHMEM_HOME")
-    if home:
-        if not Path(home, "include", "nvshmem.h").exists():
-            raise Unusable(f"NVSHMEM_HOME={home} has no include/nvshmem.h")
-        header = Path(home, "include", "non_abi", "nvshmem_version.h")
-        text = header.read_text() if header.exists() else ""
-        numbers = re.findall(r"define NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", text)
-        return f"version {'.'.join(numbers) or 'unknown'}, NVSHMEM_HOME={home}"
-    wheel = _version("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
-    if wheel is None:
-        raise Unusable("neither the wheel nor NVSHMEM_HOME")
-    return wheel
+    if not home:
+        return installed("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+    if not Path(home, "include", "nvshmem.h").exists():
+        raise Unusable(f"NVSHMEM_HOME={home} has no include/nvshmem.h")
+    header = Path(home, "include", "non_abi", "nvshmem_version.h")
+    text = header.read_text() if header.exists() else ""
+    numbers = re.findall(r"define NVSHMEM_VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION (\d+)", text)
+    return f"version {'.'.join(numbers) or 'unknown'}, NVSHMEM_HOME={home}"
 
 
-@probe(
-    "RDMA network cards",
-    OPTIONAL,
-    ONLY_HOSTS,
-    "InfiniBand or RoCE cards with a link; in a container also their devices (--device /dev/infiniband)",
-)
-def look_for_rdma() -> str:
+def find_rdma() -> str:
     cards = sorted((ROOT / "sys/class/infiniband").glob("*"))
     if not cards:
         raise Unusable("none in /sys/class/infiniband")
     links: dict[str, list[str]] = {}
-    for card in cards:
-        for port in sorted(card.glob("ports/*")):
-            if "ACTIVE" in (port / "state").read_text():
-                links.setdefault((port / "link_layer").read_text().strip(), []).append(card.name)
+    for port in sorted((ROOT / "sys/class/infiniband").glob("*/ports/*")):
+        if "ACTIVE" in (port / "state").read_text():
+            links.setdefault((port / "link_layer").read_text().strip(), []).append(port.parts[-3])
     if not links:
         raise Unusable(f"{', '.join(card.name for card in cards)}: no port is active")
     found = "; ".join(f"{layer}: {', '.join(names)}" for layer, names in links.items())
@@ -382,127 +289,115 @@ def look_for_rdma() -> str:
     return found
 
 
-@probe(
-    "NVSHMEM transport",
-    OPTIONAL,
-    NOT_ON_ONE_NODE,
-    "unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these",
-)
-def look_for_transport() -> str | Finding:
+def find_transport() -> str:
     """Find NVSHMEM's transport between hosts, from its own switches, and check that its requirements are met."""
     name = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower()
     if name and name not in TRANSPORTS:
         said = "nothing leaves a host" if name == "none" else "no such transport"
         raise Unusable(f"NVSHMEM_REMOTE_TRANSPORT={name}: {said}; there are {', '.join(TRANSPORTS)}")
+    needed = {"NVSHMEM": find_nvshmem, "RDMA network cards": find_rdma}
+    if name == "libfabric":  # it has other cards too
+        del needed["RDMA network cards"]
+    lacking = []
+    for what, look in needed.items():
+        try:
+            look()
+        except Unusable as error:
+            lacking.append(f"{what} ({error})")
     taken = name or "ibrc, the default"
-    needed = ["NVSHMEM"] if name == "libfabric" else ["NVSHMEM", "RDMA network cards"]  # libfabric has other cards too
-    lacking = [found for found in (probe.run() for probe in PROBES if probe.what in needed) if found.state != OK]
     if lacking:
-        missing = " and ".join(f"{found.what} ({found.found})" for found in lacking)
-        fix = "; and ".join(f"for {found.what}: {found.fix}" for found in lacking)
-        return Finding("NVSHMEM transport", OPTIONAL, f"{taken}, lacks {missing}", NOT_ON_ONE_NODE, fix)
+        raise Unusable(f"{taken}, lacks {' and '.join(lacking)}")
     switch = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower()
     if switch in ("", "0", "n", "no", "f", "false", "off"):
         return f"{taken}; IBGDA is off (NVSHMEM_IB_ENABLE_IBGDA=1 lets kernels post by themselves)"
     return f"{taken}; kernels post by IBGDA (NVSHMEM_IB_ENABLE_IBGDA={switch})"
 
 
-@probe(
-    "GPUDirect RDMA",
-    OPTIONAL,
-    f"{ONLY_HOSTS}: network cards read and write the memory of GPUs by it",
-    "modprobe nvidia_peermem on the host, or the open kernel modules of the driver, which have dma-buf",
-)
-def look_for_gpudirect() -> str:
+def find_gpudirect() -> str:
     for module in ("nvidia_peermem", "nv_peer_mem"):
         if (ROOT / "sys/module" / module).exists():
             return f"{module} is loaded"
-    if not gpus_share_by_dmabuf():
-        raise Unusable("neither nvidia_peermem nor dma-buf")
-    return "the GPUs share memory by dma-buf; whether the network cards take it cannot be told here"
-
-
-def gpus_share_by_dmabuf() -> bool:
-    """Ask the driver. Raise Unusable if there is none, or no GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         raise Unusable("cannot be told: no nvidia_peermem, and no GPU driver to ask about dma-buf") from None
-    count, shares, shared = ctypes.c_int(), ctypes.c_int(), []
+    count, shares = ctypes.c_int(), ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         raise Unusable("cannot be told: no nvidia_peermem, and the driver finds no GPU to ask about dma-buf")
     for ordinal in range(count.value):  # a CUdevice is its ordinal
-        failed = cuda.cuDeviceGetAttribute(ctypes.byref(shares), DMA_BUF_SUPPORTED, ordinal)
-        shared.append(failed == 0 and shares.value == 1)
-    return all(shared)
+        if cuda.cuDeviceGetAttribute(ctypes.byref(shares), DMA_BUF_SUPPORTED, ordinal) or shares.value != 1:
+            raise Unusable("neither nvidia_peermem nor dma-buf")
+    return "the GPUs share memory by dma-buf; whether the network cards take it cannot be told here"
 
 
-def installed(*names: str) -> str:
-    version = _version(*names)
-    if version is None:
-        raise Unusable("not installed")
-    return version
-
-
-@probe("megatron-core", OPTIONAL, "only for Megatron-core models", "pip install megatron-core")
-def look_for_megatron() -> str:
-    return installed("megatron-core")
-
-
-@probe(
-    "Transformer Engine",
-    OPTIONAL,
-    "nothing here needs it; Megatron-core uses it for its own layers",
-    "pip install --no-build-isolation 'transformer-engine[pytorch]' (with CUDA)",
-)
-def look_for_transformer_engine() -> str | Finding:
+def find_transformer_engine() -> str:
     found, te = installed("transformer-engine"), _load("te_version")
     if te.graphs_lose_gradients():
-        matters = "only for --cuda-graph-impl transformer_engine; register() of the Megatron plug-in prevents it"
-        return Finding(
-            "Transformer Engine", OPTIONAL, f"{found}: {te.FAULT}", matters, "Transformer Engine 2.14 or newer"
-        )
+        raise Unusable(f"{found}: {te.FAULT}. register() of the Megatron plug-in prevents it")
     return found
 
 
-@probe("apex", OPTIONAL, "nothing here needs it; Megatron-core can use its fused layers", "build it from its sources")
-def look_for_apex() -> str:
-    return installed("apex")
-
-
-def choose_engine() -> str:
-    """Choose as `Buffer` does with default arguments."""
-    from ep_dispatcher import engines, envs
-
-    return engines.choose(envs.engine())
-
-
-def between_hosts(wire: str) -> str:
-    """Return the wire of the CUDA engine between nodes, in words. engines/regions.py chooses it."""
-    if wire == "peer":
-        return "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
-    try:
-        load_module("_C_nvshmem")
-    except Unusable as error:
-        return f"nothing, all ranks have to be on one host: compiled module nvshmem {error}"
-    return "NVSHMEM; NVLink between virtual nodes of one host"
+EVERYTHING = "nothing works without it"
+ONLY_CUDA = 'only for engine="cuda"'
+ONLY_HOSTS = 'only for engine="cuda" on several hosts'
+ONLY_MEGATRON = "only for models of Megatron-core"
+CUDA_FIX = "install the CUDA toolkit (nvcc 12.4 or newer), then EP_DISPATCHER_CUDA=1 make setup"
+BINDINGS_FIX = "pip install 'cuda-bindings==13.*' (12.* for CUDA 12)"
+NVSHMEM_FIX = "pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12), or set NVSHMEM_HOME; then build again with "
+NVSHMEM_FIX += "EP_DISPATCHER_NVSHMEM=1 pip install --no-build-isolation -e ."
+MEMORY_FIX = "run all ranks of a host as one user in one container, on Linux, with /proc mounted"
+CARDS_FIX = "InfiniBand or RoCE cards with a link; in a container also their devices (--device /dev/infiniband)"
+TRANSPORT_FIX = "as NVSHMEM and RDMA network cards say; unset NVSHMEM_REMOTE_TRANSPORT, or set it to one of these"
+GPUDIRECT_FIX = "modprobe nvidia_peermem on the host, or the open kernel modules of the driver, which have dma-buf"
+TE_FIX = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.14' (with CUDA)"
+THREADS_FIX = "export OMP_NUM_THREADS=<cores divided by ranks> (torchrun sets it to 1)"
+PROBES = [
+    Probe("ep_dispatcher", find_package, ERROR, EVERYTHING, "pip install ."),
+    Probe("compiled module cpu", partial(find_module, "cpu"), ERROR, EVERYTHING, "make setup (or: pip install .)"),
+    Probe("compiled module cuda", partial(find_module, "cuda"), OPTIONAL, ONLY_CUDA, CUDA_FIX),
+    Probe("compiled module nvshmem", partial(find_module, "nvshmem"), OPTIONAL, ONLY_HOSTS, NVSHMEM_FIX),
+    Probe("Python", lambda: sys.version.split()[0], ERROR, EVERYTHING, "install Python 3.10 or newer"),
+    Probe("PyTorch", find_torch, ERROR, EVERYTHING, "pip install 'torch>=2.9'"),
+    Probe("gloo", find_gloo, ERROR, "ranks find each other by it", "pip install 'torch>=2.9' (its wheels have gloo)"),
+    Probe("shared memory", find_shared_memory, ERROR, "ranks of one node exchange rows by it", MEMORY_FIX),
+    Probe("memory", find_memory, OPTIONAL, "shared memory counts against it", "mount /proc"),
+    Probe("cores", find_cores, OPTIONAL, "speed: each rank starts as many threads as there are cores", THREADS_FIX),
+    Probe("switches", find_switches, ERROR, "what is left at its default", "set or unset them"),
+    Probe("unknown switches", find_unknown_switches, OPTIONAL, "they have no effect", "unset them, or correct them"),
+    Probe("C++ compiler", find_compiler, OPTIONAL, "only for building from source", "apt-get install g++"),
+    Probe("nvcc", find_nvcc, OPTIONAL, "only for building the cuda module", CUDA_FIX),
+    Probe("GPUs", find_gpus, OPTIONAL, ONLY_CUDA, "a GPU of compute capability 9.0 or newer, and a PyTorch for CUDA"),
+    Probe("cuda-bindings", partial(installed, "cuda-bindings"), OPTIONAL, f"{ONLY_CUDA}, suspendable", BINDINGS_FIX),
+    Probe("NVLink", find_nvlink, OPTIONAL, f"{ONLY_CUDA} with several ranks", "GPUs joined by NVLink"),
+    Probe("NVSHMEM", find_nvshmem, OPTIONAL, f"{ONLY_HOSTS}: to build and to run its module", NVSHMEM_FIX),
+    Probe("RDMA network cards", find_rdma, OPTIONAL, ONLY_HOSTS, CARDS_FIX),
+    Probe("NVSHMEM transport", find_transport, OPTIONAL, f"{ONLY_HOSTS}: one node does not need it", TRANSPORT_FIX),
+    Probe("GPUDirect RDMA", find_gpudirect, OPTIONAL, f"{ONLY_HOSTS}: cards use the GPUs' memory by it", GPUDIRECT_FIX),
+    Probe("megatron-core", partial(installed, "megatron-core"), OPTIONAL, ONLY_MEGATRON, "pip install megatron-core"),
+    Probe("Transformer Engine", find_transformer_engine, OPTIONAL, f"{ONLY_MEGATRON}, and its layers", TE_FIX),
+    Probe("apex", partial(installed, "apex"), OPTIONAL, f"{ONLY_MEGATRON}, fused layers", "build it from source"),
+]
 
 
 def what_is_used() -> dict[str, str]:
+    """Return what serves a Buffer with default arguments, by use."""
     try:
-        envs = _load("envs")
-        engine, ranks_per_node, wire = choose_engine(), envs.ranks_per_node(), envs.wire()
+        from ep_dispatcher import engines, envs
+
+        engine, ranks_per_node, wire = engines.choose(envs.engine()), envs.ranks_per_node(), envs.wire()
     except Exception as error:  # as for the probes
         return {"engine": f"none: {type(error).__name__}: {error}"}
     node = f"{ranks_per_node} ranks (EP_DISPATCHER_RANKS_PER_NODE)" if ranks_per_node else "the ranks of one host"
+    used = {"engine": engine, "a node is": node}
     if engine == "cpu":
-        inside, between = "shared memory (memfd, which needs no /dev/shm)", "torch.distributed (gloo)"
-    else:
-        inside, between = "NVLink peer memory", between_hosts(wire)
-    return {"engine": engine, "a node is": node, "inside a node": inside, "between nodes": between}
-
-
-RUN_ALONE = "see all of it: python -c 'from ep_dispatcher.tools.doctor import self_test; self_test()'"
+        return used | {"inside a node": "shared memory (memfd)", "between nodes": "torch.distributed (gloo)"}
+    nvshmem = next(probe for probe in PROBES if probe.what == "compiled module nvshmem").run()
+    between = "NVSHMEM; NVLink between virtual nodes of one host"  # engines/cuda/regions.py chooses it
+    if wire == "peer":
+        between = "NVLink, by EP_DISPATCHER_WIRE=peer: all ranks have to be on one host"
+    elif nvshmem.state != OK:
+        between = f"nothing, all ranks have to be on one host: {nvshmem.what} {nvshmem.found}"
+    return used | {"inside a node": "NVLink peer memory", "between nodes": between}
 
 
 def self_test() -> None:
@@ -515,16 +410,9 @@ def self_test() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     x = torch.arange(5 * 64, dtype=torch.float32, device="cpu").reshape(5, 64)
     topk_idx = torch.tensor([[0, 1], [3, -1], [2, 0], [-1, -1], [1, 3]], dtype=torch.int64, device="cpu")
-    buffer = ep.Buffer(
-        dist.group.WORLD,
-        hidden=64,
-        num_experts=4,
-        num_topk=2,
-        max_tokens_per_rank=5,
-        dtype=torch.float32,
-        ranks_per_node=1,  # EP_DISPATCHER_RANKS_PER_NODE is for jobs of more ranks
-        timeout_s=20.0,
-    )
+    sizes: dict[str, Any] = dict(hidden=64, num_experts=4, num_topk=2, max_tokens_per_rank=5)
+    # EP_DISPATCHER_RANKS_PER_NODE is for jobs of more ranks.
+    buffer = ep.Buffer(dist.group.WORLD, **sizes, dtype=torch.float32, ranks_per_node=1, timeout_s=20.0)
     device = torch.device(buffer.engine)  # both engines have the name of their tensors' device
     topk_weights = torch.ones(5, 2, dtype=torch.float32, device=device)
     out = buffer.dispatch(x.to(device), topk_idx.to(device), topk_weights)
@@ -537,19 +425,17 @@ def self_test() -> None:
         raise SystemExit(f"wrong result: {out.tokens_per_expert.tolist()} rows, off by {(y - expected).abs().max()}")
 
 
-def run_self_test() -> Finding:
+CALL_SELF_TEST = "from ep_dispatcher.tools.doctor import self_test; self_test()"
+
+
+def run_self_test() -> str:
     """Run ``self_test`` in a process of its own, which may crash or hang."""
-    code = "import sys; sys.path[:0] = [sys.argv[1]]; from ep_dispatcher.tools.doctor import self_test; self_test()"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code, str(PACKAGE.parent)]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-        except subprocess.TimeoutExpired:
-            return Finding("self-test", ERROR, "no end after 120 s", EVERYTHING, RUN_ALONE)
-    if result.returncode == 0:
-        return Finding("self-test", OK, "a Buffer on one rank, dispatch and combine: right")
-    said = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.returncode}"]
-    return Finding("self-test", ERROR, said[0], EVERYTHING, RUN_ALONE)
+    code = f"import sys; sys.path[0] = sys.argv[1]; {CALL_SELF_TEST}"  # in place of the current folder
+    _run(sys.executable, "-c", code, str(PACKAGE.parent), timeout_s=120)
+    return "a Buffer on one rank, dispatch and combine: right"
+
+
+SELF_TEST = Probe("self-test", run_self_test, ERROR, EVERYTHING, f"see all of it: python -c '{CALL_SELF_TEST}'")
 
 
 def report(run: bool = True) -> dict:
@@ -558,7 +444,7 @@ def report(run: bool = True) -> dict:
     used = what_is_used()
     ok = all(finding.state != ERROR for finding in findings) and not used["engine"].startswith("none")
     if run and ok:
-        findings.append(run_self_test())
+        findings.append(SELF_TEST.run())
         ok = findings[-1].state == OK
     return {"ok": ok, "findings": [asdict(finding) for finding in findings], "used": used}
 
@@ -568,17 +454,12 @@ def as_text(result: dict) -> str:
     for finding in result["findings"]:
         mark = {OK: "ok", OPTIONAL: "--", ERROR: "!!"}[finding["state"]]
         lines.append(f"  {mark}  {finding['what']:<23} {finding['found']}")
-        for label in ("matters", "fix"):
-            if finding[label]:
-                lines.append(f"{'':31}{label}: {finding[label]}")
+        lines += [f"{'':31}{label}: {finding[label]}" for label in ("matters", "fix") if finding[label]]
     lines += ["", "a Buffer with default arguments takes"]
     for what, by_what in result["used"].items():
         lines.append(f"  {'!!' if by_what.startswith('none') else '  '}  {what:<23} {by_what}")
-    lines += [
-        "",
-        "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!",
-    ]
-    return "\n".join(lines)
+    verdict = "A Buffer can be made here." if result["ok"] else "No Buffer can be made here: see the lines marked !!"
+    return "\n".join([*lines, "", verdict])
 
 
 def main(arguments: list[str] | None = None) -> int:
