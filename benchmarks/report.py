@@ -134,8 +134,8 @@ def part(groups: list[Group], root: Path) -> str:
     blocks = [BEGIN]
     for group in groups:
         blocks += [f"### {group.title}", _machine(group), _sides(group)]
-        blocks += [_operations(run, group) for run in group.standard]
-        blocks += [_cases(group)] if len(group.standard) < len(group.runs) else []
+        only_standard = len(group.standard) == len(group.runs)
+        blocks += [_operations(run, group) for run in group.standard] if only_standard else [_cases(group)]
         blocks += [f"![times]({os.path.relpath(group.chart, root)})"]
         missing = dict.fromkeys(note for run in group.runs for note in run["notes"])
         blocks += ["\n".join(["Notes:", "", *(f"- {note}" for note in missing)])] if missing else []

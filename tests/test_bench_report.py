@@ -75,7 +75,7 @@ def test_the_part_of_the_page(report, results, tmp_path, capsys):
     assert cpu.count("| dispatch+combine | 0.0 | 0.0 to 0.0 | 41 | 0.0 (2.0x) | 0.0 (2.0x) |") == 2
     assert "All cases" not in cpu and "`embedding_bag`" in cpu and "`embedding_bag`" not in gpus
     assert "Driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9.\nBuild abc, 2026-11-21." in gpus
-    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in gpus
+    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in beside and "least to most" not in gpus
     assert "| 256 | 7168 | 256 | 8 | uniform | 24 | 10 | 10 | 10 | 10 | 10 |  | 20 (2.0x) |  |  |" in gpus
     assert "- DeepEP: not measured, and why" in gpus
     assert "DeepEP v9 (rank layout).\n" in beside and "not measured" not in beside
