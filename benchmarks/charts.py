@@ -1,4 +1,4 @@
-"""Charts: runs on one machine (all sides, time against multiprocessors and tokens), a paced wire, steps, losses."""
+"""Charts: runs on one machine (all sides, time against multiprocessors and tokens), a paced wire, steps."""
 
 from __future__ import annotations
 
@@ -174,33 +174,4 @@ def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=7)
     figure.suptitle(title, fontsize=9)
-    return _save(figure, path)
-
-
-def draw_losses(runs: list[dict], title: str, path: Path) -> Path:
-    """Draw benchmarks/loss_curves.py: a column for each seed, losses above, distances from its first run below."""
-    smooth = 10  # iterations in one point of the distances
-    seeds, names = (list(dict.fromkeys(run[key] for run in runs)) for key in ("seed", "name"))
-    colours = {name: f"C{n}" for n, name in enumerate(names)}
-    figure = Figure(figsize=(6 * len(seeds), 7), layout="constrained")
-    grid = figure.subplots(2, len(seeds), squeeze=False, sharex=True)
-    for column, seed in enumerate(seeds):
-        upper, lower = grid[0][column], grid[1][column]
-        first, *others = (run for run in runs if run["seed"] == seed)
-        for run in (first, *others):
-            upper.plot(
-                list(run["losses"]), list(run["losses"].values()), color=colours[run["name"]], label=run["name"], lw=1
-            )
-        for run in others:
-            both = sorted(run["losses"].keys() & first["losses"].keys())
-            apart = [abs(run["losses"][n] - first["losses"][n]) / first["losses"][n] * 100 for n in both]
-            points = [statistics.fmean(apart[max(0, n - smooth + 1) : n + 1]) for n in range(len(apart))]
-            lower.plot(both, points, color=colours[run["name"]], lw=1)
-        upper.set_title(seed)
-        upper.set_ylabel("loss")
-        lower.set_ylabel(f"% from {first['name']}, mean of {smooth} iterations")
-        lower.set_xlabel("iteration")
-        lower.set_ylim(bottom=0)
-        upper.legend(fontsize=8)  # the colours below are the same, and there is no room there
-    figure.suptitle(title)
     return _save(figure, path)

@@ -15,8 +15,7 @@ argument of ep_dispatcher start through its launcher; -m MODULE before the argum
 is in the folder of Megatron-LM.
 
 It prints the median and the middle 80 % of the last --last iterations of each run, the ratio of the median run to that
-of the first job, and losses. Logs and JSON are in --out: benchmarks/loss_curves.py draws them. The exit code is 1 if a
-job failed.
+of the first job, and losses. Logs and JSON are in --out. The exit code is 1 if a job failed.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_log import iterations
-
 LAUNCHER = "ep_dispatcher.integrations.megatron"
 TURN = "--turn"
 POLL_S = 0.05
+# An iteration of pretrain_gpt.py with --log-interval 1: milliseconds, loss.
+ITERATION = re.compile(r"iteration\s+\d+/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
 
 
 @dataclass
@@ -78,8 +77,8 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
     def read(self) -> None:
-        found = iterations(self.log)
-        self.milliseconds, self.losses = [one.ms for one in found], [one.loss for one in found]
+        found = ITERATION.findall(self.log.read_text(errors="replace"))
+        self.milliseconds, self.losses = [float(ms) for ms, _ in found], [float(loss) for _, loss in found]
 
 
 def main(argv: list[str]) -> int:
