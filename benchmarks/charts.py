@@ -1,46 +1,40 @@
-"""Charts: runs on one machine (all sides, time against multiprocessors and tokens), a paced wire, steps."""
+"""The chart of runs on one machine: all sides, and time against multiprocessors and tokens."""
 
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matplotlib import colormaps, rc_context
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
+from ep_dispatcher.tools.benchmark import harness
 from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, Case, is_standard
 from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE
 
 if TYPE_CHECKING:
-    from time_line import Step
+    from matplotlib.figure import Figure
 
 
-def draw(runs: list[dict], title: str, colours: dict[str, str], unit: tuple[str, float], path: Path) -> Path:
+def draw(runs: list[dict], title: str, colours: dict[str, str], unit: tuple[str, float], path: Path) -> bool:
     """``colours``: side -> colour, in the order of the bars. ``unit``: its name, and how many of it are a second."""
     cases = [Case(**run["case"]) for run in runs]
-    bars = [run for run, case in zip(runs, cases) if is_standard(case)]
-    grown = {
-        field: sorted(
-            ((getattr(case, field), run) for run, case in zip(runs, cases) if is_standard(case, field)),
-            key=lambda pair: pair[0],
-        )
-        for field in ("sms", "tokens")
-    }
-    grown = {field: pairs for field, pairs in grown.items() if len({value for value, _ in pairs}) > 1}
-    num_panels = len(bars) + len(grown)
-    figure = Figure(figsize=(max(8.0, 5.7 * num_panels), 6.5), layout="constrained")
-    panels = list(figure.subplots(1, num_panels, squeeze=False)[0])
-    for axes, run in zip(panels, bars):
-        _draw_bars(axes, run, colours, unit)
-    for axes, (field, pairs) in zip(panels[len(bars) :], grown.items()):
-        _draw_growth(axes, pairs, field, unit)
-    figure.suptitle(title)
-    return _save(figure, path)
+    panels = [partial(_draw_bars, run, colours, unit) for run, case in zip(runs, cases) if is_standard(case)]
+    for field in ("sms", "tokens"):
+        pairs = [(getattr(case, field), run) for run, case in zip(runs, cases) if is_standard(case, field)]
+        pairs.sort(key=lambda pair: pair[0])
+        if len({value for value, _ in pairs}) > 1:
+            panels.append(partial(_draw_growth, pairs, field, unit))
+
+    def fill(figure: Figure) -> None:
+        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0]):
+            panel(axes)
+            axes.legend(fontsize=8)
+        figure.suptitle(title)
+
+    return harness.draw(path, (max(8.0, 5.7 * len(panels)), 6.5), fill)
 
 
-def _draw_bars(axes, run: dict, colours: dict[str, str], unit: tuple[str, float]) -> None:
+def _draw_bars(run: dict, colours: dict[str, str], unit: tuple[str, float], axes) -> None:
     name, per_second = unit
     operations = {operation: found for operation, found in run["seconds"].items() if ENGINE in found}
     order = {operation: [side for side in colours if side in found] for operation, found in operations.items()}
@@ -67,10 +61,9 @@ def _draw_bars(axes, run: dict, colours: dict[str, str], unit: tuple[str, float]
     axes.set_yticks(range(len(operations)), labels)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.legend(fontsize=8)
 
 
-def _draw_growth(axes, pairs: list[tuple[int, dict]], field: str, unit: tuple[str, float]) -> None:
+def _draw_growth(pairs: list[tuple[int, dict]], field: str, unit: tuple[str, float], axes) -> None:
     """Draw a line for each operation over the runs. ``pairs``: (value of the field, run), in ascending order."""
     name, per_second = unit
     sides = {ENGINE: "o-"} | ({BASELINES["all_to_all"]: "x--"} if field == "tokens" else {})
@@ -95,83 +88,3 @@ def _draw_growth(axes, pairs: list[tuple[int, dict]], field: str, unit: tuple[st
     axes.set_title(f"against {title}")
     axes.set_xlabel(title)
     axes.set_ylabel(f"{name} (less is better)")
-    axes.legend(fontsize=8)
-
-
-def draw_paced(run: dict, limit: float, path: Path) -> Path:
-    """Draw benchmarks/paced_wire.py: time against multiprocessors, and time over the wire's own against its rate."""
-    points = run["points"]
-    operations = list(dict.fromkeys(p["operation"] for p in points))
-    counts = sorted({p["sms"] for p in points if p["gb_per_s"] and p["gb_per_s"] != run["at"]})
-    at = [p for p in points if p["gb_per_s"] == (run["at"] if run["wire"] == "peer" else None)]
-    figure = Figure(figsize=(5.7 * (1 + len(counts)), 4.8), layout="constrained")
-    of_sms, *of_rates = figure.subplots(1, 1 + len(counts), squeeze=False)[0]
-    for n, operation in enumerate(operations):
-        # Of several points with the same multiprocessors the fastest.
-        best = {p["sms"]: p for p in sorted(at, key=lambda p: -p["us"]) if p["operation"] == operation}
-        mine = [best[sms] for sms in sorted(best)]
-        of_sms.plot([p["sms"] for p in mine], [p["us"] for p in mine], "o-", color=f"C{n}", label=operation)
-        for wire_us in {p["wire_us"] for p in mine if "wire_us" in p}:
-            of_sms.axhline(limit * wire_us, linestyle="--", linewidth=1, color=f"C{n}")
-        for axes, sms in zip(of_rates, counts):
-            mine = [p for p in points if p["operation"] == operation and p["sms"] == sms and p["gb_per_s"]]
-            mine.sort(key=lambda p: p["gb_per_s"])
-            axes.plot([p["gb_per_s"] for p in mine], [p["ratio"] for p in mine], "o-", color=f"C{n}", label=operation)
-            axes.set_xticks([p["gb_per_s"] for p in mine], [f"{p['gb_per_s']:g}" for p in mine])
-    of_sms.set_title(f"{run['at']:g} GB/s; dashed: {limit:g} x the wire alone" if run["wire"] == "peer" else "no pace")
-    values = sorted({p["sms"] for p in at})
-    of_sms.set_xticks(values, [str(value) for value in values])
-    of_sms.set_xlabel("multiprocessors, those of the wire too")
-    of_sms.set_ylabel("microseconds (less is better)")
-    of_sms.set_ylim(bottom=0)
-    for axes, sms in zip(of_rates, counts):
-        axes.axhline(limit, linestyle="--", linewidth=1, color="grey")
-        axes.set_title(f"{sms} multiprocessors")
-        axes.set_xlabel("GB/s of the wire, per rank")
-        axes.set_ylabel("times the wire alone (1 is best)")
-        axes.set_ylim(bottom=0)
-    for axes in (of_sms, *of_rates):
-        axes.legend(fontsize=8)
-    gpus = run["machine"]["gpus"]
-    figure.suptitle(
-        f"{run['nodes']} virtual nodes of {run['ranks_per_node']} on {len(gpus)} x {gpus[0]}, {run['wire']} wire: "
-        f"{run['tokens']} tokens per rank, hidden {run['hidden']}, {run['experts']} experts, top-{run['topk']}, "
-        f"{run['layout']} layout",
-        fontsize=10,
-    )
-    return _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    changing = ("Date", "Creator") if path.suffix == ".svg" else ("Software",)  # the version of matplotlib among them
-    with rc_context({"svg.hashsalt": "ep_dispatcher"}):  # the same file from the same figures
-        figure.savefig(path, dpi=110, metadata=dict.fromkeys(changing))
-    return path
-
-
-def draw_time_line(steps: list[Step], title: str, path: Path) -> Path:
-    """Draw benchmarks/time_line.py: a bar for each step, from its median begin to its median end, and a thin line to
-    the end of the last warp. Lanes are from top to bottom in the order of the steps."""
-    lanes = list(dict.fromkeys(step.lane for step in steps))
-    names = list(dict.fromkeys(step.name for step in sorted(steps, key=lambda step: step.end)))
-    colours = {name: f"C{n}" if n < 10 else colormaps["tab20b"](n % 20) for n, name in enumerate(names)}
-    most = max(step.last for step in steps)
-    figure = Figure(figsize=(14, 1.8 + 0.5 * len(lanes)), layout="constrained")
-    axes = figure.subplots()
-    for step in steps:
-        y = lanes.index(step.lane)
-        axes.plot([step.end, step.last], [y, y], color=colours[step.name], linewidth=1)
-        axes.barh(y, step.end - step.begin, left=step.begin, height=0.7, color=colours[step.name], edgecolor="white")
-        if step.end - step.begin > 0.03 * most:
-            us = step.end - step.begin
-            text = f"{us:.0f}" if us >= 100 else f"{us:.3g}"
-            axes.annotate(text, ((step.begin + step.end) / 2, y), ha="center", va="center", size=7)
-    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(left=0)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("microseconds from the first stamp; thin lines: until the last warp")
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside right upper", fontsize=7)
-    figure.suptitle(title, fontsize=9)
-    return _save(figure, path)

@@ -15,21 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import socket
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-Key = TypeVar("Key")  # what names a side
+# By its path, because the package of a rank is that of its build.
+HARNESS = runpy.run_path(str(Path(__file__).resolve().parents[1] / "ep_dispatcher/tools/benchmark/harness.py"))
 
-TOPK, IN_A_ROW, ITERATIONS = 8, 10, 24
+TOPK, ITERATIONS = 8, 24
 DECODE_TOKENS = 512  # most tokens of a case with decode layout: its outputs have a place for each row that may come
 CASES = {
     "cuda": ["4096x7168x256", "4096x2048x128", "128x7168x256", "16384x7168x256"],
@@ -54,15 +54,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = HARNESS["make_parser"](__doc__, ranks=gpus or 4, sms=24, rounds=5)
     parser.add_argument("builds", nargs="+", type=Path, help="folders, each with a compiled ep_dispatcher in it")
     parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
-    parser.add_argument("--ranks", type=int, default=gpus or 4)
-    parser.add_argument("--sms", type=int, default=24, help="cuda: multiprocessors of a rank; default 24")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", metavar="TOKENSxHIDDENxEXPERTS", help=f"default on GPUs: {CASES['cuda']}")
+    parser.add_argument("--cases", nargs="+", metavar="TOKENSxHIDDENxEXPERTS", help=f"None: {CASES}")
     parser.add_argument("--operations", nargs="+", metavar="NAME", help="only these, e.g. 'dispatch FP8' combine")
-    parser.add_argument("--tolerance", type=float, default=0.02, help="default 0.02: 2 %% slower is no regression")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="0.02: 2 %% slower is no regression")
     args = parser.parse_args(argv)
     args.cases = args.cases or CASES[args.engine]
     return args
@@ -76,14 +73,11 @@ class Build:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        given = dict(
-            ranks=args.ranks, port=port, engine=args.engine, sms=args.sms, cases=args.cases, only=args.operations
-        )
+        given = dict(ranks=args.ranks, port=port, engine=args.engine, cases=args.cases, sms=args.sms)
+        given |= dict(only=args.operations)
         # A rank imports the package from its folder, and finds it there first.
-        environment = os.environ | {
-            "PYTHONPATH": str(folder.resolve()),
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        }
+        environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
+        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         code = f"import runpy; runpy.run_path({str(Path(__file__).resolve())!r})['work']"
         self.ranks = [
             subprocess.Popen(
@@ -137,7 +131,7 @@ def work(
 ) -> None:
     """Run one rank: measure for each line of input, and answer with a line of JSON."""
     if engine == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        HARNESS["use_gpu"](rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     import ep_dispatcher
 
@@ -183,55 +177,7 @@ def operations(rank: int, engine: str, sms: int, only: list[str] | None, tokens:
     for name, run in todo.items():
         if only is not None and name not in only:
             continue
-        yield f"{tokens}x{hidden} {name}", on_host(run) if engine == "cpu" else on_device(run)
-
-
-def on_host(run: Callable[[], object]) -> Callable[[], float]:
-    def measure() -> float:
-        begin = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            run()
-        return (time.perf_counter() - begin) * 1e6 / IN_A_ROW
-
-    return measure
-
-
-def on_device(
-    run: Callable[[], object], times: int = IN_A_ROW, pool: tuple[int, int] | None = None
-) -> Callable[[], float]:
-    """Return a function that replays a CUDA graph of so many runs, and returns the microseconds of one run.
-
-    pool: memory shared by graphs, which are replayed one at a time and whose runs return nothing
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool):
-        for _ in range(times):
-            kept = run()
-
-    def measure(kept: object = kept, inputs: object = run) -> float:  # a graph does not keep what it reads and writes
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / times
-
-    return measure
-
-
-def in_turn(replays: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
-    """Return each function's median result over rounds in which all take turns. Ranks begin each call together."""
-    times: dict[Key, list[float]] = {key: [] for key in replays}
-    for _ in range(rounds):
-        for key, replay in replays.items():
-            if dist.is_initialized():
-                dist.barrier()
-            times[key].append(replay())
-    return {key: statistics.median(of_one) for key, of_one in times.items()}
+        yield f"{tokens}x{hidden} {name}", HARNESS["on_host" if engine == "cpu" else "on_device"](run)
 
 
 if __name__ == "__main__":

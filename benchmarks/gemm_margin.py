@@ -24,11 +24,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compare_builds import in_turn, on_device
 
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
 from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.tools.benchmark.harness import in_turn, on_device
 from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
 from ep_dispatcher.tools.testing import RankPool, make_routing
 

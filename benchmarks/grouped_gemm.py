@@ -12,20 +12,22 @@ grouped_mm's, whether it reaches 0.85, and the host time of a call.
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from compare_builds import in_turn, on_device
 
 from ep_dispatcher.moe import grouped_gemm, grouped_gemm_kernels
+from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host
 
 DEVICE = "cuda"
+MULTIPLY_TILES = ("TRANSPOSED_TILE", "TILE", "SMALL_TILE")
+OUTER_TILES = ("STORED_TILES", "ADDED_TILES")
 BAR = 0.85  # the least part of grouped_mm's throughput
+Sides = dict[str, Callable[[], object]]
 
 
 class Case(NamedTuple):
@@ -53,13 +55,12 @@ EVEN = [Case(e, e * each, k, n) for k, n in ((2048, 1536), (7168, 4096)) for e i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiles", nargs="+", metavar="M,N,K,WARPS,STAGES", help="time these, not the default tiles")
+    parser = make_parser(__doc__, rounds=12)
+    parser.add_argument("--tiles", nargs="+", default=[], metavar="M,N,K,WARPS,STAGES", help="time these too")
     parser.add_argument("--cases", type=int, nargs="+", help="only these cases, numbered from 0")
     parser.add_argument("--even", action="store_true", help="other cases: the same number of rows for each expert")
-    parser.add_argument("--rounds", type=int, default=12, help="times of each side (default: 12)")
     args = parser.parse_args()
-    tiles = [grouped_gemm_kernels.Tile(*map(int, text.split(","))) for text in args.tiles or []]
+    tiles = [grouped_gemm_kernels.Tile(*map(int, text.split(","))) for text in args.tiles]
     cases = EVEN if args.even else CASES
     least: dict[str, tuple[float, Case]] = {}
     for case in [cases[number] for number in args.cases or range(len(cases))]:
@@ -91,8 +92,8 @@ def part_of_grouped_mm(times: dict[str, float]) -> float | None:
     return times["grouped_mm"] / times["ours"] if times.keys() >= {"grouped_mm", "ours"} else None
 
 
-def operations(case: Case, tiles: list):
-    """Yield each operation's name and its sides."""
+def operations(case: Case, tiles: list) -> Iterator[tuple[str, Sides]]:
+    """Yield each operation's name and its sides. Raise where ours and grouped_mm differ."""
     torch.manual_seed(0)
     shares = torch.rand(case.experts).mul(4 * case.skew).exp()
     counts = (shares / shares.sum() * case.rows).int()
@@ -101,78 +102,49 @@ def operations(case: Case, tiles: list):
     rows = torch.randn(case.rows, case.k, device=DEVICE, dtype=torch.bfloat16)
     grad = torch.randn(case.rows, case.n, device=DEVICE, dtype=torch.bfloat16)
     stack = torch.randn(case.experts, case.n, case.k, device=DEVICE, dtype=torch.bfloat16) / case.k**0.5
-    weights = list(stack)
+    weights, out = list(stack), torch.zeros_like(stack)
     sums = torch.zeros(case.experts, case.n, case.k, device=DEVICE)
-    of_one = slice(case.rows // case.experts)
-    yield (
-        "forward",
-        with_tiles("multiply", tiles, lambda: grouped_gemm.linear(rows, weights, ends))
-        | {
-            "grouped_mm": lambda: F.grouped_mm(rows, stack.transpose(1, 2), offs=ends),
-            "dense": lambda: rows @ stack[0].t(),
-            "one expert": lambda: rows[of_one] @ stack[0].t(),
-        },
-    )
-    yield (
-        "grad of rows",
-        with_tiles("multiply", tiles, lambda: grouped_gemm.linear_grad_rows(grad, weights, ends))
-        | {
-            "grouped_mm": lambda: F.grouped_mm(grad, stack, offs=ends),
-            "dense": lambda: grad @ stack[0],
-            "one expert": lambda: grad[of_one] @ stack[0],
-        },
-    )
-    out = torch.zeros_like(stack)
 
-    def of_weights(to, accumulate):
-        return lambda: grouped_gemm.linear_grad_weights(grad, rows, ends, to, accumulate=accumulate)
+    def grad_weights(to: torch.Tensor, accumulate: bool) -> torch.Tensor:
+        grouped_gemm.linear_grad_weights(grad, rows, ends, list(to), accumulate=accumulate)
+        return to
 
-    yield (
-        "grad of W",
-        with_tiles("outer", tiles, of_weights(list(out), False))
-        | {
-            "grouped_mm": lambda: F.grouped_mm(grad.t(), rows, offs=ends),
-            "dense": lambda: grad.t() @ rows,
-            "one expert": lambda: grad[of_one].t() @ rows[of_one],
-        },
-    )
-    yield (
-        "grad of W, +=",  # in float32, as main_grad is
-        with_tiles("outer", tiles, of_weights(list(sums), True))
-        | {"grouped_mm": lambda: sums.add_(F.grouped_mm(grad.t(), rows, offs=ends))},
-    )
-    close = dict(rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(
-        grouped_gemm.linear(rows, weights, ends), F.grouped_mm(rows, stack.transpose(1, 2), offs=ends), **close
-    )
-    torch.testing.assert_close(
-        grouped_gemm.linear_grad_rows(grad, weights, ends), F.grouped_mm(grad, stack, offs=ends), rtol=2e-2, atol=5e-2
-    )
-    of_weights(list(out), False)()
-    torch.testing.assert_close(out, F.grouped_mm(grad.t(), rows, offs=ends), rtol=2e-2, atol=0.5)
+    grad_w = lambda: F.grouped_mm(grad.t(), rows, offs=ends)  # noqa: E731
+    every, some = slice(None), slice(case.rows // case.experts)
+    # Ours, grouped_mm, the dense GEMM of some rows, and how far ours and grouped_mm may be apart.
+    calls: dict[str, tuple] = {
+        "forward": (
+            lambda: grouped_gemm.linear(rows, weights, ends),
+            lambda: F.grouped_mm(rows, stack.transpose(1, 2), offs=ends),
+            lambda some: rows[some] @ stack[0].t(),
+            2e-2,
+        ),
+        "grad of rows": (
+            lambda: grouped_gemm.linear_grad_rows(grad, weights, ends),
+            lambda: F.grouped_mm(grad, stack, offs=ends),
+            lambda some: grad[some] @ stack[0],
+            5e-2,
+        ),
+        "grad of W": (lambda: grad_weights(out, False), grad_w, lambda some: grad[some].t() @ rows[some], 0.5),
+        "grad of W, +=": (lambda: grad_weights(sums, True), lambda: sums.add_(grad_w()), None, 0),  # as main_grad is
+    }
+    for name, (ours, theirs, dense, allowed) in calls.items():
+        names = OUTER_TILES if "W" in name else MULTIPLY_TILES
+        sides = {"ours": ours, "grouped_mm": theirs}
+        if dense is not None:
+            torch.testing.assert_close(ours(), theirs(), rtol=2e-2, atol=allowed)
+            sides |= {"dense": partial(dense, every), "one expert": partial(dense, some)}
+        yield name, sides | {"x".join(map(str, tile)): partial(with_tile, tile, names, ours) for tile in tiles}
 
 
-def with_tiles(kind: str, tiles: list, call: Callable) -> dict[str, Callable]:
-    names = {
-        "multiply": ("TRANSPOSED_TILE", "TILE", "SMALL_TILE"),
-        "outer": ("STORED_TILES", "ADDED_TILES"),
-    }[kind]
-
-    def with_tile(tile):
-        def run():
-            before = [getattr(grouped_gemm_kernels, name) for name in names]
-            for name in names:
-                setattr(grouped_gemm_kernels, name, tile if kind == "multiply" else {math.inf: tile})
-            call()
-            for name, value in zip(names, before):
-                setattr(grouped_gemm_kernels, name, value)
-
-        return run
-
-    return {"ours": call} | {"x".join(map(str, tile)): with_tile(tile) for tile in tiles}
+def with_tile(tile: tuple, names: tuple[str, ...], call: Callable[[], object]) -> None:
+    usual = {name: getattr(grouped_gemm_kernels, name) for name in names}
+    vars(grouped_gemm_kernels).update(dict.fromkeys(names, tile if names == MULTIPLY_TILES else {math.inf: tile}))
+    call()
+    vars(grouped_gemm_kernels).update(usual)
 
 
-def time_sides(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
+def time_sides(sides: Sides, rounds: int) -> dict[str, float]:
     """Return the median of each side. One that cannot run is left out."""
     replays = {}
     for name, call in sides.items():
@@ -184,26 +156,10 @@ def time_sides(sides: dict[str, Callable], rounds: int) -> dict[str, float]:
 
 
 def host_times() -> dict[str, float]:
-    rows, ends = torch.randn(256, 128, device="cuda").bfloat16(), torch.arange(8, 264, 8, device="cuda").int()
-    stack = torch.randn(32, 128, 128, device="cuda").bfloat16()
-    weights, out = list(stack), list(torch.zeros(32, 128, 128, device="cuda"))
-    calls = {
-        "linear": lambda: grouped_gemm.linear(rows, weights, ends),
-        "grad of rows": lambda: grouped_gemm.linear_grad_rows(rows, weights, ends),
-        "grad of W": lambda: grouped_gemm.linear_grad_weights(rows, rows, ends, out, accumulate=True),
-        "swiglu": lambda: grouped_gemm.weighted_swiglu(rows, torch.ones(256, device="cuda"), ends),
-        "grouped_mm": lambda: F.grouped_mm(rows, stack.transpose(1, 2), offs=ends),
-    }
-    times = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(100):
-            call()
-        times[name] = round((time.perf_counter() - begin) * 1e4, 1)
-        torch.cuda.synchronize()
-    return times
+    """Return the microseconds of a call whose kernels take less than its launch."""
+    few = dict(operations(Case(32, 256, 128, 128), []))
+    calls = {name: sides["ours"] for name, sides in few.items()} | {"grouped_mm": few["forward"]["grouped_mm"]}
+    return {name: round(on_host(call, 100)(), 1) for name, call in calls.items()}  # operations() ran each once
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -39,13 +38,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from all_to_all_layer import AllToAllLayer
-from compare_builds import IN_A_ROW, in_turn, on_device
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.moe import parts, waves
 from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.tools.benchmark.harness import in_turn, on_device, on_host
 from ep_dispatcher.tools.benchmark.ranks import most_rows
 from ep_dispatcher.tools.testing import RankPool, make_routing
 
@@ -156,7 +155,7 @@ def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bo
         for key, side in sides.items():
             eager = nccl_eager and key[1] in ("nccl", "grouped_mm")
             ran[key] = ran.get(key, "") + ("eager" if eager else "CUDA graph")
-            replays[key] = eagerly(side) if eager else on_device(side, pool=pool)
+            replays[key] = on_host(side) if eager else on_device(side, pool=pool)
         medians = in_turn(replays, rounds)
         buffer.check()
         replays.clear()
@@ -259,21 +258,6 @@ def nccl_group() -> dist.ProcessGroup:
     if not _nccl:
         _nccl.append(dist.new_group(backend="nccl"))
     return _nccl[0]
-
-
-def eagerly(run: Callable[[], None]) -> Callable[[], float]:
-    """Do as on_device, but without a graph: the host launches as fast as it can."""
-    run()
-
-    def timed() -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            run()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e6 / IN_A_ROW
-
-    return timed
 
 
 def nodes(case: Case) -> str:

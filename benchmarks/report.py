@@ -1,7 +1,7 @@
 """``python benchmarks/report.py``: writes the figures of docs/performance.md, and their charts, from the JSON files.
 
 ``python -m ep_dispatcher.bench`` makes these files. They are in benchmarks/results and its folders. The same files give
-exactly the same text.
+exactly the same text. ``--check`` writes nothing, and fails where the page is not made of the files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import charts
+
 from ep_dispatcher.tools.benchmark.cases import OPERATIONS, Case, is_standard
+from ep_dispatcher.tools.benchmark.harness import table
 from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,25 +110,28 @@ def case_key(run: dict) -> tuple:
     return case.hidden, case.experts, case.topk, case.routing, case.tokens, case.sms, -one_node
 
 
-def write(page: Path, folder: Path) -> int:
-    """Rewrite the part between the two marks, and draw its charts. Return 1 if there are no marks, else 0."""
+def write(page: Path, folder: Path, check: bool) -> int:
+    """Rewrite the part between the two marks, and draw its charts. Return 1 if there are no marks, else 0.
+
+    With ``check`` change nothing, and return 1 if the part is another one.
+    """
     text = page.read_text() if page.exists() else ""
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
         print(f"{page}: given without the lines {BEGIN} and {END}, allowed: with each of them once")
         return 1
     groups = load(folder)
     before, _, rest = text.partition(BEGIN)
-    page.write_text(before + part(groups, page.parent) + rest.partition(END)[2])
+    made = before + part(groups, page.parent) + rest.partition(END)[2]
+    if check:
+        if made != text:
+            print(f"{page}: its figures are not those of {folder}: python benchmarks/report.py writes them")
+        return int(made != text)
+    page.write_text(made)
     print(f"{page}: the part between the marks, from {sum(len(group.runs) for group in groups)} files in {folder}")
-    try:
-        import charts
-    except ImportError:
-        print("no charts: matplotlib is missing (pip install matplotlib)")
-        return 0
     for group in groups:
         engine, torch = group.case.engine, group.machine["torch"]
         title = f"{group.title}: engine {engine}, PyTorch {torch}, {group.machine['date'][:10]}"
-        print(f"chart: {charts.draw(group.runs, title, COLOURS, group.unit, group.chart)}")
+        charts.draw(group.runs, title, COLOURS, group.unit, group.chart)
     return 0
 
 
@@ -168,8 +174,7 @@ def _operations(run: dict, group: Group) -> str:
     about += [f"at most {case.sms} multiprocessors"] if case.engine == "cuda" else []
     about += ["one node" if nodes == 1 else f"{nodes} virtual nodes of {case.ranks_per_node}"]
     titles = (side.removeprefix("engine, ") for side in shown)
-    lines = [", ".join(about) + ":", "", _row("operation", "engine", "least to most", "GB/s", *titles)]
-    lines += [_rule(4 + len(shown))]
+    rows = []
     for operation in (*OPERATIONS, *IN_MEGATRON):
         figures = run["operations"].get(operation, {})
         engine = figures.get(ENGINE)
@@ -179,8 +184,9 @@ def _operations(run: dict, group: Group) -> str:
         spread = f"{_number(engine['min_s'], group)} to {_number(engine['max_s'], group)}"
         speed = f"{engine['gb_per_s']:.{0 if engine['gb_per_s'] > 10 else 2}f}"
         others = (_time(figures.get(side), group) for side in shown)
-        lines.append(_row(name, _time(engine, group), spread, speed, *others))
-    return "\n".join(lines)
+        rows.append((name, _time(engine, group), spread, speed, *others))
+    head = ("operation", "engine", "least to most", "GB/s", *titles)
+    return "\n".join([", ".join(about) + ":", "", *table(head, rows)])
 
 
 # Of the table of cases: title, side, operation.
@@ -199,20 +205,12 @@ CASE_COLUMNS = (
 
 def _cases(group: Group) -> str:
     names = dict(tokens="tokens", hidden="hidden", experts="experts", topk="top-k", routing="routing", sms="SMs")
-    titles = [*names.values(), *(title for title, _, _ in CASE_COLUMNS)]
-    lines = [f"All cases, in {group.unit[0]}. {CASES}", "", _row(*titles), _rule(len(titles))]
+    titles = (*names.values(), *(title for title, _, _ in CASE_COLUMNS))
+    rows = []
     for run in group.runs:
         figures = (run["operations"].get(operation, {}).get(side) for _, side, operation in CASE_COLUMNS)
-        lines.append(_row(*(str(run["case"][name]) for name in names), *(_time(f, group) for f in figures)))
-    return "\n".join(lines)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _rule(num_columns: int) -> str:
-    return f"|{'---|' * num_columns}"
+        rows.append((*(run["case"][name] for name in names), *(_time(f, group) for f in figures)))
+    return "\n".join([f"All cases, in {group.unit[0]}. {CASES}", "", *table(titles, rows)])
 
 
 def _number(seconds: float, group: Group) -> str:
@@ -230,11 +228,10 @@ def _time(figures: dict | None, group: Group) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files"
-    )
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the files")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page has other figures")
     args = parser.parse_args(argv)
-    return write(args.page, args.results)
+    return write(args.page, args.results, args.check)
 
 
 if __name__ == "__main__":

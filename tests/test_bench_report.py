@@ -11,7 +11,7 @@ from ep_dispatcher.tools.benchmark import suite
 from ep_dispatcher.tools.benchmark.cases import FEW_OPERATIONS, OPERATIONS, STANDARD, Case
 from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = {"gpus": ["NVIDIA H200"] * 4, "cpu": "a CPU", "cores": 2, "driver": "580.1", "cuda": "13.0", "nccl": "2.28.9"}
 MACHINE |= {"torch": "2.11.0", "git_commit": "abc", "date": "2026-11-21T10:00:00+00:00", "compiler": "g++ 12"}
 MACHINE |= {"load_average_at_start": [0.1, 0.2, 0.3]}
@@ -95,12 +95,13 @@ def test_a_page_without_marks_stays_as_it_is(report, results, tmp_path, capsys):
     assert page.read_text() == "no marks" and f"{page}: given without" in capsys.readouterr().out
 
 
-def test_our_page_is_made_of_our_results(report):
-    groups = report.load(RESULTS)
-    assert report.part(groups, ROOT / "docs") in PAGE.read_text()
-    assert [group.case.engine for group in groups] == ["cpu", "cuda", "cuda"]
-    for group in groups:
-        assert group.chart.exists()
+def test_the_check_changes_nothing(report, results, tmp_path, capsys):
+    """It fails for a page with other figures, and passes for ours."""
+    page = tmp_path / "performance.md"
+    page.write_text(f"{report.BEGIN}\nold\n{report.END}\n")
+    assert report.main(["--page", str(page), "--results", str(results), "--check"]) == 1
+    assert "old" in page.read_text()
+    assert report.main(["--check"]) == 0
 
 
 def test_our_results_are_of_the_schema():

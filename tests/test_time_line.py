@@ -69,7 +69,7 @@ def steps_by_name(run: dict) -> dict:
 
 
 def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
-    run = script.run_of([a_dispatch()], STEPS, [])
+    run = script.run_of(a_dispatch(), STEPS)
     steps = steps_by_name(run)
     assert run["us"] == 25
     assert steps["dispatch: movers, block 0", "announced"][2:] == (1, 3, 3, 2)
@@ -80,13 +80,13 @@ def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
 
 
 def test_lanes_begin_with_block_0_and_end_with_the_last_block(script):
-    lanes = list(dict.fromkeys(step.lane for step in script.run_of([a_dispatch()], STEPS, [])["steps"]))
+    lanes = list(dict.fromkeys(step.lane for step in script.run_of(a_dispatch(), STEPS)["steps"]))
     parts = ["movers, block 0", "movers, other blocks", "helpers, other blocks", "last block"]
     assert lanes == [f"dispatch: {part}" for part in parts]
 
 
 def test_blocks_of_a_combine_push_or_only_reduce(script):
-    steps = steps_by_name(script.run_of([a_combine()], STEPS, []))
+    steps = steps_by_name(script.run_of(a_combine(), STEPS))
     assert steps["combine: summing warps, pushing blocks", "sums stored"].us == 6
     assert steps["combine: summing warps, reducing blocks", "sums stored"].us == 13
     assert ("combine: preparing warp, block 0", "agreed") in steps
@@ -97,7 +97,7 @@ def test_rail_blocks_have_senders_and_relays(script):
     relay = begin | {"all chunks relayed": 90, "block ended": 95}
     sender = begin | {"first chunk sent": 20, "items sent": 30, "all chunks sent": 80, "block ended": 95}
     stamps = stamped({(0, 0): {"dispatch": 0.0, "agreed": 6}, (1, 0): relay, (1, 1): sender, (1, 2): sender})
-    run = script.run_of([stamps], STEPS, [])
+    run = script.run_of(stamps, STEPS)
     steps = steps_by_name(run)
     assert steps["dispatch: senders", "first chunk sent"][2:] == (5, 20, 20, 15)
     assert steps["dispatch: relays", "all chunks relayed"][2:] == (5, 90, 90, 85)
@@ -112,7 +112,7 @@ def test_each_of_two_launches_has_lanes(script):
     begin = {"combine": 20.0}
     sums = {(n, 3): begin | {"sums stored": 25 + n, "block ended": 30} for n in (0, 1, 2)}
     sums[2, 3] |= {"last block": 31, "complete": 33}
-    run = script.run_of([in_two(stamped(pushes), stamped(sums))], STEPS, [])
+    run = script.run_of(in_two(stamped(pushes), stamped(sums)), STEPS)
     steps = steps_by_name(run)
     assert run["us"] == 31
     assert steps["combine, launch 1: summing warps, block 0", "pushes stored"][2:] == (0, 7, 7, 7)
@@ -125,68 +125,52 @@ def test_each_of_two_launches_has_lanes(script):
 
 def test_lanes_of_both_launches_are_ordered_by_role(script):
     helper, mover = {(0, 8): {"dispatch": 0.0, "staged": 4}}, {(0, 0): {"dispatch": 0.0, "planned": 9}}
-    run = script.run_of([a_combine(-50), in_two(stamped(helper | mover), a_dispatch(20))], STEPS, [])
-    lanes = [lane for lane in dict.fromkeys(step.lane for step in run["steps"]) if "dispatch" in lane]
-    first = [f"2 dispatch, launch 1: {role}, block 0" for role in ("movers", "helpers")]
+    run = script.run_of(in_two(stamped(helper | mover), a_dispatch(20)), STEPS)
+    lanes = list(dict.fromkeys(step.lane for step in run["steps"]))
     parts = ["movers, block 0", "movers, other blocks", "helpers, other blocks", "last block"]
-    assert lanes == first + [f"2 dispatch, launch 2: {part}" for part in parts]
+    first = [f"dispatch, launch 1: {role}, block 0" for role in ("movers", "helpers")]
+    assert lanes == first + [f"dispatch, launch 2: {part}" for part in parts]
 
 
-def test_operations_of_a_run_and_experts_beside_them_share_a_clock(script):
-    """The ring of operations begins anywhere: they are ordered by time."""
+def test_operations_are_ordered_by_time(script):
+    """Their ring begins anywhere."""
     ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()], dim=1)
-    operations = script.operations_in(ring)
-    assert len(operations) == 2
-    experts = [("multiply", BEGIN + 10_000, BEGIN + 60_000)]
-    run = script.run_of(operations, STEPS, experts)
-    steps = steps_by_name(run)
-    assert run["us"] == 60
-    assert steps["2 combine: preparing warp, block 0", "agreed"].end == 44
-    assert steps["experts", "1 multiply"][2:] == (10, 60, 60, 50)
+    runs = [script.run_of(stamps, STEPS) for stamps in script.operations_in(ring)]
+    assert [(run["zero_ns"] - BEGIN, run["us"]) for run in runs] == [(0, 25), (40_000, 15)]
 
 
 def of_rank(script, run_us: list[float]) -> dict:
-    runs = [script.run_of([a_dispatch()], STEPS, [("multiply", BEGIN, BEGIN + round(us * 1000))]) for us in run_us]
+    runs = [script.run_of(a_dispatch(), STEPS) | {"us": us} for us in run_us]
     return {"runs": runs, "one_us": 30.0, "gap_us": 4.5, "clock_step_ns": 32}
 
 
 @pytest.fixture
 def made_up(script) -> dict:
-    sizes = dict(tokens=128, hidden=7168, experts=256, intermediate=2048, sms=24, layout="decode", ranks_per_node=None)
+    sizes = dict(tokens=128, hidden=7168, experts=256, sms=24, layout="decode", ranks_per_node=None)
     ranks = [of_rank(script, [30, 31, 90]), of_rank(script, [33, 40, 38])]
     return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
 
 
 def test_the_rank_with_the_longest_median_run_is_shown(made_up):
     assert (made_up["rank"], made_up["us"], made_up["runs"]) == (1, 38, 3)
-    assert [step.end for step in made_up["chart"] if step.lane == "experts"] == [38]
 
 
 def test_the_table_and_the_chart(script, made_up, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "dispatch.json"
     path.write_text(json.dumps(made_up))
-    assert script.main(["--draw", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("dispatch, decode layout: 128 tokens per rank, hidden 7168, 256 experts, top-8; 2 ranks")
-    assert "38.0 us from the first stamp to the last (median of 3), 4.5 us to the next one" in lines[1]
-    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in lines
-    drawn = path.with_suffix(".svg").read_bytes()
-    assert b"helpers, other blocks" in drawn or drawn.count(b"<g id=") > 20
-    script.draw(made_up, path.with_suffix(".svg"))
-    assert path.with_suffix(".svg").read_bytes() == drawn
+    script.main(["--draw", str(path)])
+    said, drawn = capsys.readouterr().out, path.with_suffix(".svg").read_bytes()
+    assert "38.0 us from the first stamp to the last (median of 3), 4.5 us to the next one" in said
+    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in said
+    script.show(path)
+    assert drawn.count(b"<g id=") > 20 and path.with_suffix(".svg").read_bytes() == drawn
 
 
 def test_a_wrong_operation_is_refused(script, capsys):
     with pytest.raises(SystemExit):
         script.parse_args(["gather"])
     assert "given 'gather', allowed: 'dispatch', 'dispatch FP8'" in capsys.readouterr().err
-
-
-def test_the_calls_of_experts_are_given_by_run(script):
-    """After one more run, by which `captured` begins."""
-    experts = SimpleNamespace(names=["a", "b"] * 3, ns=torch.arange(64))
-    assert script.Experts.take(experts, 2) == [[("a", 4, 5), ("b", 6, 7)], [("a", 8, 9), ("b", 10, 11)]]
 
 
 def test_roles_are_those_of_the_kernels(script):
@@ -281,12 +265,6 @@ def test_stamps_are_read_once(monkeypatch):
     found = CudaEngine.stamps(engine)
     assert found.shape == (2, 8, 3, 16, len(STEPS)) and found.nonzero().tolist() == [[1, 3, 1, 15, 26]]
     assert not CudaEngine.stamps(engine).any() and len(given) == 1
-
-
-@pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
-def test_without_a_gpu_it_says_why():
-    found = subprocess.run([sys.executable, SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 2 and "allowed: the CUDA engine, built with stamps" in found.stdout, found.stderr
 
 
 def has_stamps() -> bool:
