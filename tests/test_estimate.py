@@ -1,7 +1,7 @@
 """The estimate: counts are exact, constants follow from the measured files, figures stay within their bounds."""
 
 import json
-import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -9,14 +9,12 @@ import pytest
 import torch
 
 import ep_dispatcher as ep
-from ep_dispatcher.tools.benchmark.wires import least_rows
-from ep_dispatcher.tools.estimate import command, model, published, report
+from ep_dispatcher.tools.estimate import command, model
+from ep_dispatcher.tools.estimate.compared import PUBLISHED, RUNS, SHIPPED, compare_measured, compare_run
 from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES, estimate_time
-from ep_dispatcher.tools.estimate.published import compare_measured, compare_published
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes, make_limited_routing
 from ep_dispatcher.tools.estimate.run import Job, estimate
 from ep_dispatcher.tools.estimate.traffic import Counts, Row, buffer_config, combine_traffic, count, dispatch_traffic
-from ep_dispatcher.tools.estimate.virtual_nodes import RUNS, SHIPPED, compare_run, compare_virtual_nodes
 from ep_dispatcher.tools.testing import make_routing
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -63,11 +61,7 @@ def as_lists(counts: Counts) -> dict[str, list[int]]:
 def test_counts_are_exact(nodes, gpus, kind):
     sizes = Sizes(nodes, gpus, tokens=37, hidden=64, experts=12, topk=3)
     routing = list(Routing(kind).sample(sizes, seed=5))
-    counts = count(sizes, routing)
-    assert as_lists(counts) == counted_one_by_one(sizes, routing)
-    least = torch.tensor([least_rows(idx, rank, sizes.ranks, gpus, 12) for rank, idx in enumerate(routing)])
-    assert counts.nic_out.tolist() == least[:, 0].tolist()
-    assert [int(counts.nvlink_in.sum()), int(counts.own.sum())] == least[:, 1:].sum(0).tolist()
+    assert as_lists(count(sizes, routing)) == counted_one_by_one(sizes, routing)
 
 
 @pytest.mark.parametrize("routing", [Routing("hot_rank"), Routing(topk_groups=2), Routing(topk_groups=2, groups=8)])
@@ -93,45 +87,6 @@ def test_a_combine_is_the_mirror():
         assert getattr(counts, a).sum() == getattr(counts, b).sum()
 
 
-def engine_bytes(rank, tokens, hidden, experts, topk, ranks_per_node):
-    """What the CPU engine's counters say of a dispatch with a known plan: sent to nodes, read from ranks."""
-    x = torch.zeros(tokens, hidden)
-    topk_idx, _ = make_routing("masked", tokens, experts, topk, seed=rank)
-    sizes = dict(hidden=hidden, num_experts=experts, num_topk=topk, max_tokens_per_rank=tokens)
-    with ep.Buffer(**sizes, dtype=x.dtype, engine="cpu", ranks_per_node=ranks_per_node) as buffer:
-        handle = buffer.dispatch(x, topk_idx, None).handle
-        before = buffer.counters()
-        buffer.dispatch(x, None, None, handle=handle)
-        after = buffer.counters()
-    moved = {name: [b - a for a, b in zip(before[name], after[name])] for name in before}
-    read = moved["intra_node_bytes_read"]
-    return sum(moved["inter_node_bytes_sent"]), sum(read) - read[rank], read[rank]
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_counts_are_those_of_the_cpu_engine(pools, nodes):
-    sizes = Sizes(nodes, 4 // nodes, tokens=24, hidden=64, experts=8, topk=3)
-    counts = count(sizes, Routing("masked").sample(sizes, 0))
-    moved = pools(4).run(engine_bytes, 24, 64, 8, 3, sizes.gpus_per_node)
-    row, heading = 64 * 4, 128 * (nodes - 1)  # a message to a node begins with 128 bytes
-    for rank, (sent, read, own) in enumerate(moved):
-        assert sent == int(counts.nic_out[rank]) * row + heading
-        assert read == int(counts.nvlink_in[rank]) * row
-        assert own == int(counts.own[rank]) * row
-
-
-def test_uniform_routing_has_the_expected_mean():
-    sizes = Sizes(4, 8, tokens=2048)
-    counts = count(sizes, Routing().sample(sizes, 0))
-
-    def share(experts):  # the probability that a token has one of these
-        return 1 - math.comb(256 - experts, 8) / math.comb(256, 8)
-
-    assert counts.nic_out.double().mean() == pytest.approx(2048 * 3 * share(64), rel=0.005)
-    assert counts.received.double().mean() == pytest.approx(2048 * 32 * share(8), rel=0.005)
-    assert counts.copies.sum() == 32 * 2048 * 8
-
-
 @pytest.mark.parametrize("group_score", ["top2", "max"])
 def test_limited_routing_takes_the_best_groups(group_score):
     tokens, experts, topk, groups, limit = 50, 24, 4, 6, 2
@@ -142,13 +97,6 @@ def test_limited_routing_takes_the_best_groups(group_score):
         order = sorted(range(groups), key=lambda g: -sum(sorted(score[g])[-best:]))
         allowed = [(score[g][e], g * (experts // groups) + e) for g in order[:limit] for e in range(experts // groups)]
         assert sorted(token) == sorted(expert for _, expert in sorted(allowed)[-topk:])
-
-
-def test_a_limit_of_all_groups_is_no_limit():
-    sizes = Sizes(2, 2, tokens=30, hidden=64, experts=8, topk=3)
-    limited = [idx.sort(1).values for idx in Routing(topk_groups=4).sample(sizes, 2)]
-    score = [torch.rand(30, 8, generator=torch.Generator().manual_seed(8 + rank)) for rank in range(4)]
-    assert all(torch.equal(idx, s.topk(3, 1).indices.sort(1).values) for idx, s in zip(limited, score))
 
 
 def test_bytes_of_rows_items_and_counts():
@@ -174,11 +122,7 @@ def test_traffic_of_one_token():
     assert moved.expert_rows.tolist() == [0, output, 0, 2 * output]
     assert moved.hbm.tolist() == [4 * wire, 2 * wire + output, 4 * wire, 2 * wire + 2 * output]
     planned = dispatch_traffic(sizes, counts, row, new_plan=True)
-    item, table, message = (
-        4 * 8,
-        4 * 4,
-        4 * 12,
-    )  # an item of at most 2 copies; 2 receivers, padded; 4 ranks and 8 experts
+    item, table, message = 4 * 8, 4 * 4, 4 * 12  # of at most 2 copies; 2 receivers, padded; 4 ranks and 8 experts
     assert (planned.nic_out - moved.nic_out).tolist() == [message + table + item] + 3 * [message + table]
     assert (planned.nvlink_in - moved.nvlink_in).tolist() == [2 * message, 2 * message + item] * 2
     back = combine_traffic(sizes, counts, Row.make(64, 2, 3))
@@ -196,15 +140,6 @@ def test_memory_is_what_a_buffer_allocates(nodes):
     found = estimate(replace(job, max_tokens=100))
     assert found["memory_bytes"] == ep.buffer_bytes(**sizes, max_tokens_per_rank=100, num_sms=24).total
     assert sum(found["memory_parts"].values()) == found["memory_bytes"]
-
-
-def test_memory_of_more_nodes_than_the_engine_serves():
-    """By the same layout: all that is large grows with the number of nodes, but for slots."""
-    of = {n: Job(Sizes(n), Routing(), MACHINES["H200"]).memory for n in (8, 16, 32)}
-    windows = {8: 256, 16: 128, 32: 64}
-    assert [of[n].region["slots"] for n in of] == [8 * (4096 + (n - 1) * windows[n]) * 14336 for n in of]
-    rest = {n: of[n].total - of[n].region["slots"] for n in of}
-    assert 2 * (rest[16] - rest[8]) == pytest.approx(rest[32] - rest[16], rel=0.02)
 
 
 def time_of(sizes, operation=DISPATCH, machine=MACHINES["H200"], new_plan=False, **settings):
@@ -246,13 +181,6 @@ def test_stages_cost_their_share_of_a_chunk():
     alone = Sizes(1, 4, tokens=2048, experts=64)
     assert time_of(alone, chunk_tokens=2048).us == time_of(alone, chunk_tokens=16).us
     assert time_of(alone).us == time_of(alone, machine=replace(MACHINES["H200"], nic_gbit_per_s=1.0)).us
-
-
-def test_a_new_plan_costs_what_was_measured():
-    for tokens in (128, 8192):
-        sizes = Sizes(1, 2, tokens=tokens, hidden=128, experts=8, topk=2)
-        plan = time_of(sizes, new_plan=True).fixed_us - time_of(sizes).fixed_us
-        assert plan == pytest.approx(max(model.PLAN_US, model.PLAN_US_PER_TOKEN * tokens))
 
 
 def standard_runs(field, values, **fixed):
@@ -306,7 +234,7 @@ def test_constants_follow_from_our_measurements():
 
 
 def test_our_measurements_are_met():
-    compared = compare_measured(RESULTS)
+    compared = list(compare_measured(RESULTS))
     assert len(compared) == 63 and sum(c.fitted for c in compared) < 40
     assert max(abs(c.error) for c in compared) < 0.125
     for c in compared:
@@ -315,7 +243,7 @@ def test_our_measurements_are_met():
 
 @pytest.fixture(scope="module")
 def deep_ep():
-    return {c.name: c for c in compare_published()}
+    return {c.name: c for c in (figure.compare() for figure in PUBLISHED)}
 
 
 def test_published_figures_are_met(deep_ep):
@@ -334,7 +262,7 @@ def test_published_figures_are_met(deep_ep):
 
 def test_our_virtual_nodes_are_met():
     """With the chunks that a buffer has, within 6 %; docs/performance.md has what the model leaves out."""
-    assert len(RUNS) == 16 and len(compare_virtual_nodes()) == 50
+    assert len(RUNS) == 16 and sum(len(compare_run(run)) for run in RUNS) == 50
     outside = {
         "2 x 1, no pace, expert layout, 24 SMs (4 for the wire), chunks 1024/512, cached dispatch": 0.22,
         "2 x 1, 50 GB/s, rank layout, 4 SMs (1 for the wire), chunks 1024/512, combine": -0.31,
@@ -352,18 +280,6 @@ def test_a_paced_wire_has_its_own_time():
         if run.gb_per_s is not None:
             busy = [compare_run(run)[name].time.busy_us["NIC"] for name in ("dispatch", "dispatch FP8", "combine")]
             assert busy == pytest.approx([mb * 1e3 / run.gb_per_s for mb in (58.98, 30.60, 58.59)], rel=5e-4)
-
-
-def test_published_bandwidth_counts_what_stays_at_home():
-    sizes = Sizes(2, 8, tokens=64)
-    counts = count(sizes, Routing().sample(sizes, 0))
-    figure = replace(published.PUBLISHED[2], tokens=64, gb_per_s=1.0)
-    assert figure.nodes == 2 and figure.operation == DISPATCH
-    found = published._compare(figure, sizes, counts)
-    nodes = sum(
-        len({e // 128 for e in token}) for idx in Routing().sample(sizes, 0) for token in idx.tolist()
-    )  # with the own one
-    assert found.predicted == pytest.approx(nodes / 16 * (7168 + 224) / found.time.us / 1e3)
 
 
 TINY = "--gpus-per-node 2 --tokens 64 --hidden 256 --experts 16 --topk 2".split()
@@ -386,22 +302,6 @@ def test_command_prints_and_writes_what_estimate_returns(tmp_path, capsys):
     assert row.split()[-1] == f"{expected['memory_bytes'] / 2**30:.2f}"
 
 
-def test_memory_is_in_gib():
-    """The unit of docs/memory.md, whose example this is: 1,510.9 MiB."""
-    job = Job(Sizes(8), Routing(), MACHINES["H200"])
-    found = {
-        "nodes": 8,
-        "tokens_received": {"mean": 0, "max": 0},
-        "expert_rows": {"mean": 0, "max": 0},
-        "operations": {},
-    }
-    memory = {"memory_bytes": job.memory.total, "memory_parts": job.memory.region | job.memory.state}
-    assert job.memory.total / 2**20 == pytest.approx(1510.9, abs=0.05)
-    assert report.nodes_table(job, found | memory).splitlines()[-1] == (
-        "memory of a rank's buffer: 1.48 GiB (1.58 GB), most of it slots 0.63, staging 0.44, sums 0.38 GiB"
-    )
-
-
 def test_means_and_largest_are_over_ranks_and_seeds():
     job = Job(Sizes(2, 2, 40, 64, 8, 2), Routing("skewed"), MACHINES["H200"], torch.float32, seeds=2)
     found = estimate(job)
@@ -416,72 +316,49 @@ def test_means_and_largest_are_over_ranks_and_seeds():
     assert combine["least_us"] == min(times) < max(times)
 
 
-def test_command_draws(tmp_path, capsys):
+@pytest.mark.parametrize("arguments", [[*TINY, "--nodes", "1,2", "--seeds", "1"], ["--published"]])
+def test_command_draws(tmp_path, capsys, arguments):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "growth.png"
-    assert command.main([*TINY, "--nodes", "1,2", "--seeds", "1", "--chart", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG") and str(path) in capsys.readouterr().out
-
-
-def test_command_draws_our_virtual_nodes(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "nodes.png"
-    assert command.main(["--published", "--chart", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert path.read_bytes().startswith(b"\x89PNG") and f"chart: {path}" in said
-    (row,) = [line for line in said.splitlines() if line.startswith("2 x 2, no pace") and ", combine" in line]
-    assert row.split("combine")[1].split()[0] == "701.0"
+    path = tmp_path / "chart.png"
+    assert command.main([*arguments, "--chart", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG") and f"chart: {path}" in capsys.readouterr().out
 
 
 def test_command_compares(tmp_path, capsys, monkeypatch):
     name = "cuda-4ranks-128tokens-7168hidden-256experts-top8-bfloat16-uniform-expert-24sms.json"
     (tmp_path / name).write_bytes((RESULTS / name).read_bytes())
-    monkeypatch.setattr(published, "PUBLISHED", published.PUBLISHED[:2])
+    monkeypatch.setattr(command, "PUBLISHED", PUBLISHED[:2])
     assert command.main(["--published", "--measured", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (dispatch,) = [line for line in lines if line.startswith("DeepEP V1, EP 8, dispatch")]
     assert dispatch.split()[5] == "153.0" and abs(float(dispatch.split()[6]) - 153.0) < 1.0
+    (row,) = [line for line in lines if line.startswith("2 x 2, no pace") and ", combine" in line]
+    assert row.split("combine")[1].split()[0] == "701.0"
     assert sum("128 x 7168" in line and "fitted" in line for line in lines) == 3
 
 
-def test_every_option_has_a_text_with_its_default():
-    actions = [action for action in command.make_parser()._actions if action.option_strings != ["-h", "--help"]]
-    assert len(actions) > 20
-    for action in actions:
-        assert action.help and "(default: " in action.help, action.option_strings
-    args, _ = command.parse_args([])
-    assert args.nodes == [8] and args.gpus_per_node == 8 and args.published is False
-
-
 @pytest.mark.parametrize(
-    "arguments, message",
+    "argument, others",
     [
-        ("--nodes 0", "--nodes: given 0, allowed: an integer from 1"),
-        ("--nodes 8 --experts 100", "--experts: given 100, allowed: multiples of the 64 ranks"),
-        ("--nodes 1 --topk 300", "--topk: given 300, allowed: at most the 256 experts"),
-        ("--tokens -1", "--tokens: given -1, allowed: an integer from 1"),
-        ("--groups 4", "--groups: given 4, allowed: a number of groups only together with topk_groups"),
-        ("--topk-groups 4 --groups 7", "--groups: given 7, allowed: divisors of the 256 experts"),
-        ("--topk-groups 0", "--topk-groups: given 0, allowed: an integer from 1"),
-        ("--topk-groups 1 --groups 64", "--topk-groups: given 1, allowed: as many groups of 4 experts as hold the 8"),
-        ("--topk-groups 4 --routing skewed", "--routing: given 'skewed', allowed: 'uniform' beside topk_groups"),
-        ("--seeds 0", "--seeds: given 0, allowed: an integer from 1"),
-        ("--max-tokens 5", "--max-tokens: given 5, allowed: at least the 4096 tokens"),
-        ("--nic-gbps 0", "--nic-gbps: given 0.0, allowed: a number above 0"),
-        ("--sms 0", "--sms: given 0, allowed: a number above 0"),
-        ("--measured nowhere", "--measured: given nowhere, allowed: a folder with cuda-*.json"),
-        ("--json nowhere/a.json", "--json: given nowhere/a.json, allowed: a file in a folder that exists"),
-        ("--published --json a.json", "--json: given beside --published or --measured, allowed: without them"),
-        (f"--measured {RESULTS} --chart a.png", "--chart: given beside --published or --measured, allowed"),
-        ("--nodes x", "argument --nodes: given 'x', allowed: integers from 1, with commas between them"),
-        ("--nodes 1,x", "argument --nodes: given '1,x', allowed: integers from 1, with commas between them"),
-        ("--tokens 1.5", "argument --tokens: given '1.5', allowed: an integer"),
-        ("--nic-gbps fast", "argument --nic-gbps: given 'fast', allowed: a number above 0"),
-        ("--gpus-per-node 16", "--gpus-per-node: given 16, allowed: 1 to 8: the engine runs 1 to 8 ranks a node"),
-        ("--gpus-per-node 0", "--gpus-per-node: given 0, allowed: 1 to 8"),
+        ("--nodes", "0"),
+        ("--nodes", "1,x"),
+        ("--tokens", "1.5"),
+        ("--nic-gbps", "0"),
+        ("--gpus-per-node", "16"),
+        ("--experts", "100 --nodes 8"),
+        ("--topk", "300 --nodes 1"),
+        ("--groups", "4"),
+        ("--groups", "7 --topk-groups 4"),
+        ("--topk-groups", "1 --groups 64"),
+        ("--routing", "skewed --topk-groups 4"),
+        ("--max-tokens", "5"),
+        ("--measured", "nowhere"),
+        ("--json", "nowhere/a.json"),
+        ("--json", "a.json --published"),
+        ("--chart", f"a.png --measured {RESULTS}"),
     ],
 )
-def test_bad_arguments(arguments, message, capsys):
+def test_bad_arguments(argument, others, capsys):
     with pytest.raises(SystemExit):
-        command.main(arguments.split())
-    assert message in capsys.readouterr().err
+        command.main([argument, *others.split()])
+    assert re.search(rf"error: (argument )?{argument}: given .*, allowed: ", capsys.readouterr().err)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ep_dispatcher.tools.benchmark import harness
+from ep_dispatcher.tools.estimate.compared import EARLIER, LARGER, RUNS, SHIPPED, Compared, compare_run
 from ep_dispatcher.tools.estimate.model import WIRES
-from ep_dispatcher.tools.estimate.published import Compared
 from ep_dispatcher.tools.estimate.run import WIRE_BYTES, Job
-from ep_dispatcher.tools.estimate.virtual_nodes import EARLIER, LARGER, RUNS, SHIPPED, compare_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LIMIT = 1.1  # times the wire's own time: the limit at 50 GB/s (benchmarks/paced_wire.py)
 GIB = 2**30  # bytes; memory is in GiB, what moves in MB and GB
@@ -85,64 +89,61 @@ def compared_table(heading: str, compared: list[Compared]) -> str:
     return "\n".join(lines)
 
 
-def draw(job: Job, results: list[dict], path: Path) -> Path:
-    """Draw times and bytes against the number of nodes. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13.0, 5.5), layout="constrained")
-    times, moved = figure.subplots(1, 2)
+def draw(job: Job, results: list[dict], path: Path) -> bool:
+    """Draw times and bytes against the number of nodes. Return False without matplotlib."""
     nodes = [found["nodes"] for found in results]
-    for name, colour in COLOURS.items():
-        operations = [found["operations"][name] for found in results if name in found["operations"]]
-        if not operations:
-            continue
-        times.plot(nodes, [o["us"] for o in operations], "o-", color=colour, label=name)
-        for wire, style in (("NIC", "--"), ("NVLink", ":")):
-            busy = [o["busy_us"][wire] for o in operations]
-            times.plot(nodes, busy, style, color=colour, alpha=0.6, label=f"{name}, {wire} alone")
-    for name in ("dispatch", "dispatch FP8"):
-        for wire, style in (("NIC out", "o--"), ("NVLink in", "o:")):
-            sizes = [found["operations"][name]["bytes"][wire] for found in results if name in found["operations"]]
-            if sizes:
-                largest = [size["max"] / 1e6 for size in sizes]
-                moved.plot(nodes, largest, style, color=COLOURS[name], label=f"{name}, {wire}")
-    times.set_ylabel("microseconds (less is better), modelled")
-    moved.set_ylabel("MB of the busiest rank, counted")
-    for axes in (times, moved):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(nodes, [str(n) for n in nodes])
-        axes.set_xlabel(f"nodes of {job.sizes.gpus_per_node} GPUs")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle("\n".join(title(job)), fontsize=9)
-    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
-    return path
+
+    def fill(figure: Figure) -> None:
+        times, moved = figure.subplots(1, 2)
+        for name, colour in COLOURS.items():
+            operations = [found["operations"][name] for found in results if name in found["operations"]]
+            if not operations:
+                continue
+            times.plot(nodes, [o["us"] for o in operations], "o-", color=colour, label=name)
+            for wire, style in (("NIC", "--"), ("NVLink", ":")):
+                busy = [o["busy_us"][wire] for o in operations]
+                times.plot(nodes, busy, style, color=colour, alpha=0.6, label=f"{name}, {wire} alone")
+            for wire, style in (("NIC out", "o--"), ("NVLink in", "o:")):
+                if name != "combine":
+                    largest = [o["bytes"][wire]["max"] / 1e6 for o in operations]
+                    moved.plot(nodes, largest, style, color=colour, label=f"{name}, {wire}")
+        times.set_ylabel("microseconds (less is better), modelled")
+        moved.set_ylabel("MB of the busiest rank, counted")
+        for axes in (times, moved):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(nodes, [str(n) for n in nodes])
+            axes.set_xlabel(f"nodes of {job.sizes.gpus_per_node} GPUs")
+        _finish(figure)
+        figure.suptitle("\n".join(title(job)), fontsize=9)
+
+    return harness.draw(path, (13.0, 5.5), fill)
 
 
-def draw_virtual_nodes(path: Path) -> Path:
+def draw_virtual_nodes(path: Path) -> bool:
     """Draw our runs on a paced wire and the model: times against multiprocessors, ratios against the rate of the wire.
 
-    Raises ImportError without matplotlib.
+    Return False without matplotlib.
     """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13.0, 9.5), layout="constrained")
-    *of_sms, of_rates = figure.subplots(2, 2).flat
-    for axes, operation in zip(of_sms, COLOURS):
-        _draw_against_sms(axes, operation)
-    _draw_against_rate(of_rates)
-    for axes in (*of_sms, of_rates):
+    def fill(figure: Figure) -> None:
+        *of_sms, of_rates = figure.subplots(2, 2).flat
+        for axes, operation in zip(of_sms, COLOURS):
+            _draw_against_sms(axes, operation)
+        _draw_against_rate(of_rates)
+        _finish(figure)
+        about = (
+            "2 virtual nodes of 1 on 2 x H200, paced peer wire: 4096 tokens per rank, hidden 7168, 256 experts, top-8"
+        )
+        figure.suptitle(f"{about}; measured, and dotted the model", fontsize=10)
+
+    return harness.draw(path, (13.0, 9.5), fill, dpi=90)
+
+
+def _finish(figure: Figure) -> None:
+    for axes in figure.axes:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(
-        "2 virtual nodes of 1 on 2 x H200, paced peer wire: 4096 tokens per rank, hidden 7168, 256 experts, top-8; "
-        "measured, and dotted the model",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=90, metadata={"Software": None} if path.suffix == ".png" else None)
-    return path
 
 
 def _draw_against_sms(axes, operation: str) -> None:

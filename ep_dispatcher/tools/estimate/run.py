@@ -57,22 +57,23 @@ class Job:
         shape = Shape(nodes, local, sizes.experts, sizes.topk, tokens, sizes.hidden, self.dtype)
         return cuda_bytes(shape, self.machine.num_sms)
 
-    def cost(self, operation: str, counts: Counts) -> tuple[Traffic, Time]:
-        """Return bytes and time of one of ``OPERATIONS`` on one routing. Every dispatch carries weights."""
-        sizes, is_combine = self.sizes, operation == "combine"
-        row = Row.make(
-            sizes.hidden,
-            self.dtype.itemsize,
-            sizes.topk,
-            float8=operation == "dispatch FP8",
-            weights=not is_combine,
-        )
-        new_plan = not is_combine and operation != "cached dispatch"
-        if is_combine:
+    def cost(
+        self, operation: str, counts: Counts, row: Row | None = None, new_plan: bool | None = None
+    ) -> tuple[Traffic, Time]:
+        """Return bytes and time of one of ``OPERATIONS`` on one routing.
+
+        ``row``: given, or as the engine sends it, with weights in every dispatch. ``new_plan``: given, or that of the
+        operation.
+        """
+        sizes, kind = self.sizes, COMBINE if operation == "combine" else DISPATCH
+        options = dict(float8=operation == "dispatch FP8", weights=kind == DISPATCH)
+        row = row or Row.make(sizes.hidden, self.dtype.itemsize, sizes.topk, **options)
+        if new_plan is None:
+            new_plan = operation in ("dispatch", "dispatch FP8")
+        if kind == COMBINE:
             traffic = combine_traffic(sizes, counts, row)
         else:
             traffic = dispatch_traffic(sizes, counts, row, new_plan=new_plan)
-        kind = COMBINE if is_combine else DISPATCH
         time = estimate_time(kind, sizes, traffic, self.machine, new_plan=new_plan, chunk_tokens=self.chunk_tokens)
         return traffic, time
 
@@ -80,19 +81,13 @@ class Job:
 def estimate(job: Job) -> dict:
     """Return an entry of "estimates" in the JSON, as docs/estimate.md describes it: bytes and microseconds."""
     sizes = job.sizes
-    costs: dict[str, list[tuple[Traffic, Time]]] = {name: [] for name in job.operations}
-    received, copies = [], []
-    for seed in range(job.seeds):
-        counts = count(sizes, job.routing.sample(sizes, seed))
-        received.append(counts.received)
-        copies.append(counts.copies)
-        for name, found in costs.items():
-            found.append(job.cost(name, counts))
+    all_counts = [count(sizes, job.routing.sample(sizes, seed)) for seed in range(job.seeds)]
+    costs = {name: [job.cost(name, counts) for counts in all_counts] for name in job.operations}
     return {
         "nodes": sizes.nodes,
         "ranks": sizes.ranks,
-        "tokens_received": _spread(received),
-        "expert_rows": _spread(copies),
+        "tokens_received": _spread([counts.received for counts in all_counts]),
+        "expert_rows": _spread([counts.copies for counts in all_counts]),
         "operations": {name: _summary(found) for name, found in costs.items()},
         "memory_bytes": job.memory.total,
         "memory_parts": job.memory.region | job.memory.state,
