@@ -23,8 +23,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher.tools.benchmark import compare, suite
+from ep_dispatcher.tools.benchmark import compare, harness, suite
 from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS, HOT, STANDARD, Case, suite_cases
+from ep_dispatcher.tools.benchmark.harness import number, numbers
 from ep_dispatcher.tools.benchmark.machine import describe_machine
 from ep_dispatcher.tools.benchmark.parts import parts_of
 from ep_dispatcher.tools.benchmark.ranks import TorchrunRanks
@@ -34,27 +35,22 @@ ONE_VALUE = ("hidden", "experts", "topk", "routing", "dtype", "layout", "graph")
 SEVERAL = ("tokens", "sms", "ranks_per_node")  # a case for each
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ep_dispatcher.bench", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--ranks", type=int, help="processes to start (default: 4, with cuda one per GPU); under torchrun its own")
-    add("--ranks-per-node", type=int, nargs="+", help="topologies to measure (default: one node; with cpu also two)")
-    add("--tokens", type=numbers, help="tokens per rank, or a list: 256,1024,4096")
-    add("--hidden", type=int, help="elements of a token's row (default: 1024, with cuda 7168)")
-    add("--experts", type=int, help="experts of all ranks together")
-    add("--topk", type=int, help="experts of a token (default: 8)")
-    add("--dtype", choices=DTYPES, default="bfloat16")
+    parser = harness.make_parser(__doc__, iters=Case.iters, threads=Case.threads)
+    parser.prog = "python -m ep_dispatcher.bench"
+    add, positive, several = parser.add_argument, number(int, 1), numbers(int, 1)
+    add("--ranks", type=positive, help="processes to start; None: 4, with cuda one per GPU; under torchrun its own")
+    add("--ranks-per-node", type=positive, nargs="+", help="topologies to measure; None: one node, with cpu also two")
+    add("--tokens", type=several, help="tokens per rank, or a list: 256,1024,4096")
+    add("--hidden", type=positive, help="elements of a token's row; None: 1024, with cuda 7168")
+    add("--experts", type=positive, help="experts of all ranks together; None: 64, with cuda 256")
+    add("--topk", type=positive, help="experts of a token; None: 8")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the rows")
     add("--routing", choices=CASE_ROUTINGS, default="uniform", help=f"{HOT}: one rank gets 4 times the mean")
     add("--layout", choices=("expert", "rank"), default="expert", help="layout of the received rows")
-    add("--iters", type=int, default=Case.iters, help=f"timed runs (default: {Case.iters})")
-    add("--warmup", type=int, default=Case.warmup, help=f"runs before them (default: {Case.warmup})")
-    add("--threads", type=int, default=Case.threads, help="threads per rank")
-    add("--engine", choices=tuple(STANDARD), default="cpu", help="cuda: a rank per GPU (default: cpu)")
-    add("--sms", type=numbers, help="cuda: multiprocessors that the engine may use, or a list: 8,12,16,24,32")
+    add("--warmup", type=number(int, 0), default=Case.warmup, help="runs before the timed ones")
+    add("--engine", choices=tuple(STANDARD), default="cpu", help="cuda: a rank per GPU")
+    add("--sms", type=several, help="cuda: multiprocessors that the engine may use, or a list: 8,12,16,24,32")
     add("--graph", action="store_true", help="cuda: each of the engine's operations in a CUDA graph too")
     add("--suite", type=Path, metavar="FOLDER", help="cuda: measure the cases of the generated tables, into FOLDER")
     add("--with", dest="modules", nargs="+", metavar="MODULE", default=[], help="modules with more to measure beside")
@@ -62,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--build", help="what was built, for the JSON, where git cannot say")
     add("--out", type=Path, default=Path("runs/bench"), help="folder of the JSON files")
     add("--compare", type=Path, nargs=2, metavar=("A", "B"), help="only compare B with A: JSON files, or folders")
-    add("--tolerance", type=float, default=0.05, help="of --compare: 0.05 lets an operation take 5%% longer")
+    add("--tolerance", type=number(float, 0), default=0.05, help="of --compare: 0.05 lets an operation take 5%% longer")
     return parser
 
 
@@ -71,14 +67,15 @@ def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Names
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        if args.compare:
-            check_compare(args)
-            return args
-        check_choice(args, parser, world_size)
-        fill_in(args, world_size)
-        check_sizes(args, world_size)
-        args.cases = make_cases(args)
-        args.cases[0].routing_on_host(0)  # raises where a routing cannot be made
+        for path in args.compare or ():
+            if not path.exists():
+                refuse("compare", path, "JSON files of this benchmark, or folders of them")
+        if not args.compare:
+            check_choice(args, parser, world_size)
+            fill_in(args, world_size)
+            check_sizes(args, world_size)
+            args.cases = make_cases(args)
+            args.cases[0].routing_on_host(0)  # raises where a routing cannot be made
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -86,14 +83,6 @@ def parse_args(argv: list[str] | None, world_size: int | None) -> argparse.Names
 
 def refuse(argument: str, given: object, allowed: str) -> NoReturn:
     raise ValueError(f"--{argument.replace('_', '-')}: given {given}, allowed: {allowed}")
-
-
-def check_compare(args: argparse.Namespace) -> None:
-    if args.tolerance < 0:
-        refuse("tolerance", args.tolerance, "0 or more")
-    for path in args.compare:
-        if not path.exists():
-            refuse("compare", path, "JSON files of this benchmark, or folders of them")
 
 
 def check_choice(args: argparse.Namespace, parser: argparse.ArgumentParser, world_size: int | None) -> None:
@@ -117,20 +106,16 @@ def fill_in(args: argparse.Namespace, world_size: int | None) -> None:
     if args.ranks is None:
         args.ranks = world_size or (standard.ranks if args.engine == "cpu" else torch.cuda.device_count())
     for name in ("hidden", "experts", "topk"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(standard, name))
+        setattr(args, name, getattr(args, name) or getattr(standard, name))
     args.tokens, args.sms = args.tokens or [standard.tokens], args.sms or [standard.sms]
-    args.ranks_per_node = args.ranks_per_node or default_topologies(args)
     args.out = args.suite or args.out
+    if args.ranks_per_node is None:  # as torchrun started them; of one node with the CPU engine also virtual nodes
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+        halves = args.engine == "cpu" and per_host == args.ranks and args.ranks % 2 == 0
+        args.ranks_per_node = [per_host, per_host // 2] if halves else [per_host]
 
 
 def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
-    for name in ("ranks", "hidden", "experts", "topk", "iters", "threads", "tokens", "sms"):
-        for value in getattr(args, name) if name in SEVERAL else [getattr(args, name)]:
-            if value < 1:
-                refuse(name, value, "1 or more")
-    if args.warmup < 0:
-        refuse("warmup", args.warmup, "0 or more")
     if world_size is not None and args.ranks != world_size:
         refuse("ranks", args.ranks, f"the {world_size} ranks that torchrun started")
     if args.engine == "cuda" and args.ranks > torch.cuda.device_count():
@@ -140,17 +125,10 @@ def check_sizes(args: argparse.Namespace, world_size: int | None) -> None:
     if args.topk > args.experts:
         refuse("topk", args.topk, f"at most the {args.experts} experts")
     for n in args.ranks_per_node:
-        if n < 1 or args.ranks % n:
+        if args.ranks % n:
             refuse("ranks_per_node", n, f"divisors of the {args.ranks} ranks")
     if args.out.exists() and not args.out.is_dir():
         refuse("out", args.out, "a folder")
-
-
-def default_topologies(args: argparse.Namespace) -> list[int]:
-    """Ranks per node: as torchrun started them; of one node with the CPU engine also its halves as virtual nodes."""
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    halves = args.engine == "cpu" and per_host == args.ranks and args.ranks % 2 == 0
-    return [per_host, per_host // 2] if halves else [per_host]
 
 
 def make_cases(args: argparse.Namespace) -> list[Case]:

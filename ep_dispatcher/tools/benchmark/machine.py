@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ def to_json(run: dict) -> str:
 
 
 def describe_machine(build: str | None = None) -> dict:
-    """``build``: name of the build, if git cannot tell it."""
+    """``build``: name of the build, if git cannot tell it. "modules" has the compiled modules, by their hashes."""
 
     def field(path: str, name: str) -> str:
         try:
@@ -36,7 +37,7 @@ def describe_machine(build: str | None = None) -> dict:
             return "unknown"
         return done.stdout.partition("\n")[0] if done.returncode == 0 else "unknown"
 
-    here = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[2]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     machine = {
         "cpu": field("/proc/cpuinfo", "model name"),
@@ -48,13 +49,18 @@ def describe_machine(build: str | None = None) -> dict:
         "torch": torch.__version__,
         "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": build or first_line("git", "describe", "--always", "--dirty", "--abbrev=12", folder=here),
+        "git_commit": build or first_line("git", "describe", "--always", "--dirty", "--abbrev=12", folder=package),
+        "modules": {path.name.partition(".")[0]: _sha256(path) for path in sorted(package.glob("_C_*.so"))},
         "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
     }
     if gpus:
         query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         machine |= {"driver": first_line(*query), "cuda": torch.version.cuda, "nccl": _nccl_version()}
     return machine
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _nccl_version() -> str:

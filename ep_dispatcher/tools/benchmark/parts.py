@@ -126,8 +126,7 @@ def _measure_engine(part: Part, buffer: ep.Buffer) -> None:
     for side, baseline in baselines.items():
         compared = part.attempt(f"comparison, {side}", partial(compare, engine, baseline, *inputs, case.layout))
         found["compared"] |= {side: compared} if compared else {}
-    moved = partial(wire_bytes, engine, next(iter(baselines.values()), None), case.ranks_per_node or case.ranks)
-    found["wire_bytes"] = part.attempt("bytes", lambda: moved(*inputs)) or {}
+    found["wire_bytes"] = part.attempt("bytes", partial(wire_bytes, engine, case, *inputs)) or {}
     if case.graph:
         for operation, call in sides[ENGINE].items():
             replay = part.attempt(f"{GRAPH}, {operation}", partial(part.clock.capture, call))
