@@ -53,9 +53,9 @@ def names():
     """Files, tests and commands that a page names, pages that a source names, and the files of docs/files.md."""
     makefile = (ROOT / "Makefile").read_text()
     for page, text in TEXTS.items():
-        named = re.findall(rf"`((?:{FOLDERS})/[\w./*-]*)`", text)
+        named = re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w./*-]*\w(?:/|\*)?)", text)
         named += [f"tests/{name}.py" for name in re.findall(r"`(test_\w+\*?)(?:\.py)?`", text)]
-        yield from (f"{page.name}: there is no {name}" for name in named if not exists(name))
+        yield from (f"{page.name}: there is no {name}" for name in named if not (exists(name) or name.endswith(".so")))
         commands = set(re.findall(r"(?:^|`|=\w+ )make ([a-z][\w-]*)", text, re.MULTILINE))
         yield from (f"{page.name}: no make {name}" for name in commands if not re.search(rf"^{name}:", makefile, re.M))
     for block in re.findall(r"^```\n(.*?)^```$", TEXTS[ROOT / "docs/files.md"], re.MULTILINE | re.DOTALL):
