@@ -4,7 +4,7 @@ CC, CXX and CXXFLAGS choose compiler and further flags; MAX_JOBS bounds the file
 built when nvcc is found; EP_DISPATCHER_CUDA=1 demands it, EP_DISPATCHER_CUDA=0 leaves it out. NVCC_FLAGS adds flags.
 The module for several hosts is built when NVSHMEM is found too, in NVSHMEM_HOME or as the package nvidia-nvshmem-cu13
 (or cu12); EP_DISPATCHER_NVSHMEM is 1 or 0 likewise. EP_DISPATCHER_STAMPS=1 builds kernels that keep when their steps
-end, for benchmarks/time_line.py.
+end, for benchmarks/time_line.py; EP_DISPATCHER_PACE=1 builds a peer wire with a pace (EP_DISPATCHER_WIRE_GBPS).
 """
 
 import hashlib
@@ -74,9 +74,9 @@ def switch(name):
     return value
 
 
-def stamp_flags():
-    """Flags of nvcc for kernels with stamps (csrc/cuda/device/stamps.h); none for those without."""
-    return ["-DEP_STAMPS"] if switch("EP_DISPATCHER_STAMPS") == "1" else []
+def measuring_flags():
+    """Flags of nvcc for kernels with stamps (csrc/cuda/device/stamps.h), or with a pace (csrc/cuda/rail/pace.cuh)."""
+    return [f"-DEP_{name}" for name in ("STAMPS", "PACE") if switch(f"EP_DISPATCHER_{name}") == "1"]
 
 
 def find_nvcc():
@@ -302,7 +302,7 @@ def extensions():
         sources,
         depends=headers,
         include_dirs=include_dirs,
-        extra_compile_args=stamp_flags(),
+        extra_compile_args=measuring_flags(),
         language="c++",
     )
     folder = find_nvshmem()
@@ -313,7 +313,7 @@ def extensions():
         [*sources, *files("csrc/nvshmem/*.cu")],
         depends=[*headers, *files("csrc/nvshmem/*.h")],
         include_dirs=[*include_dirs, f"{folder}/include", *cccl_folders()],
-        extra_compile_args=[*NVSHMEM_FLAGS, *stamp_flags()],
+        extra_compile_args=[*NVSHMEM_FLAGS, *measuring_flags()],
         extra_link_args=nvshmem_link_flags(folder),
         language="c++",
     )

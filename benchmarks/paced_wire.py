@@ -1,5 +1,6 @@
 """Measures dispatch and combine between virtual nodes, with a wire that has the rate of a network card.
 
+    EP_DISPATCHER_CUDA=1 EP_DISPATCHER_PACE=1 python setup.py build_ext --inplace      # a wire with a pace
     python benchmarks/paced_wire.py                                    # 2 nodes, all GPUs
     CUDA_VISIBLE_DEVICES=0 python benchmarks/paced_wire.py --ranks-per-node 2    # 4 ranks on a GPU, under NVIDIA's MPS
     python benchmarks/paced_wire.py --draw runs/paced_wire.json        # only the table and the chart

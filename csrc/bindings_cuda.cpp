@@ -148,6 +148,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
   m.attr("bytes_sent_offset") = offsetof(State, bytes_sent);
   m.attr("lists_sent_offset") = offsetof(State, lists_sent);
 
+#ifdef EP_PACE
+  m.attr("has_pace") = true;
+#else
+  m.attr("has_pace") = false;
+#endif
   // Stamps are int64 [stamped_launches, stamped_operations, blocks, stamped_warps, steps]: nanoseconds, 0 where there
   // is none. The order of steps is that of their names. Only builds with stamps write them.
   m.attr("has_stamps") = kStamps;
@@ -192,13 +197,12 @@ PYBIND11_MODULE(EP_MODULE, m) {
 
   py::class_<Engine>(m, "Engine", py::module_local())
       .def(py::init([](const Config& config, const std::vector<Address>& regions, const std::vector<Address>& rail,
-                       const std::vector<int>& rail_pes, double wire_rate, Address state, Address report,
-                       double timeout_s, int num_sms) {
-             return Engine(config, pointers(regions), pointers(rail), rail_pes, wire_rate, pointer<char>(state),
+                       const std::vector<int>& rail_pes, Address state, Address report, double timeout_s, int num_sms) {
+             return Engine(config, pointers(regions), pointers(rail), rail_pes, pointer<char>(state),
                            pointer<char>(report), timeout_s, num_sms);
            }),
-           py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"),
-           py::arg("wire_rate"), py::arg("state"), py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
+           py::kw_only(), py::arg("config"), py::arg("regions"), py::arg("rail"), py::arg("rail_pes"), py::arg("state"),
+           py::arg("report"), py::arg("timeout_s"), py::arg("num_sms"))
       // `prepare` plans (unless a plan is given) and stages, `pull` brings the rows; `dispatch` is both in one launch.
       .def("prepare", launch_dispatch<true, false>)
       .def("pull", launch_dispatch<false, true>)
@@ -211,6 +215,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
            [](const Engine& e, const Waves& waves, int num_groups, Address stream) {
              e.wait_until_begun(waves, num_groups, pointer<CUstream_st>(stream));
            })
+      .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.

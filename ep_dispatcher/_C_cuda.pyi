@@ -11,6 +11,7 @@ bytes_sent_offset: int
 bytes_written_offset: int
 counted_rows_offset: int
 epoch_offset: int
+has_pace: bool
 has_stamps: bool
 lists_sent_offset: int
 masked_offset: int
@@ -158,7 +159,6 @@ class Engine:
         regions: Sequence[int],
         rail: Sequence[int],
         rail_pes: Sequence[int],
-        wire_rate: float,
         state: int,
         report: int,
         timeout_s: float,
@@ -171,6 +171,7 @@ class Engine:
     def reduce(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def combine(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def wait_until_begun(self, waves: Waves, num_groups: int, stream: int) -> None: ...
+    def pace_wire(self, bytes_per_s: float) -> None: ...
     def stamp_into(self, stamps: int, num_blocks: int) -> None: ...
     def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
     def has_report(self) -> bool: ...

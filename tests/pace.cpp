@@ -65,11 +65,6 @@ int main(int argc, char** argv) {
         const uint64_t takes = ep::cuda::ticks_of(bytes, ticks_per_byte);
         const uint64_t end = ep::cuda::book(Free{free}, now, takes);
         booked[t].push_back({now, end - takes, end, bytes});
-        const uint32_t crossed = ep::cuda::short_time(end);
-        // A wait ends not before the end, and not more than 128 ns and one step of the clock later.
-        if (ep::cuda::has_come(crossed, end - 1)) std::exit(fail("a wait ends too early"));
-        if (!ep::cuda::has_come(crossed, end + 2 * 128 * ep::cuda::kTicksPerNs))
-          std::exit(fail("a wait ends too late"));
         if (busy)
           clock.reach(end);
         else

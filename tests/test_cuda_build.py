@@ -102,7 +102,7 @@ def host_side():
     report = torch.zeros(_C_cuda.report_bytes(config), dtype=torch.uint8)
     regions = [1 << 20, 1 << 30]
     addresses = dict(regions=regions, rail=regions[:1], rail_pes=[], state=state.data_ptr(), report=report.data_ptr())
-    engine = _C_cuda.Engine(config=config, wire_rate=0, timeout_s=0.1, num_sms=4, **addresses)
+    engine = _C_cuda.Engine(config=config, timeout_s=0.1, num_sms=4, **addresses)
     return engine, report.view(torch.int32), report.view(torch.int64), (state, report)
 
 

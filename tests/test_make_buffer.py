@@ -546,6 +546,7 @@ ONE_ALONE = {
     "a small GPU": ({}, {}, 1, "num_sms: given 1, allowed: at least 2 with several nodes"),
     "the wire's": ({}, dict(RAIL_SMS="0"), 132, "EP_DISPATCHER_RAIL_SMS: given '0', allowed: an integer of at least 1"),
     "the pace": ({}, dict(WIRE_GBPS="-1"), 132, "EP_DISPATCHER_WIRE_GBPS: given '-1', allowed: a number above 0"),
+    "no pace": ({}, dict(WIRE_GBPS="50"), 132, "EP_DISPATCHER_WIRE_GBPS: given 50.0, allowed: unset, or a build with"),
 }
 
 

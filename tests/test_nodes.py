@@ -1,5 +1,6 @@
 """Between (virtual) nodes: what crosses, that it is right however the routing changes, and who may form nodes."""
 
+import importlib
 import random
 import threading
 import time
@@ -24,6 +25,7 @@ from test_dispatch_combine import (
 
 import ep_dispatcher as ep
 import ep_dispatcher.buffer as buffer_module
+from ep_dispatcher.engines import ENGINES
 from ep_dispatcher.tools.testing import device_of, make_routing
 
 SMALL = dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512)
@@ -41,6 +43,10 @@ LONG_ROWS = [
         dict(hidden=7168, payload="quantize", recv="exact"),
     )
 ]
+needs_pace = pytest.mark.skipif(
+    "cuda" not in ENGINES or not importlib.import_module("ep_dispatcher._C_cuda").has_pace,
+    reason="built without a pace",
+)
 FAST = 10000.0  # GB/s: data waits for nothing, but takes the way of a paced wire
 cuda = pytest.mark.parametrize("engine", [on("cuda")])
 
@@ -279,7 +285,7 @@ def at_pace(rank: int, gb_per_s: float | None, run, *given):
 
 
 @cuda
-@pytest.mark.parametrize("gb_per_s", [None, FAST])
+@pytest.mark.parametrize("gb_per_s", [None, pytest.param(FAST, marks=needs_pace)])
 @pytest.mark.parametrize(
     "row", LONG_ROWS, ids=lambda row: f"{row.get('payload', 'rows')}-{row['hidden']}-{row.get('recv')}"
 )
@@ -295,6 +301,7 @@ def test_long_rows_cross_in_pieces(pools, engine, num_ranks, ranks_per_node, row
 
 
 @cuda
+@needs_pace
 @pytest.mark.parametrize("gb_per_s", [FAST, 2.0])  # so that puts have crossed at once, or not before the next ones
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 1), (4, 2), (3, 1)])
 def test_every_step_over_a_paced_wire(pools, engine, num_ranks, ranks_per_node, gb_per_s):
@@ -333,6 +340,7 @@ def pace(rank: int, engine: str, case: Case, gb_per_s: float, leaves: bool) -> f
 
 
 @cuda
+@needs_pace
 def test_a_paced_wire_takes_as_long_as_it_says(pools, engine):
     gb_per_s = 0.01  # 60 ms for the rows
     ratios = pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, False)
@@ -340,6 +348,7 @@ def test_a_paced_wire_takes_as_long_as_it_says(pools, engine):
 
 
 @cuda
+@needs_pace
 def test_a_rank_leaves_a_paced_wire_at_once(pools, engine):
     gb_per_s = 0.0001  # 6 s for the rows
     assert max(pools(2).run(pace, engine, Case(2, 1, **SMALL), gb_per_s, True)) < 0.5

@@ -103,6 +103,14 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+def has_pace() -> bool:
+    if cuda_problem() is not None:
+        return False
+    from ep_dispatcher import _C_cuda
+
+    return _C_cuda.has_pace
+
+
 @pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
 @pytest.mark.parametrize("name", ["paced_wire", "time_line"])
 def test_without_a_gpu_it_says_why(tmp_path, name):
@@ -111,7 +119,7 @@ def test_without_a_gpu_it_says_why(tmp_path, name):
     assert found.returncode == 2 and "allowed: the CUDA engine" in found.stderr
 
 
-@pytest.mark.skipif(cuda_problem() is not None, reason="no GPU")
+@pytest.mark.skipif(not has_pace(), reason="no GPU, or built without a pace")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_a_run(tmp_path, layout):
     out = tmp_path / "paced.json"

@@ -254,6 +254,7 @@ def test_a_wheel_has_what_its_switches_ask_for(fake):
         ({"NVCC_FLAGS": "-lineinfo"}, ["_C_cuda"]),
         ({"NVCC_APPEND_FLAGS": "-lineinfo"}, ["_C_cuda"]),  # nvcc itself reads it
         ({"EP_DISPATCHER_STAMPS": "1"}, ["_C_cuda"]),
+        ({"EP_DISPATCHER_PACE": "1"}, ["_C_cuda"]),
         ({"CXXFLAGS": "-g1"}, ["_C_cpu"]),
         ({"LDFLAGS": "-Wl,-O1"}, ["_C_cpu"]),
         ({"CXX": "other-g++"}, ["_C_cpu", "_C_cuda"]),
@@ -266,7 +267,8 @@ def test_other_flags_and_compilers_compile_again(fake, change, compiled):
     assert again == compiled
     (flag,) = change.values()
     if "APPEND" not in next(iter(change)):
-        assert ("-DEP_STAMPS" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[-1]}"]
+        name = next(iter(change)).removeprefix("EP_DISPATCHER_")
+        assert (f"-DEP_{name}" if flag == "1" else flag) in files[f"ep_dispatcher/{compiled[-1]}"]
     assert fake(**change)[1] == []
 
 

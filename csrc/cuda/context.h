@@ -21,14 +21,18 @@ struct Peers {
 #endif
 };
 
-// Addresses of the rail peers, and the pace of the peer wire.
+// Addresses of the rail peers.
 struct WireData {
   ptrdiff_t distance[kMaxNodes];  // [bytes] from this rank's region to its rail peer's on each node, where it is mapped
   int pe[kMaxNodes];              // the rail peer's PE on each node (NVSHMEM wire)
-  // A bit per node, also for the own one.
-  uint32_t mapped;       // the rail peer's region is mapped here, and this rank's there
-  uint32_t straight;     // rows and sums need no staging here: as `mapped`, but with a pace only the own node
+  uint32_t
+      mapped;  // a bit per node, also for the own one: the rail peer's region is mapped here, and this rank's there
+#ifdef EP_PACE
   float ticks_per_byte;  // [1/8 ns] pace of the peer wire; 0: no pace
+  EP_HOST_DEVICE bool is_paced() const { return ticks_per_byte != 0; }
+#else
+  EP_HOST_DEVICE bool is_paced() const { return false; }
+#endif
 };
 
 // Written by the host once per buffer, except wait_ns; a parameter of each launch, read by all threads.

@@ -5,8 +5,6 @@
 #include <chrono>
 #include <thread>
 
-#include "cuda/rail/pace.h"
-
 namespace ep::cuda {
 
 size_t state_bytes(const Config& config, int num_sms) {
@@ -16,8 +14,7 @@ size_t state_bytes(const Config& config, int num_sms) {
 }
 
 Engine::Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
-               const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s,
-               int num_sms)
+               const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms)
     : context_{}, num_sms_(num_sms) {
   // Sizes, and this rank's place.
   context_.config = config;
@@ -54,8 +51,6 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
     context_.wire.mapped |= 1u << node;
   }
   std::copy(rail_pes.begin(), rail_pes.end(), context_.wire.pe);
-  context_.wire.ticks_per_byte = wire_rate > 0 ? static_cast<float>(kTicksPerNs * 1e9 / wire_rate) : 0;
-  context_.wire.straight = wire_rate > 0 ? 1u << context_.node : context_.wire.mapped;
   Cursor of_region(const_cast<char*>(own));
   context_.own = carve_region(of_region, config);
 }

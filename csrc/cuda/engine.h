@@ -10,6 +10,9 @@
 
 #include "cuda/context.h"
 #include "cuda/plan/plan.h"
+#ifdef EP_PACE
+#include "cuda/rail/pace.h"
+#endif
 
 namespace ep::cuda {
 
@@ -83,12 +86,11 @@ class Engine {
   //   regions     [ranks_per_node] region of every rank of the node, as mapped here
   //   rail        [num_nodes] region of the rail peer on every node, as mapped here; null where it is not
   //   rail_pes    [num_nodes] its number in NVSHMEM; not needed where all are mapped
-  //   wire_rate   [bytes / s] limit of the peer wire; 0: no limit
   //   state       state_bytes() of device memory, zeroed
   //   report      report_bytes() of pinned memory, zeroed
   //   num_sms     blocks of a launch
   Engine(const Config& config, const std::vector<char*>& regions, const std::vector<char*>& rail,
-         const std::vector<int>& rail_pes, double wire_rate, char* state, char* report, double timeout_s, int num_sms);
+         const std::vector<int>& rail_pes, char* state, char* report, double timeout_s, int num_sms);
 
   // [host] Launch a dispatch: with `stages` its plan and staging, with `pulls` the rest, with both all in one launch.
   // `plan` is written if there is a topk_idx, else read. Two launches of one dispatch get the same arguments, except
@@ -115,6 +117,12 @@ class Engine {
 #ifdef EP_STAMPS
     context_.stamps = stamps;
     context_.stamped_blocks = num_blocks;
+#endif
+  }
+  // [host] Limit the peer wire between nodes to a rate, before the first launch. Only builds with EP_PACE do.
+  void pace_wire([[maybe_unused]] double bytes_per_s) {
+#ifdef EP_PACE
+    context_.wire.ticks_per_byte = static_cast<float>(kTicksPerNs * 1e9 / bytes_per_s);
 #endif
   }
 
@@ -149,8 +157,10 @@ class Engine {
   // [host] Return the blocks of a launch.
   int num_blocks(const Waves& waves) const { return waves.num_blocks > 0 ? waves.num_blocks : num_sms_; }
 
-  // [host] Return whether rows and sums go straight to all other nodes, or there is none.
-  bool is_straight() const { return context_.wire.straight == (1u << context_.config.num_nodes) - 1; }
+  // [host] Return whether rows and sums go directly to all other nodes, or there is none.
+  bool is_direct() const {
+    return context_.wire.mapped == (1u << context_.config.num_nodes) - 1 && !context_.wire.is_paced();
+  }
 
   BufferContext context_;
   int num_sms_;

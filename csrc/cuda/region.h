@@ -39,7 +39,7 @@ struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
   char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer, unless they go
-                   // straight there
+                   // directly there
   char* tails;     // [max_tokens, tail_bytes] scales and weights by token
   // Written by the receivers, read by this rank.
   float* weights;  // [max_tokens, num_topk] weights of a combine, by token
@@ -53,8 +53,7 @@ struct RailArrays {
   // Written by the rail peer, read by this rank.
   Tagged* call;       // [2, Call::kNumWords] by parity of the epoch: its Call, for this rank's relay
   int32_t* table_in;  // [max_tokens, table_ints] numbers of the rail peer's items on this node
-  char*
-      sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; straight ones come from all its blocks
+  char* sums;  // [max_tokens, slot_stride] that node's sums of this rank's tokens; direct ones come from all its blocks
   float* weights;  // [max_tokens, num_topk] that node's weights of this rank's tokens
   // Written by the ranks of this node, read by this rank.
   char* slots;  // [ranks_per_node, window_slots, slot_stride] partial sums of the rail peer's tokens, by receiver and

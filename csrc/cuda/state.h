@@ -42,8 +42,10 @@ struct State {
   uint64_t bytes_written[kMaxRanks];  // a sum and all weights per received item, by rank of the inbox
   uint64_t bytes_sent[kMaxNodes];     // rows, tails, sums and weights sent, by node of the rail peer
   uint64_t lists_sent[kMaxNodes];     // [bytes] Calls, counts, items and tables sent, by node of the rail peer
-  uint64_t wire_free;                 // [1/8 ns] end of the last booking of a paced wire (pace.h)
-  uint32_t aborted;                   // 1: this rank has aborted; kernels end early and do nothing
+#ifdef EP_PACE
+  uint64_t wire_free;  // [1/8 ns] end of the last booking of the wire (pace.h)
+#endif
+  uint32_t aborted;  // 1: this rank has aborted; kernels end early and do nothing
   uint32_t count_done, list_done, pull_done, combine_done;  // arrived blocks; 0 between operations
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
   // With Config::masks, by rank. 1: masked, so nobody waits for the rank. Set by kernels and by the host.

@@ -123,7 +123,8 @@ SWITCHES = (
         "EP_DISPATCHER_WIRE_GBPS",
         None,
         "a number above 0, in GB/s",
-        "the highest rate of the peer wire, per rank and direction: to measure with the rate of a network card",
+        "the highest rate of the peer wire, per rank and direction: to measure with the rate of a network card. Needs "
+        "a build with EP_DISPATCHER_PACE=1",
         _positive_float,
     ),
     Switch(
@@ -184,7 +185,8 @@ SWITCHES = (
     ),
 )
 _BY_NAME = {switch.name: switch for switch in SWITCHES}
-_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_STAMPS")  # setup.py reads them
+# setup.py reads them
+_OF_THE_BUILD = ("EP_DISPATCHER_CUDA", "EP_DISPATCHER_NVSHMEM", "EP_DISPATCHER_STAMPS", "EP_DISPATCHER_PACE")
 
 
 def read(name: str) -> Any:

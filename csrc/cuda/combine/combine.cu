@@ -260,7 +260,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   CombineParams params{};
   params.args = args;
   params.plan = read_plan(config, plan);
-  params.rail_blocks = is_straight() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
+  params.rail_blocks = is_direct() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
   // Share the tokens evenly: with few tokens every block takes one batch.
   const int blocks = num_blocks(args.waves) - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };

@@ -158,10 +158,10 @@ struct Reducer {
     return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
 
-  // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if straight, else staging for
+  // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if direct, else staging for
   // the senders.
   __device__ char* sums_for(int node) const {
-    if (!context.is_straight(node)) return context.inbox_for(node, &Inbox::staging);
+    if (!context.is_direct(node)) return context.inbox_for(node, &Inbox::staging);
     return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
   }
 
@@ -218,7 +218,7 @@ struct Reducer {
   // [warp] Take the first tokens, once all ranks agree. Wait for free staging if any sum travels. Return false after an
   // abort of this rank.
   __device__ bool begin() {
-    // Sums for a rail peer go to the staging of its inbox, if not straight: wait until the node has read the rows
+    // Sums for a rail peer go to the staging of its inbox, if not direct: wait until the node has read the rows
     // there. `agree` implies it, so this wait is over at once.
     const bool sends = order < milestones().num_sums();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))

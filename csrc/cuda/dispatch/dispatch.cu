@@ -179,7 +179,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.pulls = pulls;
   params.new_plan = args.topk_idx != nullptr;
   params.direct = params.new_plan && config.plans_directly;
-  params.stages_rows = config.ranks_per_node > 1 || !is_straight() || !params.reads_own_rows();
+  params.stages_rows = config.ranks_per_node > 1 || !is_direct() || !params.reads_own_rows();
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
   params.tail_bytes = tail_bytes(config, args);
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;

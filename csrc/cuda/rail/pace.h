@@ -28,18 +28,4 @@ EP_HOST_DEVICE inline uint64_t book(Free&& free, uint64_t now, uint64_t takes) {
   return free.add(takes) + takes;
 }
 
-// A time in 32 bits, for kernels short of registers: in units of 128 ns, rounded up, modulo 2^32. 0: no time.
-constexpr int kShortShift = 10;
-
-// [host] [thread] Return a time of `book` in short.
-EP_HOST_DEVICE inline uint32_t short_time(uint64_t ticks) {
-  const auto time = static_cast<uint32_t>((ticks + (1u << kShortShift) - 1) >> kShortShift);
-  return time == 0 ? 1 : time;
-}
-
-// [host] [thread] Return whether a time has come. It may be 4 minutes ahead or behind.
-EP_HOST_DEVICE inline bool has_come(uint32_t time, uint64_t now) {
-  return time == 0 || static_cast<int32_t>(static_cast<uint32_t>(now >> kShortShift) - time) >= 0;
-}
-
 }  // namespace ep::cuda

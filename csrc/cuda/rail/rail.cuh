@@ -12,6 +12,7 @@
 // Before all ranks agree, only `inbox_free`, Calls, counts, rows and tails are sent.
 #pragma once
 #include "cuda/rail/long_puts.cuh"
+#include "cuda/rail/pace.cuh"
 #include "cuda/sync/call.cuh"
 
 namespace ep::cuda::EP_KERNELS {
@@ -23,6 +24,7 @@ struct RailWarp {
   const Context& context;
   const int lane, warp, num_warps;
   const int num_others, num_senders;
+  mutable SenderPace pace;
 
   // [warp] Find this warp's number. Called in all warps of rail blocks.
   __device__ explicit RailWarp(const Op& op)
@@ -32,7 +34,8 @@ struct RailWarp {
         warp(threadIdx.x / 32 * (gridDim.x - op.num_blocks) + op.block - op.num_blocks),
         num_warps(blockDim.x / 32 * (gridDim.x - op.num_blocks)),
         num_others(op.context.num_others()),
-        num_senders(num_warps - num_others) {}
+        num_senders(num_warps - num_others),
+        pace(op.context) {}
 
   // [warp] Return true in a relay, false in a sender.
   __device__ bool relays() const { return warp < num_others; }
@@ -51,6 +54,7 @@ struct RailWarp {
   // data covered by the flag may be read, by this warp. Called in relays, and in senders for `inbox_free`.
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
     uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
+    flush();
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
     if (lane == 0) wire().arrived(node, flag, op.epoch);
     __syncwarp();
@@ -62,6 +66,7 @@ struct RailWarp {
   // those blocks wait for peers with a limit, and abort this rank when it is over. A limit here could end first, and
   // would report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
+    if (pace.holds_share() && !__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) flush();
     bool here;
     do here = ptx::load_acquire(flag) >= op.epoch;
     while (!here && !has_aborted(context));
@@ -87,65 +92,35 @@ struct RailWarp {
     return {context, shared + threadIdx.x / 32 * of_warp, of_warp};
   }
 
-  // [warp] Begin to send `bytes` to a node: count them, and book the wire for them. Return the time at which they have
-  // crossed, in lane 0. A later call returns a later time, so a sender keeps only the last one of each flag. Called in
-  // senders, just before their puts.
-  __device__ uint32_t begin_sending(uint64_t* counters, int node, uint32_t bytes) const {
-    if (lane != 0) return 0;
+  // [warp] Count the bytes that this sender is about to put to a node.
+  __device__ void count_bytes(uint64_t* counters, int node, uint32_t bytes) const {
+    if (lane != 0) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(counters + node), static_cast<unsigned long long>(bytes));
-    return wire().book(bytes);
+    pace.book(bytes);
   }
 
-  // [warp] Count this sender in, after its puts, once they have crossed. The last of all senders resets the counter and
-  // raises the wire flag at the rail peer: it covers the puts of all senders. `crossed`: of begin_sending, in lane 0; 0
-  // without puts. Each sender waits for its own puts only, so no flag waits for later puts to cross.
-  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* flag_there, uint32_t crossed) const {
+  // [warp] Count this sender in, after its puts. The last of all senders resets the counter and raises the wire flag at
+  // the rail peer: it covers the puts of all senders.
+  __device__ void count_in(const SentShare& share) const {
     __syncwarp();
     if (lane == 0) {
-      wire().wait_to_cross(crossed);
       ptx::fence_system();
-      if (atomicAdd(counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
-        *counter = 0;
+      if (atomicAdd(share.counter, 1u) == static_cast<uint32_t>(num_senders) - 1) {
+        *share.counter = 0;
         ptx::fence_system();
-        wire().signal(node, flag_there, op.epoch);
+        wire().signal(share.node, share.remote_flag, op.epoch);
       }
     }
     __syncwarp();
   }
 
-  // Puts of this sender that it has not counted in for yet.
-  struct Sent {
-    int node = -1;  // -1: there are none
-    int chunk;      // kItems: items and the table
-    uint32_t crossed;
-  };
-  static constexpr int kItems = -1;
-
-  // [warp] Finish what was sent before `next`, which is under way too. Leave `next` in `before` while it crosses a
-  // paced wire: meanwhile this sender makes more puts, as with a network card. `finish(sent)` calls finish_sending.
-  template <class Finish>
-  __device__ void finish_before(Sent& before, const Sent& next, const Finish& finish) const {
-    finish_last(before, finish);
-    before = next;
-    if (__all_sync(~0u, lane != 0 || wire().has_crossed(next.crossed))) finish_last(before, finish);
+  // [warp] Count this sender in for a share of puts, at once or with a pace a little later: at the latest when it waits
+  // for other blocks, or flushes.
+  __device__ void finish_sending(uint32_t* counter, int node, uint64_t* remote_flag) const {
+    pace.finish({counter, node, remote_flag}, [&](const SentShare& share) { count_in(share); });
   }
-
-  // [warp] Finish what was sent last, if it is unfinished.
-  template <class Finish>
-  __device__ void finish_last(Sent& before, const Finish& finish) const {
-    if (before.node >= 0) finish(before);
-    before.node = -1;
-  }
-
-  // [warp] Wait as wait_for_self. If the flag has not arrived yet, first finish what was sent.
-  template <class Finish>
-  __device__ bool finish_and_wait(Sent& before, const uint64_t* flag, const Finish& finish) const {
-    if (!__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) {
-      finish_last(before, finish);
-      return wait_for_self(flag);
-    }
-    ptx::fence_before_bulk();
-    return true;
+  __device__ void flush() const {
+    pace.flush([&](const SentShare& share) { count_in(share); });
   }
 
   // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then raise
@@ -162,11 +137,11 @@ struct RailWarp {
     return true;
   }
 
-  // [warp] Raise a wire flag that covers the puts of this sender alone, once they have crossed.
-  __device__ void signal_alone(int node, uint64_t* flag_there, uint32_t crossed) const {
+  // [warp] Raise a wire flag that covers the puts of this sender alone.
+  __device__ void signal_alone(int node, uint64_t* flag_there) const {
     __syncwarp();
     if (lane == 0) {
-      wire().wait_to_cross(crossed);
+      pace.wait();
       wire().signal(node, flag_there, op.epoch);
     }
   }
@@ -187,10 +162,10 @@ struct RailWarp {
     for (int i = sender(); i < num_others; i += num_senders) {
       const uint32_t counts_bytes = has_counts ? context.counts_ints * sizeof(int32_t) : 0;
       int32_t* const counts = own_counts(op, op.rank()).data;
-      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
+      count_bytes(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
       wire().put(node(i), arriving_call(op.context.rail_at_peer(node(i), &RailArrays::call)), call, kCallBytes);
-      signal_alone(node(i), flag_at(node(i), context.own.call_arrived), crossed);
+      signal_alone(node(i), flag_at(node(i), context.own.call_arrived));
     }
     return true;
   }

@@ -13,40 +13,35 @@ struct DispatchRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
-  // `piece` counts them over all arrays, the same in all senders. If this sender puts anything, set `crossed` to what
-  // begin_sending returns. Wait for nothing.
-  __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece,
-                             uint32_t& crossed) const {
+  // `piece` counts them over all arrays, the same in all senders.
+  __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece) const {
     constexpr uint32_t kPiece = 8192;
     for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
       if (piece % num_senders != sender()) continue;
       const uint32_t here_bytes = min(kPiece, bytes - offset);
-      crossed = begin_sending(context.state->lists_sent, node, here_bytes);
+      count_bytes(context.state->lists_sent, node, here_bytes);
       wire().put(node, there + offset / 4, here + offset / 4, here_bytes);
     }
   }
 
   // [warp] Put the items and the table of a new plan to every rail peer, all senders together. `items_arrived` rises
-  // there even without a usable plan. `before` and `finish` as in finish_before. Called in senders, after `listed` of
-  // this rank.
-  template <class Finish>
-  __device__ void send_items(const DispatchParams& params, bool usable, Sent& before, const Finish& finish) const {
+  // there even without a usable plan. Called in senders, after `listed` of this rank.
+  __device__ void send_items(const DispatchParams& params, bool usable) const {
     const Config& config = context.config;
     for (int i = 0; i < num_others; ++i) {
       const int to = node(i);
-      uint32_t crossed = 0;
       int piece = 0;
       for (int local = 0; usable && local < op.ranks_per_node(); ++local) {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
         send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
-                   context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece, crossed);
+                   context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
       if (usable)
         send_share(to, context.rail_at_peer(to, &RailArrays::table_in), context.rail_for(to, &RailArrays::table_out),
-                   params.args.num_tokens * context.table_ints * 4, piece, crossed);
-      finish_before(before, {to, kItems, crossed}, finish);
+                   params.args.num_tokens * context.table_ints * 4, piece);
+      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
     }
   }
 
@@ -75,23 +70,20 @@ struct DispatchRailWarp : RailWarp {
 
   // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
   // Row and tail of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not staged
-  // come from the caller's tensor. Return the time at which they have crossed, as begin_sending. Called in senders,
-  // after `staged` of this rank.
-  __device__ uint32_t send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
+  // come from the caller's tensor. Called in senders, after `staged` of this rank.
+  __device__ void send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
     char* const staging = context.inbox_for(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
     char* const tails = context.inbox_for(context.node, &Inbox::tails);
-    uint32_t crossed = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
       const bool goes = lane_token < end && goes_to(params, lane_token, to);
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
-      // Book once for all: an atomic access and its answer take as long as a short put.
-      crossed =
-          begin_sending(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
+      // Count once for all: an atomic access takes as long as a short put.
+      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
       for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
         char* const tail = tails + token * params.tail_bytes;
@@ -100,7 +92,6 @@ struct DispatchRailWarp : RailWarp {
       }
     }
     puts.drain();
-    return crossed;
   }
 
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
@@ -118,44 +109,34 @@ struct DispatchRailWarp : RailWarp {
     }
     const uint64_t* const listed = context.own.listed + op.rank();
     bool has_items = params.new_plan;  // to be sent
-    Sent before;
-    const auto finish = [&](const Sent& sent) {
-      const int other = context.other(sent.node), max_chunks = context.max_token_chunks;
-      if (sent.chunk == kItems)
-        finish_sending(context.arrays.items_sent + other, sent.node, flag_at(sent.node, context.own.items_arrived),
-                       sent.crossed);
-      else
-        finish_sending(context.arrays.rows_sent + other * max_chunks + sent.chunk, sent.node,
-                       flag_at(sent.node, context.own.rows_arrived, max_chunks, sent.chunk), sent.crossed);
-    };
     LongPuts puts = long_puts(shared, params.counters_at);
     const int max_chunks = context.max_token_chunks;
     const int num_chunks = context.config.num_token_chunks(params.args.num_tokens);
     for (int chunk = 0;; ++chunk) {
       const bool waits = chunk == num_chunks || chunk == kChunksAhead;
       if (has_items && (waits || __any_sync(~0u, ptx::load_acquire(listed) >= op.epoch))) {
-        if (!finish_and_wait(before, listed, finish)) return Verdict::kAborted;
-        send_items(params, params.plan.head->usable, before, finish);
+        if (!wait_for_self(listed)) return Verdict::kAborted;
+        send_items(params, params.plan.head->usable);
         stamp(op, Step::kItemsSent);
         has_items = false;
       }
       if (chunk == num_chunks) {
-        finish_last(before, finish);
+        flush();
         stamp(op, Step::kAllSent);
         return agree(op, false);
       }
       const uint64_t* staged = context.own.staged + static_cast<size_t>(op.rank()) * max_chunks + chunk;
-      if (!finish_and_wait(before, staged, finish)) return Verdict::kAborted;
+      if (!wait_for_self(staged)) return Verdict::kAborted;
       const int length = context.config.token_chunk(), begin = chunk * length;
       const int end = min(params.args.num_tokens, begin + length);
       for (int i = 0; i < num_others; ++i) {
         if (chunk == 0) {
-          finish_last(before, finish);
           if (!wait_for_peer(Phase::kFreeStaging, node(i), context.own.inbox_free)) return Verdict::kAborted;
           ptx::fence_before_bulk();
         }
-        const uint32_t crossed = send_tokens(params, puts, node(i), begin, end);
-        finish_before(before, {node(i), chunk, crossed}, finish);
+        send_tokens(params, puts, node(i), begin, end);
+        finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
+                       flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
       }
       if (chunk == 0) stamp(op, Step::kFirstSent);
     }

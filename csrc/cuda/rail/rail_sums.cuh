@@ -10,14 +10,12 @@ struct CombineRailWarp : RailWarp {
   using RailWarp::RailWarp;
 
   // [warp] Put this sender's share of sums and weights to the rail peer on a node: of its tokens [begin, end) with
-  // experts on this node. Straight sums are only counted: they are there already. Weights go by whole tokens; the owner
-  // reads only the columns with experts here. Called in senders, after `summed`. Return the time at which all have
-  // crossed, as begin_sending.
-  __device__ uint32_t send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
+  // experts on this node. Direct sums are only counted: they are there already. Weights go by whole tokens; the owner
+  // reads only the columns with experts here. Called in senders, after `summed`.
+  __device__ void send_sums_of(const CombineParams& params, LongPuts& puts, int to, int begin, int end) const {
     const Config& config = context.config;
     const int32_t* table = params.plan.tables + static_cast<size_t>(to) * config.max_tokens * context.table_ints;
     const uint32_t weight_bytes = params.args.topk_weights ? config.num_topk * sizeof(float) : 0;
-    uint32_t crossed = 0;
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       const int lane_token = first + lane * num_senders;
       bool goes = false;
@@ -25,9 +23,9 @@ struct CombineRailWarp : RailWarp {
         goes |= __ldcg(table + static_cast<size_t>(lane_token) * context.table_ints + local) >= 0;
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
-      // Book once for all, as for rows.
-      crossed = begin_sending(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
-      for (; !context.is_straight(to) && lanes != 0; lanes &= lanes - 1) {
+      // Count once for all, as for rows.
+      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
+      for (; !context.is_direct(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
         puts.put(to, {context.rail_at_peer(to, &RailArrays::sums) + offset,
                       context.inbox_for(to, &Inbox::staging) + offset, context.row_bytes});
@@ -39,7 +37,6 @@ struct CombineRailWarp : RailWarp {
       }
     }
     puts.drain();
-    return crossed;
   }
 
   // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
@@ -51,9 +48,9 @@ struct CombineRailWarp : RailWarp {
     const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
     for (int i = sender(); i < num_others; i += num_senders) {
       // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-      const uint32_t crossed = begin_sending(context.state->lists_sent, node(i), bytes);
+      count_bytes(context.state->lists_sent, node(i), bytes);
       wire().put(node(i), factors, factors, bytes);
-      signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks), crossed);
+      signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks));
     }
   }
 
@@ -70,11 +67,6 @@ struct CombineRailWarp : RailWarp {
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
     LongPuts puts = long_puts(shared, params.memory.pipeline.num_bays * params.memory.pipeline.bay_bytes);
     const int max_chunks = context.max_sum_chunks;
-    Sent before;
-    const auto finish = [&](const Sent& sent) {
-      finish_sending(context.arrays.sums_sent + context.other(sent.node) * max_chunks + sent.chunk, sent.node,
-                     flag_at(sent.node, context.own.sums_arrived, max_chunks, sent.chunk), sent.crossed);
-    };
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
         const int to = node(i), length = context.config.sum_chunk(), begin = chunk * length;
@@ -82,12 +74,13 @@ struct CombineRailWarp : RailWarp {
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
         const int summed = context.other(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
-        if (!finish_and_wait(before, context.own.summed + summed, finish)) return false;
-        const uint32_t crossed = send_sums_of(params, puts, to, begin, end);
-        finish_before(before, {to, chunk, crossed}, finish);
+        if (!wait_for_self(context.own.summed + summed)) return false;
+        send_sums_of(params, puts, to, begin, end);
+        finish_sending(context.arrays.sums_sent + context.other(to) * max_chunks + chunk, to,
+                       flag_at(to, context.own.sums_arrived, max_chunks, chunk));
         if (chunk == 0) stamp(op, Step::kFirstSent);
       }
-    finish_last(before, finish);
+    flush();
     stamp(op, Step::kAllSent);
     return true;
   }

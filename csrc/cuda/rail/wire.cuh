@@ -6,11 +6,6 @@
 //   at         [thread] return an address there as mapped here
 //   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
 //   put_each   [warp] the same for a few words of 4 bytes of each lane
-//   book       [thread] take the time of puts on a paced wire, just before them; return the time at which they have
-//              crossed (pace.h, 32 bits), or 0 without a pace
-//   has_crossed    [thread] return whether this time has come
-//   wait_to_cross  [thread] wait for this time, between the puts and their signal; the end of an own booking, so it is
-//              soon over
 //   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
 //   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
 //   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and

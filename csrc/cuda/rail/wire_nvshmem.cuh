@@ -38,11 +38,6 @@ struct NvshmemWire {
     }
   }
 
-  // [thread] Do nothing: the network card has its own pace.
-  __device__ uint32_t book(uint32_t) const { return 0; }
-  __device__ bool has_crossed(uint32_t) const { return true; }
-  __device__ void wait_to_cross(uint32_t) const {}
-
   // [thread] Raise a flag there, after the puts of all threads counted in before: the fence covers every queue of this
   // rank.
   __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {

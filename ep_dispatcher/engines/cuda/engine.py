@@ -172,12 +172,13 @@ class CudaEngine:
                 regions=[self._regions.addresses[rank] for rank in topology.node_ranks],
                 rail=rail,
                 rail_pes=self._regions.rail_pes,
-                wire_rate=self._wire_rate,
                 state=self._state.data_ptr(),
                 report=self._report.data_ptr(),
                 timeout_s=config.timeout_s,
                 num_sms=self.num_sms,
             )
+            if (gb_per_s := envs.wire_gbps()) and topology.num_nodes > 1 and compiled is _C_cuda:
+                self._c.pace_wire(gb_per_s * 1e9)
             self.summary = f"CUDA engine, {self.num_sms} multiprocessors"
             if topology.num_nodes > 1:
                 shares = sorted(set(self._rail_sms.values()))
@@ -218,13 +219,14 @@ class CudaEngine:
         return c
 
     def _share_sms(self) -> dict[str, int]:
-        """Choose the multiprocessors and the wire's pace. Return the number that serve the wire, by layout."""
+        """Choose the multiprocessors. Return the number that serve the wire, by layout."""
+        if (gb_per_s := envs.wire_gbps()) and not _C_cuda.has_pace:
+            checks.fail("EP_DISPATCHER_WIRE_GBPS", gb_per_s, "unset, or a build with EP_DISPATCHER_PACE=1")
         self._device_index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._device_index)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
         self.has_waves = 2 * self.num_sms <= num_sms  # a combine holds them while it waits for GEMMs
-        self._wire_rate = (envs.wire_gbps() or 0) * 1e9
         return _rail_sms(self._topology, self.num_sms)
 
     def dispatch(
