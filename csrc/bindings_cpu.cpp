@@ -7,13 +7,20 @@
 
 namespace py = pybind11;
 
+// Python gets a Span as a memoryview, without a copy.
+template <>
+struct py::detail::type_caster<ep::cpu::Span> {
+  static constexpr auto name = const_name("memoryview");
+  static handle cast(const ep::cpu::Span& span, return_value_policy, handle) {
+    return memoryview::from_memory(span.data, static_cast<ssize_t>(span.size)).release();
+  }
+};
+
 namespace {
 
 using namespace ep::cpu;
 using ep::Address;
 using ep::pointer;
-
-py::memoryview view(Span span) { return py::memoryview::from_memory(span.data, static_cast<py::ssize_t>(span.size)); }
 
 using RowArrays = std::vector<std::pair<Address, size_t>>;  // (address, bytes per row)
 
@@ -31,6 +38,13 @@ PullArgs pull_args(const std::vector<Address>& out, Address out_weights, Address
   args.out_weights = pointer<float>(out_weights);
   args.out_topk_idx = pointer<int64_t>(out_topk_idx);
   return args;
+}
+
+template <class Carve>
+std::map<std::string, size_t> kinds_of(const Carve& carve) {
+  ep::KindCursor c;
+  carve(c);
+  return c.kinds;
 }
 
 bool is_finalizing() {
@@ -114,20 +128,13 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.def("plan_capacity", &plan_capacity);
 
   // Memory of one rank before it is allocated, also that of the CUDA engine: bytes by kind of array.
-  m.def("region_bytes", [](const Config& config) {
-    ep::KindCursor c;
-    carve_region(c, config);
-    return c.kinds;
-  });
+  m.def("region_bytes",
+        [](const Config& config) { return kinds_of([&](ep::KindCursor& c) { carve_region(c, config); }); });
   m.def("cuda_region_bytes", [](const ep::cuda::Config& config) {
-    ep::KindCursor c;
-    ep::cuda::carve_region(c, config);
-    return c.kinds;
+    return kinds_of([&](ep::KindCursor& c) { ep::cuda::carve_region(c, config); });
   });
   m.def("cuda_state_bytes", [](const ep::cuda::Config& config, int num_sms) {
-    ep::KindCursor c;
-    ep::cuda::carve_state(c, config, num_sms);
-    return c.kinds;
+    return kinds_of([&](ep::KindCursor& c) { ep::cuda::carve_state(c, config, num_sms); });
   });
   ep::bind_cuda_config(m, "CudaConfig")
       .def_property_readonly("item_ints", &ep::cuda::Config::item_ints)
@@ -189,8 +196,8 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.stage(dispatch_args(rows, topk_weights, num_tokens));
           },
           Unlocked())
-      .def("own_counts", [](const Engine& e) { return view(e.own_counts()); })
-      .def("incoming_counts", [](const Engine& e, int node) { return view(e.incoming_counts(node)); })
+      .def("own_counts", &Engine::own_counts)
+      .def("incoming_counts", &Engine::incoming_counts)
       .def("counts_arrived", &Engine::counts_arrived)
       .def(
           "count",
@@ -201,25 +208,21 @@ PYBIND11_MODULE(_C_cpu, m) {
           Unlocked())
       .def(
           "start_plan", [](Engine& e, Address plan) { e.start_plan(pointer<int32_t>(plan)); }, Unlocked())
-      .def("outgoing_lists", [](Engine& e, int node) { return view(e.outgoing_lists(node)); })
-      .def("incoming_lists", [](const Engine& e, int node) { return view(e.incoming_lists(node)); })
+      .def("outgoing_lists", &Engine::outgoing_lists)
+      .def("incoming_lists", &Engine::incoming_lists)
       .def("lists_arrived", &Engine::lists_arrived)
       .def("finish_plan", &Engine::finish_plan, Unlocked())
       .def("counts_per_expert",
            [](const Engine& e, Address tokens, Address rows) {
              e.counts_per_expert(pointer<int64_t>(tokens), pointer<int64_t>(rows));
            })
-      .def("pack_payload",
-           [](Engine& e, int node, const RowArrays& rows, Address topk_weights, int num_tokens) {
-             const DispatchArgs args = dispatch_args(rows, topk_weights, num_tokens);
-             Span span;
-             {
-               py::gil_scoped_release unlocked;
-               span = e.pack_payload(node, args);
-             }
-             return view(span);
-           })
-      .def("incoming_payload", [](const Engine& e, int node) { return view(e.incoming_payload(node)); })
+      .def(
+          "pack_payload",
+          [](Engine& e, int node, const RowArrays& rows, Address topk_weights, int num_tokens) {
+            return e.pack_payload(node, dispatch_args(rows, topk_weights, num_tokens));
+          },
+          Unlocked())
+      .def("incoming_payload", &Engine::incoming_payload)
       .def("payload_arrived", &Engine::payload_arrived)
       .def(
           "prepare_output",
@@ -244,16 +247,8 @@ PYBIND11_MODULE(_C_cpu, m) {
             e.push(node, args);
           },
           Unlocked())
-      .def("reduce",
-           [](Engine& e, int node, bool has_weights) {
-             Span span;
-             {
-               py::gil_scoped_release unlocked;
-               span = e.reduce(node, has_weights);
-             }
-             return view(span);
-           })
-      .def("incoming_sums", [](Engine& e, int node) { return view(e.incoming_sums(node)); })
+      .def("reduce", &Engine::reduce, Unlocked())
+      .def("incoming_sums", &Engine::incoming_sums)
       .def(
           "sum",
           [](Engine& e, Address topk_weights, Address out, Address out_weights) {
@@ -270,6 +265,6 @@ PYBIND11_MODULE(_C_cpu, m) {
   m.def("sum_rows", [](const std::vector<Address>& rows, Address out, size_t n, ep::DType dtype) {
     std::vector<const char*> pointers;
     for (Address row : rows) pointers.push_back(pointer<const char>(row));
-    sum_rows(pointers.data(), static_cast<int>(pointers.size()), pointer<char>(out), n, dtype);
+    sum_rows(pointers.data(), nullptr, static_cast<int>(pointers.size()), pointer<char>(out), n, dtype);
   });
 }

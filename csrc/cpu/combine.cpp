@@ -46,21 +46,19 @@ void Engine::push(int node, const CombineArgs& args) {
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)
     {
       std::vector<const char*> rows(num_topk);
-      std::vector<float> factors(num_topk);
+      std::vector<float> row_weights(num_topk);
 #pragma omp for
       for (int item = begin; item < end; ++item) {
         const size_t slot = plan_.item_slot[item];
         const int first_copy = plan_.copy_begin[item], end_copy = plan_.copy_begin[item + 1];
         const int num_rows = expert_rows ? end_copy - first_copy : 1;
         for (int j = 0; j < num_rows; ++j) rows[j] = args.y + plan_.output_row[first_copy + j] * row_bytes;
-        char* const sum = slots.rows + slot * row_bytes;
         if (weighted_) {
           const float* weights = payload.weights + static_cast<size_t>(plan_.payload_row[item]) * num_topk;
-          for (int j = 0; j < num_rows; ++j) factors[j] = weights[plan_.copy_k[first_copy + j]];
-          sum_weighted_rows(rows.data(), factors.data(), num_rows, sum, config_.hidden, config_.dtype);
-        } else {
-          sum_rows(rows.data(), num_rows, sum, config_.hidden, config_.dtype);
+          for (int j = 0; j < num_rows; ++j) row_weights[j] = weights[plan_.copy_k[first_copy + j]];
         }
+        sum_rows(rows.data(), weighted_ ? row_weights.data() : nullptr, num_rows, slots.rows + slot * row_bytes,
+                 config_.hidden, config_.dtype);
         if (!has_weights) continue;
         float* weights = slots.weights + slot * num_topk;
         std::fill_n(weights, num_topk, 0.0f);
@@ -98,7 +96,8 @@ Span Engine::reduce(int node, bool has_weights) {
     for (int row = 0; row < num_rows; ++row) {
       const size_t begin = slot_begin[row], num_slots = slot_begin[row + 1] - begin;
       for (size_t j = 0; j < num_slots; ++j) rows[j] = slots.rows + (begin + j) * row_bytes;
-      sum_rows(rows.data(), static_cast<int>(num_slots), sums.rows[0] + row * row_bytes, config_.hidden, config_.dtype);
+      sum_rows(rows.data(), nullptr, static_cast<int>(num_slots), sums.rows[0] + row * row_bytes, config_.hidden,
+               config_.dtype);
       if (!has_weights) continue;
       float* weights = sums.weights + static_cast<size_t>(row) * num_topk;
       std::fill_n(weights, num_topk, 0.0f);
@@ -164,7 +163,7 @@ void Engine::sum(const CombineArgs& args) {
           add(sums.rows[0] + row * row_bytes, has_weights ? sums.weights + size_t(row) * num_topk : nullptr);
         }
       }
-      sum_rows(rows.data(), n, args.out + t * row_bytes, config_.hidden, config_.dtype);
+      sum_rows(rows.data(), nullptr, n, args.out + t * row_bytes, config_.hidden, config_.dtype);
     }
   }
 }

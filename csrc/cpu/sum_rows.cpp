@@ -80,29 +80,10 @@ EP_INLINE void sum_few(const char* const* rows, char* out, size_t n) {
   }
 }
 
-// Sum any number of rows, block by block: the float32 sums of a block stay in the first-level cache.
-template <class T>
-EP_INLINE void sum_many(const char* const* rows, int num_rows, char* out, size_t n) {
-  using Storage = typename T::Storage;
-  constexpr size_t kBlock = 512;
-  float total[kBlock];
-  for (size_t begin = 0; begin < n; begin += kBlock) {
-    const size_t count = n - begin < kBlock ? n - begin : kBlock;
-    for (int r = 0; r < num_rows; ++r) {
-      const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
-      if (r == 0)
-        for (size_t i = 0; i < count; ++i) total[i] = 0.0f + T::load(row[i]);
-      else
-        for (size_t i = 0; i < count; ++i) total[i] += T::load(row[i]);
-    }
-    Storage* to = reinterpret_cast<Storage*>(out) + begin;
-    for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
-  }
-}
-
-// As sum_many, with a factor for each row.
-template <class T>
-EP_INLINE void sum_weighted(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
+// Sum any number of rows, each times its weight if there are any. The float32 sums of a block of elements stay in the
+// first-level cache.
+template <class T, bool kWeighted>
+EP_INLINE void sum_many(const char* const* rows, const float* weights, int num_rows, char* out, size_t n) {
   using Storage = typename T::Storage;
   constexpr size_t kBlock = 512;
   float total[kBlock];
@@ -111,8 +92,8 @@ EP_INLINE void sum_weighted(const char* const* rows, const float* factors, int n
     for (size_t i = 0; i < count; ++i) total[i] = 0.0f;
     for (int r = 0; r < num_rows; ++r) {
       const Storage* row = reinterpret_cast<const Storage*>(rows[r]) + begin;
-      const float factor = factors[r];
-      for (size_t i = 0; i < count; ++i) total[i] += factor * T::load(row[i]);
+      const float weight = kWeighted ? weights[r] : 0;
+      for (size_t i = 0; i < count; ++i) total[i] += kWeighted ? weight * T::load(row[i]) : T::load(row[i]);
     }
     Storage* to = reinterpret_cast<Storage*>(out) + begin;
     for (size_t i = 0; i < count; ++i) to[i] = T::round(total[i]);
@@ -129,7 +110,8 @@ EP_INLINE void copy_row(const char* row, char* out, size_t n) {
 }
 
 template <class T>
-EP_INLINE void sum(const char* const* rows, int num_rows, char* out, size_t n) {
+EP_INLINE void sum(const char* const* rows, const float* weights, int num_rows, char* out, size_t n) {
+  if (weights) return sum_many<T, true>(rows, weights, num_rows, out, n);
   switch (num_rows) {
     case 2:
       return sum_few<T, 2>(rows, out, n);
@@ -138,57 +120,33 @@ EP_INLINE void sum(const char* const* rows, int num_rows, char* out, size_t n) {
     case 4:
       return sum_few<T, 4>(rows, out, n);
     default:
-      return sum_many<T>(rows, num_rows, out, n);
+      return sum_many<T, false>(rows, nullptr, num_rows, out, n);
   }
 }
 
-EP_SIMD void sum_float32(const char* const* rows, int num_rows, char* out, size_t n) {
-  sum<Float32>(rows, num_rows, out, n);
+EP_SIMD void sum_float32(const char* const* rows, const float* weights, int num_rows, char* out, size_t n) {
+  sum<Float32>(rows, weights, num_rows, out, n);
 }
-EP_SIMD void sum_bfloat16(const char* const* rows, int num_rows, char* out, size_t n) {
-  sum<BFloat16>(rows, num_rows, out, n);
+EP_SIMD void sum_bfloat16(const char* const* rows, const float* weights, int num_rows, char* out, size_t n) {
+  sum<BFloat16>(rows, weights, num_rows, out, n);
 }
-EP_SIMD void sum_float16(const char* const* rows, int num_rows, char* out, size_t n) {
-  sum<Float16>(rows, num_rows, out, n);
+EP_SIMD void sum_float16(const char* const* rows, const float* weights, int num_rows, char* out, size_t n) {
+  sum<Float16>(rows, weights, num_rows, out, n);
 }
-
-EP_SIMD void sum_weighted_float32(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
-  sum_weighted<Float32>(rows, factors, num_rows, out, n);
-}
-EP_SIMD void sum_weighted_bfloat16(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
-  sum_weighted<BFloat16>(rows, factors, num_rows, out, n);
-}
-EP_SIMD void sum_weighted_float16(const char* const* rows, const float* factors, int num_rows, char* out, size_t n) {
-  sum_weighted<Float16>(rows, factors, num_rows, out, n);
-}
-
 EP_SIMD void copy_row16(const char* row, char* out, size_t n) { copy_row<uint16_t>(row, out, n); }
 EP_SIMD void copy_row32(const char* row, char* out, size_t n) { copy_row<uint32_t>(row, out, n); }
 
 }  // namespace
 
-void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype) {
-  if (num_rows < 2) {
-    if (num_rows == 0)
-      std::memset(out, 0, n * size_of(dtype));
-    else if (dtype == DType::kFloat32)
-      copy_row32(rows[0], out, n);
-    else
-      copy_row16(rows[0], out, n);
-  } else if (dtype == DType::kFloat32) {
-    sum_float32(rows, num_rows, out, n);
-  } else if (dtype == DType::kBFloat16) {
-    sum_bfloat16(rows, num_rows, out, n);
+void sum_rows(const char* const* rows, const float* weights, int num_rows, char* out, size_t n, DType dtype) {
+  if (num_rows == 0) {
+    std::memset(out, 0, n * size_of(dtype));
+  } else if (num_rows == 1 && !weights) {
+    (dtype == DType::kFloat32 ? copy_row32 : copy_row16)(rows[0], out, n);
   } else {
-    sum_float16(rows, num_rows, out, n);
+    const auto sum = dtype == DType::kFloat32 ? sum_float32 : dtype == DType::kBFloat16 ? sum_bfloat16 : sum_float16;
+    sum(rows, weights, num_rows, out, n);
   }
-}
-
-void sum_weighted_rows(const char* const* rows, const float* factors, int num_rows, char* out, size_t n, DType dtype) {
-  const auto sum = dtype == DType::kFloat32    ? sum_weighted_float32
-                   : dtype == DType::kBFloat16 ? sum_weighted_bfloat16
-                                               : sum_weighted_float16;
-  sum(rows, factors, num_rows, out, n);
 }
 
 }  // namespace ep::cpu

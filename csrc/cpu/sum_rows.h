@@ -6,12 +6,9 @@
 
 namespace ep::cpu {
 
-// Sum rows of `n` elements: out = 0 + rows[0] + rows[1] + ... No sum is -0.0, not even the sum of a single row. Rows
-// may not overlap `out`.
-void sum_rows(const char* const* rows, int num_rows, char* out, size_t n, DType dtype);
-
-// Sum rows times factors: out = 0 + factors[0] * rows[0] + factors[1] * rows[1] + ..., every product rounded to
-// float32.
-void sum_weighted_rows(const char* const* rows, const float* factors, int num_rows, char* out, size_t n, DType dtype);
+// Sum rows of `n` elements: out = 0 + rows[0] + rows[1] + ... No sum is -0.0, not even the sum of a single row. With
+// `weights` (else null) each row is multiplied by its weight, and every product is rounded to float32. Rows may not
+// overlap `out`.
+void sum_rows(const char* const* rows, const float* weights, int num_rows, char* out, size_t n, DType dtype);
 
 }  // namespace ep::cpu
