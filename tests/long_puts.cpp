@@ -185,7 +185,7 @@ int main(int, char** argv) {
     };
     const LongPuts::Array row = take(14336), tail = by_chance(3) ? LongPuts::Array{} : take(by_chance(4) ? 6000 : 256);
     for (const auto& array : {row, tail})
-      if (array.bytes > 0) std::memcpy(expected + (array.there - here), array.here, array.bytes);
+      if (array.bytes > 0) std::memcpy(expected + (array.remote - here), array.local, array.bytes);
     puts.put(0, row, tail);
     // Drain now and then, and before memory there is used again.
     if (!by_chance(16) && n + 1 < num_puts && at + 40000 < kMemory) continue;

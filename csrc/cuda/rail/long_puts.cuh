@@ -11,15 +11,15 @@ struct LongPuts {
   static constexpr int kPlaces = 3;
   static constexpr uint32_t kHeader = 128;  // [bytes] before the places
 
-  // An array there, and its source here. Addresses and bytes are multiples of 16.
+  // A remote array, and its local source. Addresses and bytes are multiples of 16.
   struct Array {
-    char* there;  // as in wire.cuh
-    const char* here;
+    char* remote;  // as in wire.cuh
+    const char* local;
     uint32_t bytes;
   };
   // The content of a place: a piece of an array, and a whole short one behind it.
   struct Piece {
-    char *to, *to_short;  // addresses there, as mapped here
+    char *to, *to_short;  // remote addresses, as this rank maps them
     uint32_t bytes, short_bytes;
   };
 
@@ -47,14 +47,14 @@ struct LongPuts {
   }
 
   // [warp] Put an array, and a short one beside it (0 bytes: none). The sources must not change until `drain`. Before
-  // this, lane 0 has seen that the sources are written and the memory there is free, and has then run
+  // this, lane 0 has seen that the sources are written and the remote memory is free, and has then run
   // fence_before_bulk.
   __device__ void put(int node, const Array& array, const Array& beside = {}) {
     if (wire.maps(node)) {
       if (threadIdx.x % 32 == 0) copy(node, array, beside);
     } else {
-      wire.put(node, array.there, array.here, array.bytes);
-      if (beside.bytes > 0) wire.put(node, beside.there, beside.here, beside.bytes);
+      wire.put(node, array.remote, array.local, array.bytes);
+      if (beside.bytes > 0) wire.put(node, beside.remote, beside.local, beside.bytes);
     }
   }
 
@@ -75,11 +75,11 @@ struct LongPuts {
     for (uint32_t offset = 0; offset < array.bytes; offset += bytes) {
       const uint32_t rest = array.bytes - offset;
       const bool fits = rest <= bytes && rest + beside.bytes <= place_bytes;
-      load(node, {array.there + offset, array.here + offset, min(bytes, rest)}, fits ? beside : Array{});
+      load(node, {array.remote + offset, array.local + offset, min(bytes, rest)}, fits ? beside : Array{});
       if (fits) beside.bytes = 0;
     }
     for (uint32_t offset = 0; offset < beside.bytes; offset += place_bytes)
-      load(node, {beside.there + offset, beside.here + offset, min(place_bytes, beside.bytes - offset)}, {});
+      load(node, {beside.remote + offset, beside.local + offset, min(place_bytes, beside.bytes - offset)}, {});
   }
 
   // [thread] Start to load a piece, and a short array behind it, once their place is free.
@@ -89,13 +89,13 @@ struct LongPuts {
     ptx::bulk_wait_read<1>();
     const int n = loaded++ % kPlaces;
     char* const place = places + n * place_bytes;
-    pieces[n] = {wire.at(node, piece.there), wire.at(node, beside.there), piece.bytes, beside.bytes};
+    pieces[n] = {wire.at(node, piece.remote), wire.at(node, beside.remote), piece.bytes, beside.bytes};
     ptx::barrier_arrive_expect(full + n, piece.bytes + beside.bytes);
-    ptx::bulk_load(place, piece.here, piece.bytes, full + n);
-    if (beside.bytes > 0) ptx::bulk_load(place + piece.bytes, beside.here, beside.bytes, full + n);
+    ptx::bulk_load(place, piece.local, piece.bytes, full + n);
+    if (beside.bytes > 0) ptx::bulk_load(place + piece.bytes, beside.local, beside.bytes, full + n);
   }
 
-  // [thread] Wait for the oldest place not yet stored, and start to store it there.
+  // [thread] Wait for the oldest place not yet stored, and start to store it at the peer.
   __device__ void store_next() {
     const int n = stored % kPlaces;
     const char* const place = places + n * place_bytes;

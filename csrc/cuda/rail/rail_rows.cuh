@@ -14,13 +14,13 @@ struct DispatchRailWarp : RailWarp {
 
   // [warp] Put this sender's share of an array to the rail peer on `node`. Pieces of 8 KiB go to the senders in turn;
   // `piece` counts them over all arrays, the same in all senders.
-  __device__ void send_share(int node, int32_t* there, const int32_t* here, uint32_t bytes, int& piece) const {
+  __device__ void send_share(int node, int32_t* remote, const int32_t* local, uint32_t bytes, int& piece) const {
     constexpr uint32_t kPiece = 8192;
     for (uint32_t offset = 0; offset < bytes; offset += kPiece, ++piece) {
       if (piece % num_senders != sender()) continue;
-      const uint32_t here_bytes = min(kPiece, bytes - offset);
-      count_bytes(context.state->lists_sent, node, here_bytes);
-      wire().put(node, there + offset / 4, here + offset / 4, here_bytes);
+      const uint32_t piece_bytes = min(kPiece, bytes - offset);
+      count_bytes(context.state->lists_sent, node, piece_bytes);
+      wire().put(node, remote + offset / 4, local + offset / 4, piece_bytes);
     }
   }
 

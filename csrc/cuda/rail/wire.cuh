@@ -1,15 +1,15 @@
-// The wire between nodes: from a rank to its rail peers. An address "there" is given as the address of the same place
-// in this rank's own region: all regions are laid out alike. Only rail blocks put (rail.cuh); any thread may signal an
+// The wire between nodes: from a rank to its rail peers. Remote addresses are symmetric: pass the local address of the
+// same object, because all regions have the same layout. Only rail blocks put (rail.cuh), but any thread may signal an
 // abort. Long puts are those of long_puts.cuh.
 //
-//   maps       [thread] return whether the rail peer's region is mapped here; the peer maps this rank's too then
-//   at         [thread] return an address there as mapped here
-//   put        [warp] store data there, later and in any order; addresses and bytes are multiples of 16
+//   maps       [thread] return whether this rank maps the rail peer's region; the peer then maps this rank's too
+//   at         [thread] return a remote address as this rank maps it
+//   put        [warp] store data at the peer, later and in any order; addresses and bytes are multiples of 16
 //   put_each   [warp] the same for a few words of 4 bytes of each lane
-//   signal     [thread] raise a flag there, after all puts made by this thread, and by threads it has waited for
+//   signal     [thread] raise a flag at the peer, after all puts made by this thread, and by threads it has waited for
 //   arrived    [thread] make the data covered by a flag visible to this thread; it has seen the flag by load_acquire
 //   quiet      [thread] wait until all puts of this rank, by any block, are complete: they have read their source, and
-//              their data is there
+//              their data has arrived
 //
 // Memory of a mapped rail peer may also be stored to without a put; `signal` covers these stores alike.
 //

@@ -16,30 +16,30 @@ struct NvshmemWire {
   __device__ PeerWire stores() const { return PeerWire{context}; }
   __device__ bool maps(int node) const { return context.maps(node); }
   template <class T>
-  __device__ T* at(int node, T* there) const {
-    return stores().at(node, there);
+  __device__ T* at(int node, T* remote) const {
+    return stores().at(node, remote);
   }
 
   // [warp] Start a put. It completes later.
   template <class T>
-  __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
-    if (maps(node)) return copy(at(node, there), here, bytes);
-    start_put(there, here, bytes, context.wire.pe[node]);
+  __device__ void put(int node, T* remote, const void* local, uint32_t bytes) const {
+    if (maps(node)) return copy(at(node, remote), local, bytes);
+    start_put(remote, local, bytes, context.wire.pe[node]);
   }
 
   // [warp] Start a put for each lane with `has` set, one after the other.
-  __device__ void put_each(int node, bool has, float* there, const float* here, int num) const {
-    if (maps(node)) return stores().put_each(node, has, there, here, num);
+  __device__ void put_each(int node, bool has, float* remote, const float* local, int num) const {
+    if (maps(node)) return stores().put_each(node, has, remote, local, num);
     for (uint32_t lanes = __ballot_sync(~0u, has); lanes != 0; lanes &= lanes - 1) {
       const int lane = __ffs(lanes) - 1;
-      auto* const to = reinterpret_cast<float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(there), lane));
-      const auto* from = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(here), lane));
+      auto* const to = reinterpret_cast<float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(remote), lane));
+      const auto* from = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uintptr_t>(local), lane));
       start_put(to, from, num * sizeof(float), context.wire.pe[node]);
     }
   }
 
-  // [thread] Raise a flag there, after the puts of all threads counted in before: the fence covers every queue of this
-  // rank.
+  // [thread] Raise a flag at the peer, after the puts of all threads counted in before: the fence covers every queue of
+  // this rank.
   __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
     if (maps(node)) return stores().signal(node, flag_there, value);
     ptx::fence_system();
@@ -65,8 +65,8 @@ struct NvshmemWire {
   static __device__ __noinline__ void copy(void* to, const void* from, uint32_t bytes) {
     copy_words<uint4, 14>(static_cast<uint4*>(to), static_cast<const uint4*>(from), bytes);
   }
-  static __device__ __noinline__ void start_put(void* there, const void* here, uint32_t bytes, int pe) {
-    nvshmemx_putmem_nbi_warp(there, here, bytes, pe);
+  static __device__ __noinline__ void start_put(void* remote, const void* local, uint32_t bytes, int pe) {
+    nvshmemx_putmem_nbi_warp(remote, local, bytes, pe);
   }
 };
 

@@ -12,27 +12,27 @@ struct PeerWire {
 
   __device__ bool maps(int) const { return true; }
 
-  // [thread] Return the address in the region of the rail peer on `node`, as mapped here.
+  // [thread] Return the address in the region of the rail peer on `node`, as this rank maps it.
   template <class T>
-  __device__ T* at(int node, T* there) const {
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(there) + context.wire.distance[node]);
+  __device__ T* at(int node, T* remote) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(remote) + context.wire.distance[node]);
   }
 
   // [warp] Copy vectors of 16 bytes, of any type. The copy has read its source when it returns.
   template <class T>
-  __device__ void put(int node, T* there, const void* here, uint32_t bytes) const {
-    copy_words<uint4, 8>(reinterpret_cast<uint4*>(at(node, there)), static_cast<const uint4*>(here), bytes);
+  __device__ void put(int node, T* remote, const void* local, uint32_t bytes) const {
+    copy_words<uint4, 8>(reinterpret_cast<uint4*>(at(node, remote)), static_cast<const uint4*>(local), bytes);
   }
 
-  // [warp] Copy `num` words from `here` of each lane with `has` set.
-  __device__ void put_each(int node, bool has, float* there, const float* here, int num) const {
+  // [warp] Copy `num` words from `local` of each lane with `has` set.
+  __device__ void put_each(int node, bool has, float* remote, const float* local, int num) const {
     if (!has) return;
-    float* const to = at(node, there);
+    float* const to = at(node, remote);
 #pragma unroll 4
-    for (int i = 0; i < num; ++i) to[i] = __ldcg(here + i);
+    for (int i = 0; i < num; ++i) to[i] = __ldcg(local + i);
   }
 
-  // [thread] Raise a flag there, after all stores of this thread and those seen by it.
+  // [thread] Raise a flag at the peer, after all stores of this thread and those seen by it.
   __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
     ptx::fence_system();
     ptx::store_relaxed(at(node, flag_there), value);
