@@ -1,4 +1,4 @@
-"""The words for what an engine finds: facts in, one text on every rank and for every engine out."""
+"""The errors for what an engine finds: facts in, one error on every rank and for every engine out."""
 
 import pickle
 
@@ -7,43 +7,29 @@ import pytest
 from ep_dispatcher import checks
 from ep_dispatcher.errors import UnknownExpertError, again
 
-BACKWARD = ". So it looks if one of them is in a backward, and the other in a forward pass"
-
 
 @pytest.mark.parametrize(
-    "facts,said",
+    "facts,given",
     [
-        (
-            ("handle", 1, 3, 0, 0),
-            "handle: rank 1 gave the plan of epoch 3, rank 0 gave None; all ranks must give the same" + BACKWARD,
-        ),
-        (("layout", 2, 1, 0, 0), "layout: rank 2 gave 'expert', rank 0 gave 'rank'; all ranks must give the same"),
-        (
-            ("expert_alignment", 1, 8, 0, 1),
-            "expert_alignment: rank 1 gave 8, rank 0 gave 1; all ranks must give the same",
-        ),
-        (
-            ("topk_weights", 2, 0, 0, 1),
-            "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same",
-        ),
-        (
-            ("x: bytes per row", 1, 64, 0, 128),
-            "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same",
-        ),
-        (
-            ("operation", 1, 1, 0, 0),
-            "operation: rank 1 is in a combine, rank 0 is in a dispatch; all ranks must call the same" + BACKWARD,
-        ),
+        (("handle", 1, 3, 0, 0), ("the plan of epoch 3", "None")),
+        (("layout", 2, 1, 0, 0), ("'expert'", "'rank'")),
+        (("expert_alignment", 1, 8, 0, 1), ("8", "1")),
+        (("topk_weights", 2, 0, 0, 1), ("None", "them")),
+        (("x: bytes per row", 1, 64, 0, 128), ("64", "128")),
+        (("operation", 1, 1, 0, 0), ("a combine", "a dispatch")),
     ],
 )
-def test_a_disagreement_names_both(facts, said):
-    assert str(checks.disagreement(*facts)) == said
+def test_a_disagreement_names_both(facts, given):
+    said = str(checks.disagreement(*facts))
+    assert said.startswith(f"{facts[0]}: ") and ("backward" in said) == (facts[0] in ("handle", "operation"))
+    assert f"rank {facts[1]}" in said and "rank 0" in said and all(each in said for each in given)
 
 
 def test_too_few_rows_names_the_ranks_that_have_too_few():
     found = checks.too_few_rows([(40, 39), (3, 39), (70, -1), (8, 0)])
-    assert str(found) == "max_recv_rows: too small: rank 0 needs 40 rows, given 39; rank 3 needs 8 rows, given 0"
-    assert found.needed_rows == 40
+    assert str(found).startswith("max_recv_rows: ") and found.needed_rows == 40
+    assert all(f"rank {rank}" in str(found) for rank in (0, 3))
+    assert not any(f"rank {rank}" in str(found) for rank in (1, 2))
 
 
 def test_an_expert_above_the_last_one_is_an_error_with_its_token():
@@ -62,9 +48,5 @@ def test_an_error_that_is_made_again_keeps_its_facts(found):
 
 
 def test_more_than_can_be_counted():
-    said = str(checks.too_many_rows(64, 0, 2**40))
-    assert said.startswith(
-        f"expert_alignment: given 64, with which rank 0 receives {2**40} rows; allowed: up to 2147483647"
-    )
-    said = str(checks.too_many_choices(2, 2**31))
-    assert said.startswith("topk_idx: rank 2 is given 2147483648 choices; allowed: up to")
+    assert str(checks.too_many_rows(64, 0, 2**40)).startswith("expert_alignment: given 64")
+    assert str(checks.too_many_choices(2, 2**31)).startswith("topk_idx: rank 2")
