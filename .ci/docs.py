@@ -61,10 +61,15 @@ def names():
     for block in re.findall(r"^```\n(.*?)^```$", TEXTS[ROOT / "docs/files.md"], re.MULTILINE | re.DOTALL):
         listed = re.findall(r"^(\S+) {2,}", block, re.MULTILINE)
         yield from (f"files.md: there is no {name}" for name in listed if not exists(name))
-    for source in (file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.*")):
-        if source.suffix in SUFFIXES:
-            named = set(re.findall(r"docs/\w+\.md", source.read_text()))
-            yield from (f"{source.relative_to(ROOT)}: there is no {name}" for name in named if not exists(name))
+    files = [file for folder in FOLDERS.split("|") for file in (ROOT / folder).rglob("*.*") if file.suffix in SUFFIXES]
+    sources = {file.relative_to(ROOT): file.read_text() for file in files}
+    for file, text in sources.items():
+        named = set(re.findall(r"docs/\w+\.md", text))
+        yield from (f"{file}: there is no {name}" for name in named if not exists(name))
+    words = {word for text in sources.values() for word in re.findall(r"\w+", text)}
+    code = "".join(re.findall(r"```\n.*?```|`[^`]+`", TEXTS[ROOT / "docs/protocol.md"], re.DOTALL))
+    unknown = sorted({word for word in re.findall(r"\w*[a-z]_\w+|\w+(?=::)|(?<=::)\w+", code) if word not in words})
+    yield from (f"protocol.md: nothing is called {name}" for name in unknown)
 
 
 def tables():
