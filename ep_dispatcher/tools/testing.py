@@ -6,6 +6,7 @@ with RankPool(4) as pool:                 # four processes in one gloo group
 
 from __future__ import annotations
 
+import copyreg
 import faulthandler
 import io
 import multiprocessing
@@ -59,19 +60,17 @@ def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size, requires_g
     return torch.from_numpy(data).view(dtype).reshape(shape).requires_grad_(requires_grad)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickle tensors by their elements alone: without shared memory, the rest of their storage, or a device."""
-
-    def reducer_override(self, obj):
-        if type(obj) is not Tensor:
-            return NotImplemented
-        data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-        return _rebuild_tensor, (data, obj.dtype, obj.shape, obj.requires_grad)
+def _reduce_tensor(tensor: Tensor) -> tuple:
+    """Pickle the elements alone: without shared memory, the rest of their storage, or a device."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+    return _rebuild_tensor, (data, tensor.dtype, tensor.shape, tensor.requires_grad)
 
 
 def _dumps(obj: Any) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
+    pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {Tensor: _reduce_tensor}
+    pickler.dump(obj)
     return buffer.getvalue()
 
 
@@ -87,49 +86,45 @@ def _loads(message: bytes) -> tuple[bool, Any]:
         return _failure(error)
 
 
-def _die_with_parent(lifeline: Connection) -> None:
-    lifeline.poll(None)  # nothing is ever sent: this returns when the parent's end closes
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(
-    rank, num_ranks, port, threads, timeout_s, backend, connection: Connection, lifeline: Connection
-) -> None:
+def _rank_main(rank: int, connection: Connection) -> None:
+    """Answer calls (fn, args) with (ok, value), until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pool
-    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        while True:
+            request = connection.recv_bytes()
+            try:
+                fn, args = pickle.loads(request)
+                reply = _dumps((True, fn(rank, *args)))
+            except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides about them
+                reply = _dumps(_failure(error))
+            connection.send_bytes(reply)
+            fn = args = None  # not until the next call
+    except (EOFError, ConnectionError):
+        pass  # the parent has closed its end, or is gone
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join_group(rank: int, num_ranks: int, port: int, threads: int, timeout_s: float, backend: str) -> int:
+    """Make the default group. Return the file descriptor to which SIGUSR1 writes the stacks of this process."""
     stacks = os.memfd_create("stacks")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
-
-    def join_group(rank: int) -> int:
-        limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        if "nccl" in backend:
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-        return stacks
-
-    def answer(fn: Callable, args: tuple) -> None:
-        try:
-            reply = _dumps((True, fn(rank, *args)))
-        except BaseException as error:  # also SystemExit and pytest's outcomes: the parent decides about them
-            reply = _dumps(_failure(error))
-        connection.send_bytes(reply)
-
-    answer(join_group, ())
-    try:
-        while (request := connection.recv_bytes()) != b"stop":
-            ok, call = _loads(request)
-            if ok:
-                answer(*call)
-            else:
-                connection.send_bytes(_dumps((False, call)))
-            del call
-    except (EOFError, ConnectionError):
-        pass  # the parent is gone
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    return stacks
 
 
 class RankPool:
@@ -149,22 +144,18 @@ class RankPool:
         context.set_forkserver_preload(_PRELOAD)
         # This process hosts the store, so that it survives ranks that are killed.
         self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes, self._connections, self._lifelines, self._stacks = [], [], [], [None] * num_ranks
+        self._processes, self._connections, self._stacks = [], [], [None] * num_ranks
         self.closed, self.pids = False, []  # process ids in rank order
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe()
-                watched, lifeline = context.Pipe(duplex=False)
                 self._connections.append(ours)
-                self._lifelines.append(lifeline)
-                settings = (rank, num_ranks, self._store.port, threads_per_rank, timeout_s, backend)
-                process = context.Process(target=_rank_main, args=(*settings, theirs, watched), daemon=True)
+                process = context.Process(target=_rank_main, args=(rank, theirs), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self.pids.append(process.pid)
                 theirs.close()
-                watched.close()
-            self._stacks = self._collect(timeout_s, frozenset())
+            self._stacks = self.run(_join_group, num_ranks, self._store.port, threads_per_rank, timeout_s, backend)
         except BaseException:  # it is raised again
             self.close()
             raise
@@ -181,7 +172,7 @@ class RankPool:
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
-        request = _dumps((True, (fn, args)))
+        request = _dumps((fn, args))
         for connection in self._connections:
             try:
                 connection.send_bytes(request)
@@ -219,12 +210,13 @@ class RankPool:
                     deadline = time.monotonic() + GRACE_S
                     late = ("Stopped", f"still running {GRACE_S:g} s after rank {rank} failed, killed")
             if pending and time.monotonic() >= deadline:
-                stacks = {rank: self._stack_of(rank) for rank in pending.values()}
-                failures |= {rank: (*late, stack) for rank, stack in stacks.items()}
+                failures |= {rank: (*late, self._stack_of(rank)) for rank in pending.values()}
                 broken = True
                 break
         if broken:
-            self._kill()
+            for process in self._processes:
+                process.kill()
+            self.close()
         if failures:
             raise RankError(failures)
         return results
@@ -252,29 +244,19 @@ class RankPool:
         except OSError as error:
             return f"(no stack: {error})"
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        self.close()
-
     def close(self) -> None:
         """Stop all ranks, and kill those that do not stop within five seconds. May be called more than once."""
         if self.closed:
             return
         self.closed = True
         for connection in self._connections:
-            try:
-                connection.send_bytes(b"stop")
-            except ConnectionError:
-                pass
+            connection.close()  # the rank ends
         deadline = time.monotonic() + 5
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
             process.close()
-        for connection in (*self._connections, *self._lifelines):
-            connection.close()
         self._store = None
 
     def __enter__(self) -> RankPool:
