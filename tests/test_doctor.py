@@ -71,12 +71,7 @@ def test_json_says_the_same_as_the_text():
     text = doctor.as_text(result)
     for finding in result["findings"]:
         assert all(finding[key] in text for key in ("what", "found", "matters", "fix"))
-
-
-def test_whatever_is_not_ok_says_why_and_how():
-    for finding in doctor.report(run=False)["findings"]:
-        assert finding["found"]
-        assert finding["state"] == "ok" or (finding["matters"] and finding["fix"]), finding
+        assert finding["found"] and (finding["state"] == "ok" or (finding["matters"] and finding["fix"]))
 
 
 def test_without_pytorch_it_still_reports():

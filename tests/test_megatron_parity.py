@@ -82,30 +82,28 @@ def test_plain(parity):
     table = rows(output)
     assert list(table) == ["routing map", "output", "input gradient", "gradient of router.weight", *EXPERTS]
     assert all(row.endswith("  ok") for row in table.values())
-    assert table["output"].startswith("[16, 2, 32] ")
-    assert "8 x [128, 32]" in table[EXPERTS[0]]
-    assert "alltoall      ran MoEAlltoAllTokenDispatcher with SequentialMLP" in output
+    assert table["output"].startswith("[16, 2, 32] ") and "8 x [128, 32]" in table[EXPERTS[0]]
     assert "ep_dispatcher ran MoEEPTokenDispatcher (engine cpu) with SequentialMLP" in output
-    assert "--num-experts 8" in output.partition("Not given, so chosen here: ")[2]
+    assert "--num-experts 8" in output
 
 
-def test_shared_experts_capacity_and_sequence_parallel(parity):
-    code, output = parity(
-        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"),
-        *("--moe-shared-expert-intermediate-size", "48", "--moe-shared-expert-overlap"),
-        *("--moe-expert-capacity-factor", "1.0"),
-    )
+SHARED = """--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1
+    --moe-expert-capacity-factor 1.0 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-overlap"""
+
+
+@pytest.mark.parametrize(
+    "flags, shown",
+    [
+        (SHARED, ("gradient of shared_experts.linear_fc2.weight", "moe_expert_capacity_factor 1.0")),
+        ("--expert-tensor-parallel-size 2 --recompute-granularity full", ("MoEAllGatherTokenDispatcher",)),
+        ("--uneven-tokens --steps 3", ("up to 32 tokens a rank",)),
+    ],
+    ids=["shared experts", "gloo takes allgather", "uneven tokens"],
+)
+def test_the_same(parity, flags, shown):
+    code, output = parity(*flags.split())
     assert (code, verdict(output)) == (0, SAME)
-    assert "gradient of shared_experts.linear_fc2.weight" in rows(output)
-    for setting in ("sequence_parallel True", "moe_shared_expert_overlap True", "moe_expert_capacity_factor 1.0"):
-        assert setting in " ".join(output.split())
-
-
-def test_expert_tensor_parallel_takes_allgather_on_a_cpu(parity):
-    code, output = parity("--expert-tensor-parallel-size", "2", "--recompute-granularity", "full")
-    assert (code, verdict(output)) == (0, SAME)
-    assert "allgather     ran MoEAllGatherTokenDispatcher" in output
-    assert "the reference is allgather: gloo cannot" in " ".join(output.split())
+    assert all(text in " ".join(output.split()) for text in shown)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -117,7 +115,6 @@ def test_low_precision_is_compared_with_float32_too(parity, dtype):
     ours, theirs, allowed = (float(x) for x in row[-4:-1])
     assert row[-5] == f"{limit:.1e}"
     assert 0 < ours <= allowed and 0 < theirs < allowed
-    assert "1.25 x Megatron's + 0.25 roundings" in " ".join(output.split())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -125,22 +122,14 @@ def test_experts_in_grouped_gemms(parity, dtype):
     """Ours alone takes the switch: Megatron's layer is what it is compared with."""
     code, output = parity(*(["--bf16"] if dtype == "bf16" else []), switch="GROUPED_EXPERTS")
     assert (code, verdict(output)) == (0, SAME)
-    assert "alltoall      ran MoEAlltoAllTokenDispatcher with SequentialMLP\n" in output
-    assert "ep_dispatcher ran MoEEPTokenDispatcher (engine cpu) with SequentialMLP in grouped GEMMs\n" in output
+    assert output.count("in grouped GEMMs\n") == 1
 
 
 def test_experts_that_run_dispatch_and_combine(parity):
     """Also where the experts are left out, and where each step is profiled."""
     code, output = parity("--timed-steps", "1", "--profiled-steps", "1", switch="EXPERT_WAVES")
     assert (code, verdict(output)) == (0, SAME)
-    assert "under the experts' GEMMs in 0 of 1 MoE layers" in output
     assert "without its experts" in output and "token_combine" in output
-
-
-def test_uneven_tokens(parity):
-    code, output = parity("--uneven-tokens", "--steps", "3")
-    assert (code, verdict(output)) == (0, SAME)
-    assert "up to 32 tokens a rank" in output and "Over all ranks, steps: 3." in output
 
 
 # ---- different ------------------------------------------------------------------------------------------------------
@@ -200,23 +189,19 @@ def gradient_one_percent_off():
 BUGS = {bug.__name__: bug for bug in (one_token_lost, router_not_trained, gradient_one_percent_off)}
 
 
-def test_a_lost_token_is_found(parity):
-    code, output = parity(bug="one_token_lost")
-    assert code == 1
-    found = " ".join(verdict(output).split())
-    assert found == "DIFFERENT: output, input gradient, gradient of router.weight, " + ", ".join(EXPERTS)
-    assert rows(output)["output"].endswith("DIFFERENT (rank 3)")
-    assert "expert" in rows(output)[EXPERTS[0]].rpartition("DIFFERENT")[2]
-
-
-def test_a_missing_gradient_is_found(parity):
-    code, output = parity(bug="router_not_trained")
-    assert (code, verdict(output)) == (1, "DIFFERENT: input gradient, gradient of router.weight")
-
-
-def test_a_systematic_error_below_rounding_is_found(parity):
-    code, output = parity("--bf16", bug="gradient_one_percent_off")
-    assert (code, verdict(output)) == (1, "DIFFERENT: input gradient")
+@pytest.mark.parametrize(
+    "bug, flags, found",
+    [
+        ("one_token_lost", [], ["output", "input gradient", "gradient of router.weight", *EXPERTS]),
+        ("router_not_trained", [], ["input gradient", "gradient of router.weight"]),
+        ("gradient_one_percent_off", ["--bf16"], ["input gradient"]),
+    ],
+)
+def test_a_wrong_dispatcher_is_found(parity, bug, flags, found):
+    code, output = parity(*flags, bug=bug)
+    assert (code, " ".join(verdict(output).split())) == (1, "DIFFERENT: " + ", ".join(found))
+    if bug == "one_token_lost":
+        assert rows(output)["output"].endswith("DIFFERENT (rank 3)")
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4"])
@@ -250,53 +235,48 @@ def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "flags, text",
+    "flags",
     [
-        (["--hidden-size", "6"], "--hidden-size: given 6, allowed: a multiple of 4 in torch.float32"),
-        (["--num-experts", "64", "--moe-router-topk", "40"], "--moe-router-topk: given 40, allowed: at most 32 in all"),
-        (["--num-experts", "6", "--expert-model-parallel-size", "4"], "--num-experts: given 6, allowed: a multiple"),
-        (["--num-experts", "15"], "--num-experts: given 15, allowed: a number that has a divisor in common with the 4"),
-        (["--tensor-model-parallel-size", "2"], "--sequence-parallel: not given"),
-        (["--uneven-tokens", "--reference", "allgather"], "--uneven-tokens: given with allgather as the reference"),
-        (
-            ["--moe-router-topkk", "2"],
-            "--moe-router-topkk: this Megatron has no such flag (did you mean --moe-router-t",
-        ),
-        (["--moe-router-dtype", "fp8"], "argument --moe-router-dtype: invalid choice: 'fp8'"),
-        (["--fp8-format", "hybrid"], "--fp8-format: given hybrid, allowed: nothing without Transformer Engine"),
-        (["--moe-pad-expert-input-to-capacity"], "moe_expert_capacity_factor must be set"),
+        "--hidden-size 6",
+        "--hidden-size 0",
+        "--moe-router-topk 40 --num-experts 64",
+        "--num-experts 6 --expert-model-parallel-size 4",
+        "--num-experts 15",
+        "--uneven-tokens --reference allgather",
+        "--moe-router-topkk 2",
+        "--moe-router-dtype fp8",
+        "--fp8-format hybrid",
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_refused(parity, flags, text):
-    code, output = parity(*flags)
-    assert code == 2
-    assert output.startswith(f"refused: {text}") and output.count("\n") == 1
+def test_refused(parity, flags):
+    code, output = parity(*flags.split())
+    assert code == 2 and output.count("\n") == 1
+    assert output.startswith("refused: ") and flags.split()[0] in output
+
+
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        (["--tensor-model-parallel-size", "2"], "--sequence-parallel"),
+        (["--moe-pad-expert-input-to-capacity"], "moe_expert_capacity_factor"),  # Megatron refuses
+    ],
+)
+def test_refused_for_what_is_missing(parity, flag, named):
+    code, output = parity(*flag)
+    assert code == 2 and output.startswith("refused: ") and named in output
 
 
 def test_flags_of_a_training_job_are_accepted_and_named(parity):
-    code, output = parity(
-        *(
-            "pretrain_gpt.py",
-            "--train-iters",
-            "500",
-            "--lr=1e-4",
-            "--data-path",
-            "0.3",
-            "a",
-            "0.7",
-            "b",
-            "--no-load-rng",
-        ),
-        *("--num-layers", "24", "--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--hiden-size", "8"),
-        *("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe", "moe_act"),
+    without_effect = (
+        "pretrain_gpt.py --train-iters 500 --lr=1e-4 --data-path 0.3 a 0.7 b --no-load-rng --num-layers 24 "
     )
+    without_effect += "--moe-token-dispatcher-type alltoall --hiden-size 8"
+    recompute = "--recompute-granularity selective --recompute-modules core_attn moe moe_act"
+    code, output = parity(*without_effect.split(), "--moe-grouped-gemm", *recompute.split())
     assert (code, verdict(output)) == (0, SAME)
     shown = " ".join(output.split())
-    names = (
-        "pretrain_gpt.py, --train-iters, --lr, --data-path, --no-load-rng, --num-layers, --moe-token-dispatcher-type"
-    )
-    assert f"Given, and of no effect here: {names}, --hiden-size (did you mean --hidden-size?) " in shown
+    names = ["pretrain_gpt.py", "--train-iters", "--lr", "--data-path", "--no-load-rng", "--num-layers"]
+    assert f"{', '.join(names)}, --moe-token-dispatcher-type, --hiden-size (did you mean --hidden-size?)" in shown
     for change in ("--moe-grouped-gemm", "--recompute-modules moe_act", "--recompute-modules core_attn"):
         assert f"{change} left out" in shown
     assert "recompute_modules moe," in shown
@@ -317,7 +297,6 @@ def test_with_torchrun(tmp_path):
     flags = (*SMALL, *steps, "--out", str(tmp_path / "new" / "figures.json"))
     code, output, errors = torchrun(2, "-m", MODULE, *flags)
     assert (code, verdict(output)) == (0, SAME), errors
-    assert "median of 3 steps" in output and "\n  without its experts  alltoall " in output
     figures = json.loads((tmp_path / "new" / "figures.json").read_text())
     assert figures["same"] and figures["ranks"] == 2 and figures["tensors"]["output"]["ok"]
     assert list(figures["milliseconds"]) == ["the whole layer", "without its experts"]
@@ -328,10 +307,7 @@ def test_with_torchrun(tmp_path):
             forward, host = (figures[f"host_milliseconds{part}"][what][name] for part in ("_forward", ""))
             assert 0 < forward < host <= step  # medians of the same steps
     assert "\n  token_dispatch " in output
-    shown = [line for line in errors.splitlines() if line.startswith("parity: ")]
-    assert [
-        line.split(",")[0].split()[1] for line in shown
-    ] == "making comparing timing timing profiling profiling".split()
+    assert errors.count("parity: ") >= 5  # making, comparing, timing and profiling
     for profile in figures["profiles"].values():
         assert all(times["host"] > 0 for times in profile["steps"].values()) and profile["idle"] == 0
 
@@ -357,9 +333,3 @@ def test_without_megatron_it_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr == ""
     assert done.stdout.startswith("refused: Megatron-core cannot be imported") and "pip install" in done.stdout
-
-
-def test_what_torchrun_adds_to_a_refusal_is_announced():
-    code, output, errors = torchrun(2, "-m", MODULE, "--hidden-size", "6")
-    assert code != 0 and output.startswith("refused: --hidden-size")
-    assert errors.index("exit code 2, as said above") < errors.index("Traceback")
