@@ -12,33 +12,19 @@ import torch
 from moe_lm.device import MAX_RANKS, choose_device, default_ranks, default_ranks_per_node
 from moe_lm.model import ModelConfig
 
-# Defaults of the arguments.
-DEFAULTS = {
-    "cpu": dict(
-        layers=2,
-        hidden=128,
-        heads=4,
-        experts=16,
-        topk=2,
-        intermediate=256,
-        seq_len=128,
-        batch=4,
-        lr=5e-3,
-        dtype="float32",
-    ),
-    "cuda": dict(
-        layers=4,
-        hidden=1024,
-        heads=16,
-        experts=64,
-        topk=4,
-        intermediate=512,
-        seq_len=256,
-        batch=8,
-        lr=1e-3,
-        dtype="bfloat16",
-    ),
+# Argument: lowest and highest value, default on CPUs and on GPUs, meaning.
+BY_DEVICE = {
+    "layers": (1, 100, 2, 4, ""),
+    "hidden": (8, 8192, 128, 1024, ""),
+    "heads": (1, 128, 4, 16, ""),
+    "experts": (1, 1024, 16, 64, "of all ranks; the default is less if the ranks do not divide it"),
+    "topk": (1, 16, 2, 4, "experts of a token"),
+    "intermediate": (1, 32768, 256, 512, "of an expert"),
+    "seq_len": (8, 2048, 128, 256, "bytes"),
+    "batch": (1, 1024, 4, 8, "sequences per rank"),
+    "lr": (1e-7, 1.0, 5e-3, 1e-3, "peak learning rate"),
 }
+DTYPES = ("float32", "bfloat16")  # the defaults on CPUs and on GPUs
 MINUTES = 2.3
 TOKENS = 1500 * 2048  # 9 times the text; some more, and the model learns it by heart
 
@@ -72,10 +58,6 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = "default: %(default)s"
-
-    def by_device(name: str) -> str:
-        return f"default: {DEFAULTS['cpu'][name]}, on GPUs {DEFAULTS['cuda'][name]}"
-
     run = parser.add_argument_group("the run")
     run.add_argument("--check", action="store_true", help="compare some steps with a dense model without dispatcher")
     run.add_argument(
@@ -108,23 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--seed", type=number(int, 0, 10**6), default=0, help=default)
     shape = parser.add_argument_group("the model", "--check takes the sizes for CPUs on GPUs too")
-    shape.add_argument("--layers", type=number(int, 1, 100), help=by_device("layers"))
-    shape.add_argument("--hidden", type=number(int, 8, 8192), help=by_device("hidden"))
-    shape.add_argument("--heads", type=number(int, 1, 128), help=by_device("heads"))
-    shape.add_argument(
-        "--experts", type=number(int, 1, 1024), help=f"{by_device('experts')}, or less so that the ranks divide it"
-    )
-    shape.add_argument("--topk", type=number(int, 1, 16), help=by_device("topk"))
-    shape.add_argument("--intermediate", type=number(int, 1, 32768), help=by_device("intermediate"))
-    shape.add_argument("--seq-len", type=number(int, 8, 2048), help=by_device("seq_len"))
-    shape.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help=f"of matrix products and of rows that travel; parameters are float32 ({by_device('dtype')})",
-    )
+    for name, (low, high, cpu, gpu, meaning) in BY_DEVICE.items():
+        flag, kind = f"--{name.replace('_', '-')}", type(low)
+        shape.add_argument(flag, type=number(kind, low, high), help=f"{meaning} (default: {cpu}, on GPUs {gpu})")
+    meaning = "of matrix products and of rows that travel; parameters are float32"
+    shape.add_argument("--dtype", choices=DTYPES, help=f"{meaning} (default: {DTYPES[0]}, on GPUs {DTYPES[1]})")
     step = parser.add_argument_group("the step")
-    step.add_argument("--batch", type=number(int, 1, 1024), help=f"sequences per rank ({by_device('batch')})")
-    step.add_argument("--lr", type=number(float, 1e-7, 1.0), help=f"peak learning rate ({by_device('lr')})")
     step.add_argument("--weight-decay", type=number(float, 0.0, 10.0), default=0.1, help=default)
     step.add_argument("--clip", type=number(float, 1e-6, 1e6), default=1.0, help=f"largest gradient norm ({default})")
     step.add_argument(
@@ -155,9 +126,12 @@ def parse_arguments() -> tuple[argparse.Namespace, ModelConfig]:
     args.ranks_per_node = args.ranks_per_node or default_ranks_per_node(args.device, args.ranks)
     # Rounding alone moves tokens between experts of nearly equal weight; in a large model this happens in every step.
     # Then gradients cannot be compared, so --check takes the small model in float32.
-    for name, value in DEFAULTS["cpu" if args.check else args.device].items():
+    on_gpus = args.device == "cuda" and not args.check
+    for name, (_, _, cpu, gpu, _) in BY_DEVICE.items():
         if getattr(args, name) is None:
+            value = gpu if on_gpus else cpu
             setattr(args, name, value // args.ranks * args.ranks if name == "experts" else value)
+    args.dtype = args.dtype or DTYPES[on_gpus]
     demand(not args.check or args.dtype == "float32", "dtype", args.dtype, "float32 together with --check")
     divides = args.ranks % args.ranks_per_node == 0
     demand(divides, "ranks-per-node", args.ranks_per_node, f"divisors of {args.ranks}, the number of ranks")
