@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from ep_dispatcher.tools.benchmark.harness import captured
 from ep_dispatcher.tools.benchmark.ranks import sum_over_ranks
 
 FLUSHED_BYTES = 128 << 20  # more than the L2 cache of an H200 (60 MB)
@@ -68,7 +68,8 @@ class DeviceClock:
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         times = []
-        with _no_garbage_collection():
+        gc.disable()  # it takes longer than the head start of the host
+        try:
             for _ in range(iters):
                 self._flushed.zero_()
                 torch.cuda._sleep(HEAD_START_CYCLES)
@@ -78,22 +79,14 @@ class DeviceClock:
                 end.record()
                 torch.cuda.synchronize()
                 times.append(begin.elapsed_time(end) / 1e3)
+        finally:
+            gc.enable()
         return times
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
         """Return a call that replays a CUDA graph of ``call``."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        sum_over_ranks([0])  # nothing of another rank is under way while this one captures
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return graph.replay
+        # Nothing of another rank is under way while this one captures.
+        return captured(call, meet=lambda: sum_over_ranks([0]))[0].replay
 
     def release(self) -> bool:
         del self._flushed, self._meeting
@@ -101,13 +94,3 @@ class DeviceClock:
         torch.cuda.synchronize()  # raises the error of a kernel, if there was one
         torch.cuda.empty_cache()
         return True
-
-
-@contextmanager
-def _no_garbage_collection():
-    """Prevent garbage collection: it takes longer than the head start of the host."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

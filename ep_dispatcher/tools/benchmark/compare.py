@@ -31,14 +31,20 @@ def run(a: Path, b: Path, tolerance: float) -> int:
     regressions = []
     for name in (name for name in before if name in after):
         old, new = before[name], after[name]
-        differences = different_sizes(old, new)
-        if differences:
-            problems.append(f"{name}: {differences}")
+        if different := different_sizes(old, new):
+            problems.append(f"{name}: {different}")
             continue
         print(table(name, old, new), end="\n\n")
-        missing, slower = judge(old, new, tolerance)
-        problems += [f"{name}: {text}" for text in missing]
-        regressions += [f"{name}: {text}" for text in slower]
+        for operation, sides in old["operations"].items():
+            for side in (ENGINE, GRAPH):
+                ratio = ratio_of(operation, side, old, new)
+                if ratio is None and side == ENGINE and side in sides:
+                    problems.append(f"{name}: {operation} of the engine is not in B")
+                elif ratio is not None and ratio > 1 + tolerance:
+                    slower = f"{ratio:.3f} times as long, allowed {1 + tolerance:g}"
+                    regressions.append(f"{name}: {side}, {operation}: {slower}")
+        wrong = [side for side, compared in new["compared"].items() if not compared["same"]]
+        regressions += [f"{name}: results differ from those of {side}" for side in wrong]
     for kind, found in (("regression", regressions), ("cannot be compared", problems)):
         for text in found:
             print(f"{kind}: {text}")
@@ -56,20 +62,6 @@ def different_sizes(old: dict, new: dict) -> str:
     """Return the fields that differ between the cases, in words."""
     a, b = (asdict(Case(**run["case"])) for run in (old, new))
     return ", ".join(f"{name} {a[name]} and {b[name]}" for name in a if name not in NO_SIZES and a[name] != b[name])
-
-
-def judge(old: dict, new: dict, tolerance: float) -> tuple[list[str], list[str]]:
-    """Return the engine's operations that ``new`` lacks, and those that are slower or wrong in it."""
-    missing, slower = [], []
-    for operation, sides in old["operations"].items():
-        for side in (ENGINE, GRAPH):
-            ratio = ratio_of(operation, side, old, new)
-            if ratio is None and side == ENGINE and side in sides:
-                missing.append(f"{operation} of the engine is not in B")
-            elif ratio is not None and ratio > 1 + tolerance:
-                slower.append(f"{side}, {operation}: {ratio:.3f} times as long, allowed {1 + tolerance:g}")
-    slower += [f"results differ from those of {side}" for side, c in new["compared"].items() if not c["same"]]
-    return missing, slower
 
 
 def ratio_of(operation: str, side: str, old: dict, new: dict) -> float | None:

@@ -114,21 +114,34 @@ def on_host(run: Callable[[], object], times: int = IN_A_ROW) -> Callable[[], fl
     return measure
 
 
-def on_device(run: Callable[[], object], times: int = IN_A_ROW, pool: Any = None) -> Callable[[], float]:
-    """Return a function that replays a CUDA graph of so many runs, and returns the microseconds of one run.
+def captured(
+    run: Callable[[], object], times: int = 1, pool: Any = None, meet: Callable[[], object] = lambda: None
+) -> tuple[torch.cuda.CUDAGraph, object]:
+    """Return a CUDA graph of so many runs, and what the last one returned. Before it one runs on another stream.
 
-    pool: a torch.cuda.graph_pool_handle() of graphs that are replayed one at a time and whose runs return nothing
+    ``meet`` is called before the capture.
     """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    meet()
     with torch.cuda.graph(graph, pool=pool):
         for _ in range(times):
             kept = run()
+    return graph, kept
 
-    def measure(kept: object = kept, inputs: object = run) -> float:  # a graph does not keep what it reads and writes
+
+def on_device(run: Callable[[], object], times: int = IN_A_ROW, pool: Any = None) -> Callable[[], float]:
+    """Return a function that replays a CUDA graph of so many runs, and returns the microseconds of one run.
+
+    pool: a torch.cuda.graph_pool_handle() of graphs that are replayed one at a time and whose runs return nothing
+    """
+    graph, kept = captured(run, times, pool)
+
+    def measure(inputs: object = (run, kept)) -> float:  # a graph does not keep what it reads and writes
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()

@@ -22,46 +22,39 @@ def to_json(run: dict) -> str:
 
 def describe_machine(build: str | None = None) -> dict:
     """``build``: name of the build, if git cannot tell it. "modules" has the compiled modules, by their hashes."""
+    package = Path(__file__).resolve().parents[2]
 
     def field(path: str, name: str) -> str:
-        try:
-            lines = Path(path).read_text().splitlines()
-        except OSError:
-            return "unknown"
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "unknown")
+        found = (
+            re.search(rf"^{name}\s*:\s*(.*)$", Path(path).read_text(), re.MULTILINE) if Path(path).exists() else None
+        )
+        return found[1] if found else "unknown"
 
-    def first_line(*command: str, folder: Path | None = None) -> str:
+    def first_line(*command: str) -> str:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=package)
         except OSError:
             return "unknown"
         return done.stdout.partition("\n")[0] if done.returncode == 0 else "unknown"
 
-    package = Path(__file__).resolve().parents[2]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    modules = {path.name.partition(".")[0]: path.read_bytes() for path in sorted(package.glob("_C_*.so"))}
     machine = {
         "cpu": field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
         "memory": field("/proc/meminfo", "MemTotal"),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": build or first_line("git", "describe", "--always", "--dirty", "--abbrev=12", folder=package),
-        "modules": {path.name.partition(".")[0]: _sha256(path) for path in sorted(package.glob("_C_*.so"))},
+        "git_commit": build or first_line("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "modules": {name: hashlib.sha256(content).hexdigest()[:12] for name, content in modules.items()},
         "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
     }
-    if gpus:
-        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        machine |= {"driver": first_line(*query), "cuda": torch.version.cuda, "nccl": _nccl_version()}
+    if machine["gpus"]:
+        has_nccl = torch.distributed.is_nccl_available()
+        machine["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine["cuda"] = torch.version.cuda
+        machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
     return machine
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-
-
-def _nccl_version() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"

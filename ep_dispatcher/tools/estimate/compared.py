@@ -14,15 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from ep_dispatcher.tools.benchmark.cases import Case
-from ep_dispatcher.tools.estimate.model import (
-    COMBINE,
-    DISPATCH,
-    HBM_EFFICIENCY,
-    MACHINES,
-    NVLINK_EFFICIENCY,
-    Machine,
-    Time,
-)
+from ep_dispatcher.tools.estimate import model
+from ep_dispatcher.tools.estimate.model import COMBINE, DISPATCH, MACHINES, Machine, Time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
 from ep_dispatcher.tools.estimate.run import Job
 from ep_dispatcher.tools.estimate.traffic import Counts, Row, count
@@ -168,9 +161,9 @@ class Run:
         if self.gpus_per_node > 1:  # the ranks of a GPU share it; the wire is a copy inside, which reads and writes
             nvlink, hbm = h200.nvlink_gb_per_s / NODES, h200.hbm_gb_per_s / NODES
             rank = replace(h200, nvlink_gb_per_s=nvlink, hbm_gb_per_s=hbm)
-            return replace(rank, nic_gbit_per_s=8 * hbm / 2, nic_efficiency=HBM_EFFICIENCY)
+            return replace(rank, nic_gbit_per_s=8 * hbm / 2, nic_efficiency=model.HBM_EFFICIENCY)
         if self.gb_per_s is None:
-            return replace(h200, nic_gbit_per_s=8 * h200.nvlink_gb_per_s, nic_efficiency=NVLINK_EFFICIENCY[kind])
+            return replace(h200, nic_gbit_per_s=8 * h200.nvlink_gb_per_s, nic_efficiency=model.NVLINK_EFFICIENCY[kind])
         return replace(h200, nic_gbit_per_s=8 * self.gb_per_s, nic_efficiency=1.0)  # a pace is exact
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ep_dispatcher.checks import fail, integer, one_of
-from ep_dispatcher.tools.testing import ROUTINGS, make_hot_routing, make_routing
+from ep_dispatcher.checks import fail
+from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS as KINDS
+from ep_dispatcher.tools.benchmark.cases import HOT
+from ep_dispatcher.tools.testing import make_hot_routing, make_routing
 
-HOT = "hot_rank"
-KINDS = (*ROUTINGS, HOT)
 GROUP_SCORES = ("top2", "max")
 
 
@@ -31,8 +31,6 @@ class Sizes:
     topk: int = 8
 
     def __post_init__(self):
-        for name in ("nodes", "gpus_per_node", "tokens", "hidden", "experts", "topk"):
-            integer(name, getattr(self, name), 1)
         if self.experts % self.ranks:
             fail("experts", self.experts, f"multiples of the {self.ranks} ranks")
         if self.topk > self.experts:
@@ -64,39 +62,32 @@ class Routing:
 
     def check(self, sizes: Sizes) -> None:
         """Raise ValueError where these sizes have no such routing."""
-        one_of("routing", self.kind, KINDS)
-        one_of("group_score", self.group_score, GROUP_SCORES)
         if self.topk_groups is None:
             if self.groups is not None:
                 fail("groups", self.groups, "a number of groups only together with topk_groups")
             return
         if self.kind != "uniform":
             fail("routing", repr(self.kind), "'uniform' beside topk_groups")
-        groups = integer("groups", self.num_groups(sizes), 1)
+        groups, limit = self.limits(sizes)
         if sizes.experts % groups:
             fail("groups", groups, f"divisors of the {sizes.experts} experts")
-        integer("topk_groups", self.topk_groups, 1)
-        if self.limit(sizes) * (sizes.experts // groups) < sizes.topk:
+        if limit * (sizes.experts // groups) < sizes.topk:
             allowed = f"as many groups of {sizes.experts // groups} experts as hold the {sizes.topk} of a token"
             fail("topk_groups", self.topk_groups, allowed)
 
-    def num_groups(self, sizes: Sizes) -> int:
-        return sizes.nodes if self.groups is None else self.groups
-
-    def limit(self, sizes: Sizes) -> int:
-        """Return the most groups of one token: all, if there are fewer than ``topk_groups``."""
+    def limits(self, sizes: Sizes) -> tuple[int, int]:
+        """Return the number of groups, and the most of one token: all, if there are fewer than ``topk_groups``."""
+        groups = self.groups or sizes.nodes
         assert self.topk_groups is not None
-        return min(self.topk_groups, self.num_groups(sizes))
+        return groups, min(self.topk_groups, groups)
 
     def sample(self, sizes: Sizes, seed: int) -> Iterator[Tensor]:
         """Yield topk_idx of every rank in order: int64 [tokens, topk], -1 for no expert."""
         self.check(sizes)
-        for rank in range(sizes.ranks):
-            number = seed * sizes.ranks + rank
-            shape = (sizes.tokens, sizes.experts, sizes.topk)
+        shape = (sizes.tokens, sizes.experts, sizes.topk)
+        for number in range(seed * sizes.ranks, (seed + 1) * sizes.ranks):
             if self.topk_groups is not None:
-                limits = (self.num_groups(sizes), self.limit(sizes), self.group_score)
-                yield make_limited_routing(*shape, *limits, seed=number)
+                yield make_limited_routing(*shape, *self.limits(sizes), self.group_score, seed=number)
             elif self.kind == HOT:
                 yield make_hot_routing(*shape, sizes.ranks, seed=number)[0]
             else:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ep_dispatcher.checks import BLOCK, DTYPES, fail, integer, one_of
+from ep_dispatcher.checks import fail
 from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
@@ -35,13 +35,8 @@ class Job:
     max_tokens: int | None = None  # of the buffer; None: ``sizes.tokens``
 
     def __post_init__(self):
-        one_of("dtype", self.dtype, DTYPES)
-        integer("seeds", self.seeds, 1)
-        integer("chunk_tokens", self.chunk_tokens, 1)
-        if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1)
-            if self.max_tokens < self.sizes.tokens:
-                fail("max_tokens", self.max_tokens, f"at least the {self.sizes.tokens} tokens")
+        if self.max_tokens is not None and self.max_tokens < self.sizes.tokens:
+            fail("max_tokens", self.max_tokens, f"at least the {self.sizes.tokens} tokens")
         self.routing.check(self.sizes)
 
     @property

@@ -45,12 +45,6 @@ class Counts:
         """Return the tokens that each rank receives [ranks]: rows of its output in rank layout."""
         return self.nvlink_in + self.own
 
-    def mirrored(self) -> Counts:
-        """Return the counts of the combine of this dispatch."""
-        mirror = {"nic_out": "nic_in", "nvlink_out": "nvlink_in", "items_out": "items_in"}
-        mirror |= {b: a for a, b in mirror.items()}
-        return Counts(**{f.name: getattr(self, mirror.get(f.name, f.name)) for f in fields(self)})
-
 
 def count(sizes: Sizes, routing: Iterable[Tensor]) -> Counts:
     """Count one routing: ``routing`` yields topk_idx of every rank in order, int64 [tokens, topk], -1 for no expert."""
@@ -146,14 +140,14 @@ def dispatch_traffic(sizes: Sizes, counts: Counts, row: Row, *, new_plan: bool) 
 
 
 def combine_traffic(sizes: Sizes, counts: Counts, row: Row) -> Traffic:
-    """Return the bytes of the combine of a dispatch with these counts (those of the dispatch, not mirrored).
+    """Return the bytes of the combine of a dispatch with these counts: sent and received change places.
 
     HBM: rows of y are read once per expert. Slots are written by receivers, and read by the owner or its rail peer.
     Sums for other nodes are written, leave by the NIC (read), arrive (written) and are read. The output is written.
     """
-    wire, back = row.on_wire, counts.mirrored()
+    wire = row.on_wire
     out, into, over_out, over_in, own = (
-        t.double() * wire for t in (back.nic_out, back.nic_in, back.nvlink_out, back.nvlink_in, back.own)
+        t.double() * wire for t in (counts.nic_in, counts.nic_out, counts.nvlink_in, counts.nvlink_out, counts.own)
     )
     expert_rows = counts.copies.double() * row.bytes
     hbm = expert_rows + 2 * (over_in + own) + 2 * out + 2 * into + sizes.tokens * wire
