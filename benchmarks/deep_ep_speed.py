@@ -14,7 +14,6 @@ and with the host ahead. Host: until the call returns. Graph: the device's time 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,6 +28,8 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep import Buffer
 from ep_dispatcher.tools.benchmark.clock import DeviceClock, HostClock, make_clock
+from ep_dispatcher.tools.benchmark.harness import make_parser
+from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
 from ep_dispatcher.tools.benchmark.ranks import attempt, largest_over_ranks
 from ep_dispatcher.tools.testing import RankPool, make_routing
 
@@ -74,26 +75,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join(lines(case, args.ranks, found)), flush=True)
     if args.out:
         tables = {name: [[*key, us] for key, us in getattr(found, name).items()] for name in Found._fields[:3]}
-        args.out.write_text(json.dumps(dict(case=case._asdict(), ranks=args.ranks, **tables, notes=found.notes)) + "\n")
+        run = dict(machine=describe_machine(), case=case._asdict(), ranks=args.ranks, **tables, notes=found.notes)
+        args.out.write_text(to_json(run))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
-    parser.add_argument("--ranks", type=int, default=gpus or 4)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--few-tokens", type=int, default=128, help="tokens of the low-latency calls")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--sms", type=int, default=24, help="cuda: multiprocessors of a rank; default 24")
-    parser.add_argument("--rounds", type=int, default=8)
+    sizes = dict(tokens=4096, few_tokens=128, hidden=7168, experts=256, topk=8)
+    parser = make_parser(__doc__, ranks=gpus or 4, **sizes, sms=24, rounds=8)
+    parser.add_argument("--engine", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu", help="of both sides")
     parser.add_argument("--out", type=Path, help="a JSON file with the times")
     args = parser.parse_args(argv)
-    for name in ("ranks", *Case._fields[1:]):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: given {getattr(args, name)}, allowed: at least 1")
     if args.engine == "cuda" and args.ranks > gpus:
         parser.error(f"--ranks: given {args.ranks} with --engine cuda, allowed: up to the {gpus} GPUs")
     return args

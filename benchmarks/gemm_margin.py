@@ -15,9 +15,7 @@ the slowest rank, all in turn:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -28,9 +26,9 @@ import torch.nn.functional as F
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.megatron.margins import PyTorchMargin, TransformerEngineMargin
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.tools.benchmark.harness import in_turn, on_device
+from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import largest_over_ranks, most_rows
-from ep_dispatcher.tools.testing import RankPool, make_routing
+from ep_dispatcher.tools.testing import make_routing
 
 TOKENS, HIDDEN, WIDE, INTERMEDIATE, EXPERTS, TOPK = 4096, 4096, 12288, 1536, 64, 8
 SHARE_SMS = 24  # of the dispatches that a share is measured by
@@ -40,15 +38,12 @@ SIDES = ("GEMMs", "GEMMs +margin", "serial", "beside", "beside +margin")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS))
+    parser = make_parser(__doc__, ranks=max(1, torch.cuda.device_count()), rounds=7)
+    parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=list(GEMMS), help="of the chain")
     parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 24], help="multiprocessors of a dispatch")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.75], help="of the GEMMs' time")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count(), help="default: one per GPU")
-    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args(argv)
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    with RankPool(args.ranks, timeout_s=300) as pool:
+    with start_gpu_ranks(args.ranks) as pool:
         print(f"{TOKENS} tokens of {HIDDEN}, {EXPERTS} experts, top-{TOPK}, {args.ranks} ranks: us")
         print(f"{'':18}{'share':>6}{'SMs':>5}" + "".join(f"{side:>16}" for side in SIDES), flush=True)
         for name in args.gemms:
@@ -63,7 +58,7 @@ Times = dict[tuple[float, int], dict[str, float]]  # by share and multiprocessor
 
 def measure(rank: int, name: str, all_sms: list[int], shares: list[float], rounds: int) -> Times:
     """Return the median microseconds of every side. Collective."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    use_gpu(rank)
     gemm = gemm_of(name)
     length = agreed(max(1, round(CHAIN_US / on_device(gemm)())))
     chain = partial(repeat, gemm, length)

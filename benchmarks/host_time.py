@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ep_dispatcher.tools.benchmark import megatron as benchmark
+from ep_dispatcher.tools.benchmark.harness import make_parser, use_gpu
 from ep_dispatcher.tools.testing import make_routing
 
 STEPS = ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess", "token_combine", "combine_postprocess")
@@ -25,14 +26,11 @@ WARMUP = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in dict(tokens=256, hidden=2048, experts=128, topk=8, sms=24, passes=1000).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
+    args = make_parser(__doc__, tokens=256, hidden=2048, experts=128, topk=8, sms=24, passes=1000).parse_args()
     os.environ.setdefault("EP_DISPATCHER_MAX_TOKENS_PER_RANK", str(args.tokens))
     for name, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=29531).items():
         os.environ.setdefault(name, str(value))
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    use_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     settings = dict(hidden=args.hidden, num_experts=args.experts, num_topk=args.topk, num_sms=args.sms)
     with benchmark.dispatchers(dist.group.WORLD, dtype=torch.bfloat16, **settings) as made:

@@ -21,7 +21,6 @@ of the first job, and losses. Logs and JSON are in --out. The exit code is 1 if 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import runpy
@@ -34,6 +33,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Jobs without ep_dispatcher run this file too, so it is imported in functions only.
 LAUNCHER = "ep_dispatcher.integrations.megatron"
 TURN = "--turn"
 POLL_S = 0.05
@@ -86,6 +86,8 @@ def main(argv: list[str]) -> int:
         folder, number, count, script, *arguments = argv[1:]
         take_turn(Path(folder), int(number), int(count), script, arguments)
         return 0
+    from ep_dispatcher.tools.benchmark.machine import describe_machine, to_json
+
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = [
@@ -95,27 +97,25 @@ def main(argv: list[str]) -> int:
     ]
     for first in range(0, len(runs), args.at_once):
         run_batch(runs[first : first + args.at_once], args)
-    print(table(runs, args.job, args.last))
+    print(report(runs, args.job, args.last))
     figures = [dict(job=r.job.name, log=r.log.name, code=r.code, ms=r.milliseconds, losses=r.losses) for r in runs]
-    (args.out / "times.json").write_text(json.dumps(dict(last=args.last, runs=figures), indent=1) + "\n")
+    (args.out / "times.json").write_text(to_json(dict(machine=describe_machine(), last=args.last, runs=figures)))
     return int(any(run.code != 0 for run in runs))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--job", type=Job.parse, action="append", required=True, metavar="'NAME: ...'")
-    parser.add_argument("--ranks", type=int, required=True, help="processes of a job, a GPU each")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each job; default 3")
-    parser.add_argument("--at-once", type=int, default=2, help="jobs that are loaded at a time; default 2")
-    parser.add_argument("--last", type=int, default=20, help="iterations that count; default 20")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a batch of jobs; default 600")
-    parser.add_argument("--out", type=Path, default=Path("runs/megatron"))
+    from ep_dispatcher.tools.benchmark.harness import make_parser, number
+
+    parser = make_parser(__doc__, rounds=3, at_once=2, last=20)
+    parser.add_argument(
+        "--job", type=Job.parse, action="append", required=True, metavar="'NAME: ...'", help="see above"
+    )
+    parser.add_argument("--ranks", type=number(int, 1), required=True, help="processes of a job, a GPU each")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a batch of jobs")
+    parser.add_argument("--out", type=Path, default=Path("runs/megatron"), help="folder of logs and times.json")
     parser.add_argument("script", type=Path, help="pretrain_gpt.py, or another that calls megatron.training")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script, for all jobs")
     args = parser.parse_args(argv)
-    for name in ("ranks", "rounds", "at_once", "last"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: given {getattr(args, name)}, allowed: at least 1")
     if not args.script.is_file():
         parser.error(f"script: given {str(args.script)!r}, allowed: a file that exists")
     names = [job.name for job in args.job]
@@ -199,26 +199,24 @@ def is_turn(folder: Path, number: int, count: int, ranks: int) -> bool:
     return all(has_ended(other) or (other >= number and is_ready(other)) for other in range(count))
 
 
-def table(runs: list[Run], jobs: list[Job], last: int) -> str:
-    lines = [f"| ms of a step | medians of the last {last} | middle 80 % | ratio | losses: first, middle, last |"]
-    lines += ["|---|---|---|---|---|"]
-    base = None
+def report(runs: list[Run], jobs: list[Job], last: int) -> str:
+    from ep_dispatcher.tools.benchmark.harness import table
+
+    titles = ("ms of a step", f"medians of the last {last}", "middle 80 %", "ratio", "losses: first, middle, last")
+    rows, base = [], None
     for job in jobs:
         sound = [run for run in runs if run.job is job and run.code == 0 and run.milliseconds]
         if not sound:
-            lines.append(f"| {job.name} | no run ended well | | | |")
+            rows.append((job.name, "no run ended well", "", "", ""))
             continue
         medians = [statistics.median(run.milliseconds[-last:]) for run in sound]
         every = sorted(ms for run in sound for ms in run.milliseconds[-last:])
         cut = len(every) // 10
         base = base or statistics.median(medians)
-        losses = sound[-1].losses
-        some = ", ".join(f"{losses[n]:.4f}" for n in (0, len(losses) // 2, -1))
-        lines.append(
-            f"| {job.name} | {', '.join(f'{ms:.1f}' for ms in medians)} | {every[cut]:.1f} to {every[-1 - cut]:.1f} | "
-            f"{statistics.median(medians) / base:.3f} | {some} |"
-        )
-    return "\n".join(lines)
+        losses = ", ".join(f"{sound[-1].losses[n]:.4f}" for n in (0, len(sound[-1].losses) // 2, -1))
+        spread, ratio = f"{every[cut]:.1f} to {every[-1 - cut]:.1f}", f"{statistics.median(medians) / base:.3f}"
+        rows.append((job.name, ", ".join(f"{ms:.1f}" for ms in medians), spread, ratio, losses))
+    return "\n".join(table(titles, rows))
 
 
 if __name__ == "__main__":

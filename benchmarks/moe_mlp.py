@@ -44,9 +44,9 @@ import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.moe import parts, waves
 from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
-from ep_dispatcher.tools.benchmark.harness import in_turn, on_device, on_host
+from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import most_rows
-from ep_dispatcher.tools.testing import RankPool, make_routing
+from ep_dispatcher.tools.testing import make_routing
 
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
@@ -78,12 +78,11 @@ class Measured(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")  # or a capture keeps every exchanged row
     if "nccl" in args.paths and args.ranks > torch.cuda.device_count():
         print(f"NCCL left out: {args.ranks} ranks on {torch.cuda.device_count()} GPUs", flush=True)
         args.paths = [path for path in args.paths if path != "nccl"]
-    with RankPool(args.ranks, timeout_s=300) as pool:
+    with start_gpu_ranks(args.ranks) as pool:
         for case in cases_of(args):
             ranks = pool.run(measure, case, args.paths, args.rounds, args.nccl_eager)
             times = {key: max(rank.times[key] for rank in ranks) for key in ranks[0].times}
@@ -91,22 +90,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE")
-    parser.add_argument("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
-    parser.add_argument("--paths", nargs="+", type=_path, default=USUAL_PATHS, metavar="PATH", help=ALLOWED_PATHS)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="virtual nodes of N ranks; default: EP_DISPATCHER_RANKS_PER_NODE, or one node. EP_DISPATCHER_WIRE_GBPS=50 "
-        "paces the peer wire between them. NCCL does not know these nodes: leave it out of --paths",
-    )
-    parser.add_argument("--sms", type=int, nargs="+", default=[24])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, help="tokens per rank of the buffer; default: those of the case")
-    parser.add_argument("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
+    parser = make_parser(__doc__, ranks=max(1, torch.cuda.device_count()), rounds=10)
+    add = parser.add_argument
+    add("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE", help="sizes")
+    add("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"], help="of all cases")
+    add("--paths", nargs="+", type=_path, default=USUAL_PATHS, metavar="PATH", help=ALLOWED_PATHS)
+    nodes = "virtual nodes of N ranks; None: EP_DISPATCHER_RANKS_PER_NODE, or one node. NCCL does not know them"
+    add("--ranks-per-node", type=int, metavar="N", help=nodes)
+    add("--sms", type=int, nargs="+", default=[24], help="multiprocessors of a rank")
+    add("--max-tokens", type=int, help="tokens per rank of the buffer; None: those of the case")
+    add("--nccl-eager", action="store_true", help="time NCCL's path without a CUDA graph")
     args = parser.parse_args(argv)
     if args.ranks_per_node is None:
         args.ranks_per_node = envs.ranks_per_node()
@@ -143,8 +136,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 def measure(rank: int, case: Case, paths: list[str], rounds: int, nccl_eager: bool) -> Measured:
     """Return the median microseconds of each pass of each path on this rank."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    device = torch.device("cuda")
+    device = use_gpu(rank)
     idx, weights = (t.to(device) for t in make_routing(case.routing, case.tokens, case.experts, TOPK, seed=rank))
     x, w1, w2 = inputs(case, device)
     sizes = dict(hidden=case.hidden, num_experts=case.experts, num_topk=TOPK, max_tokens_per_rank=case.max_tokens)

@@ -128,7 +128,8 @@ def measure_all(args: argparse.Namespace) -> None:
     run = {"machine": describe_machine(), "wire": args.wire, "nodes": args.nodes, "ranks_per_node": per_node}
     run |= {**sizes, "at": args.at, "points": []}
     begin = time.monotonic()
-    with start_gpu_ranks(args.nodes * per_node) as pool:
+    built_with = "PACE" if args.wire == "peer" else None
+    with start_gpu_ranks(args.nodes * per_node, built_with=built_with) as pool:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         for point in points_of(args):
             if time.monotonic() - begin > args.seconds:

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         show(args.draw)
         return
     sizes = {name: getattr(args, name) for name in ("tokens", "hidden", "experts", "sms", "layout", "ranks_per_node")}
-    with start_gpu_ranks(args.ranks) as pool:
+    with start_gpu_ranks(args.ranks, built_with="STAMPS") as pool:
         args.out.mkdir(parents=True, exist_ok=True)
         for operation in args.operations:
             run = {"machine": describe_machine(), "operation": operation, "ranks": args.ranks, **sizes}

@@ -77,13 +77,24 @@ def numbers(kind: Callable, lowest: float) -> Callable[[str], list]:
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def start_gpu_ranks(num_ranks: int, timeout_s: float = 300.0) -> RankPool:
-    """Start ranks on GPUs, which they share if there are fewer. Exit with the reason where no GPU can be used."""
+def start_gpu_ranks(num_ranks: int, timeout_s: float = 300.0, built_with: str | None = None) -> RankPool:
+    """Start ranks on GPUs, which they share if there are fewer.
+
+    Exit with the reason where no GPU can be used, or the engine was built without EP_DISPATCHER_<built_with>=1.
+    """
     from ep_dispatcher.engines import cuda_problem
     from ep_dispatcher.tools.testing import RankPool
 
-    if problem := cuda_problem():
-        print(f"engine: given none that can run, because {problem}; allowed: the CUDA engine", file=sys.stderr)
+    problem, engine = cuda_problem(), "the CUDA engine"
+    if built_with is not None:
+        engine += f", built with EP_DISPATCHER_{built_with}=1"
+    if built_with is not None and problem is None:
+        from ep_dispatcher import _C_cuda
+
+        if not getattr(_C_cuda, f"has_{built_with.lower()}"):
+            problem = "it was built without this"
+    if problem is not None:
+        print(f"engine: given none that can run, because {problem}; allowed: {engine}", file=sys.stderr)
         raise SystemExit(2)
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return RankPool(num_ranks, timeout_s=timeout_s)
@@ -99,7 +110,11 @@ def use_gpu(rank: int) -> torch.device:
 
 
 def on_host(run: Callable[[], object], times: int = IN_A_ROW) -> Callable[[], float]:
-    """Return a function that runs it so many times, and returns the microseconds of one run on an idle device."""
+    """Return a function that runs it so many times, and returns the microseconds of one run on an idle device.
+
+    Before, it runs once.
+    """
+    run()
 
     def measure() -> float:
         if torch.cuda.is_initialized():

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from ep_dispatcher.memory import MAX_LOCAL
+from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS
 from ep_dispatcher.tools.benchmark.harness import make_parser, number, numbers
 from ep_dispatcher.tools.estimate import report
 from ep_dispatcher.tools.estimate.compared import PUBLISHED, RUNS, compare_measured, compare_run
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, MACHINES
-from ep_dispatcher.tools.estimate.routing import GROUP_SCORES, KINDS, Routing, Sizes
+from ep_dispatcher.tools.estimate.routing import GROUP_SCORES, Routing, Sizes
 from ep_dispatcher.tools.estimate.run import Job, estimate
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -40,7 +41,7 @@ def parser_of_command() -> argparse.ArgumentParser:
 
     add("--nodes", "number of nodes (NVLink domains), or a list: 1,2,4,8", type=numbers(int, 1), default=[8])
     add("--dtype", "of the rows; bfloat16 gives a dispatch FP8 too", choices=DTYPES, default="bfloat16")
-    add("--routing", "how tokens choose experts", choices=KINDS, default="uniform")
+    add("--routing", "how tokens choose experts", choices=CASE_ROUTINGS, default="uniform")
     add(
         "--topk-groups", "groups of experts of a token, at most; None: no limit; DeepSeek-V3 has 4", type=number(int, 1)
     )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.checks import fail
-from ep_dispatcher.tools.benchmark.cases import CASE_ROUTINGS as KINDS
 from ep_dispatcher.tools.benchmark.cases import HOT
 from ep_dispatcher.tools.testing import make_hot_routing, make_routing
 

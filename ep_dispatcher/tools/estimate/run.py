@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ep_dispatcher.checks import fail
+from ep_dispatcher.checks import BLOCK, fail
 from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
