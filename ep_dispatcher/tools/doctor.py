@@ -195,20 +195,22 @@ def find_unknown_switches() -> str:
     return "none set"
 
 
+def first_program(*names: str | None) -> str:
+    """Return the path of the first of these that can be run."""
+    for path in map(shutil.which, filter(None, names)):
+        if path:
+            return path
+    raise Unusable("not found")
+
+
 def find_compiler() -> str:
-    names = [os.environ.get("CXX", "").partition(" ")[0], "g++", "c++", "clang++"]
-    path = next((path for path in map(shutil.which, filter(None, names)) if path), None)
-    if path is None:
-        raise Unusable("no g++, c++ or clang++")
-    return _run(path, "--version").partition("\n")[0]
+    given = os.environ.get("CXX", "").partition(" ")[0]
+    return _run(first_program(given, "g++", "c++", "clang++"), "--version").partition("\n")[0]
 
 
 def find_nvcc() -> str:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # as setup.py
-    paths = [shutil.which("nvcc"), *(shutil.which(os.path.join(home, "bin", "nvcc")) for home in homes if home)]
-    path = next((path for path in paths if path), None)
-    if path is None:
-        raise Unusable("not found")
+    path = first_program("nvcc", *(os.path.join(home, "bin", "nvcc") for home in homes if home))
     release = re.search(r"release [\d.]+", _run(path, "--version"))
     return f"{release.group() if release else 'release unknown'}, {path}"
 
@@ -430,7 +432,7 @@ CALL_SELF_TEST = "from ep_dispatcher.tools.doctor import self_test; self_test()"
 
 def run_self_test() -> str:
     """Run ``self_test`` in a process of its own, which may crash or hang."""
-    code = f"import sys; sys.path[0] = sys.argv[1]; {CALL_SELF_TEST}"  # in place of the current folder
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); {CALL_SELF_TEST}"
     _run(sys.executable, "-c", code, str(PACKAGE.parent), timeout_s=120)
     return "a Buffer on one rank, dispatch and combine: right"
 

@@ -123,10 +123,8 @@ def _idle(events: list[Any], passes: list[Any]) -> float:
     for one in passes if busy else ():
         until = one.start
         for start, end in busy:
-            if end <= until or start >= one.end:
-                continue
-            idle += max(0.0, start - until)
-            until = min(max(until, end), one.end)
+            idle += max(0.0, min(start, one.end) - until)
+            until = max(until, min(end, one.end))
         idle += one.end - until
     return idle
 
