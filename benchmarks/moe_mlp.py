@@ -1,25 +1,20 @@
 """Times a layer of experts on GPUs: ep.moe_mlp with and without overlap, and NCCL's all-to-all with grouped_mm.
 
     python benchmarks/moe_mlp.py                                    # a rank per GPU, the cases below: some minutes
-    python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial overlap
+    python benchmarks/moe_mlp.py --cases 4096x2048x128x768 --routings uniform --rounds 3 --paths serial nccl
     python benchmarks/moe_mlp.py --cases 512x7168x256x2048 --max-tokens 4096 --sms 16 24
     EP_DISPATCHER_WIRE_GBPS=50 python benchmarks/moe_mlp.py --ranks-per-node 1 \
-        --paths serial overlap parts parts-serial                   # virtual nodes
-    python benchmarks/moe_mlp.py --cases 4096x7168x256x2048 --routings uniform \
-        --paths serial overlap overlap:24,8,132 overlap:16,12,24@50 overlap:24,16,132,16,8
+        --paths serial parts parts-serial                           # virtual nodes
 
 A case is tokens per rank x hidden x experts x intermediate; top-8, bfloat16. Times are microseconds of one layer in a
 CUDA graph of ten, medians over rounds in which all paths take turns, on the slowest rank. Exposed is the time of a path
 less that of its GEMMs and activation, alone on all multiprocessors and with their rows in place.
 
-serial and overlap take all tokens in one part. parts takes them in two, so that communication of one part runs under
+serial takes all tokens in one part. parts takes them in two, so that communication of one part runs under
 the GEMMs of the other; parts-serial runs these two one after the other. Each of the two parts has as many rows as the
 fullest part of a rank.
 
-overlap:PULL,PUSH,SUM sets the multiprocessors of these launches (waves.Sms), and ,GRAD_PULL,GRAD_COMBINE those of the
-backward. Without the latter the backward pulls with PULL too. With @SHARE pushes begin after this percentage of the
-rows is written, instead of after waves.push_after. NCCL needs a GPU for each rank. Its splits are fixed: its host knows
-all counts in advance (all_to_all_layer.py).
+NCCL needs a GPU for each rank. Its splits are fixed: its host knows all counts in advance (all_to_all_layer.py).
 
 --ranks-per-node makes virtual nodes. EP_DISPATCHER_WIRE_GBPS=50 gives the peer wire between them the rate of a card of
 400 Gb/s per rank (docs/nodes.md). NCCL does not know of virtual nodes: it sends all rows through NVLink, without a
@@ -30,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -42,7 +36,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import envs
-from ep_dispatcher.moe import parts, waves
+from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
 from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import most_rows
@@ -50,10 +44,8 @@ from ep_dispatcher.tools.testing import make_routing
 
 SHAPES = ["2048x128x768", "7168x256x2048"]
 CASES = [f"{tokens}x{shape}" for shape in SHAPES for tokens in (128, 512, 4096)]
-USUAL_PATHS = ["serial", "overlap", "nccl"]
-PATHS = dict.fromkeys(["serial", "overlap", "parts", "parts-serial"], "GEMMs") | {"nccl": "grouped_mm"}  # and its GEMMs
-OVERLAPPING = ("overlap", "parts")
-ALLOWED_PATHS = f"{', '.join(PATHS)}, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
+USUAL_PATHS = ["serial", "nccl"]
+PATHS = dict.fromkeys(["serial", "parts", "parts-serial"], "GEMMs") | {"nccl": "grouped_mm"}  # and its GEMMs
 PASSES = ("forward", "forward+backward")
 TOPK = 8
 
@@ -94,7 +86,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cases", nargs="+", default=CASES, metavar="TOKENSxHIDDENxEXPERTSxINTERMEDIATE", help="sizes")
     add("--routings", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"], help="of all cases")
-    add("--paths", nargs="+", type=_path, default=USUAL_PATHS, metavar="PATH", help=ALLOWED_PATHS)
+    add("--paths", nargs="+", choices=PATHS, default=USUAL_PATHS, help="what to time")
     nodes = "virtual nodes of N ranks; None: EP_DISPATCHER_RANKS_PER_NODE, or one node. NCCL does not know them"
     add("--ranks-per-node", type=int, metavar="N", help=nodes)
     add("--sms", type=int, nargs="+", default=[24], help="multiprocessors of a rank")
@@ -108,19 +100,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     elif args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
         parser.error(f"--ranks-per-node: given {args.ranks_per_node}, allowed: a divisor of the {args.ranks} ranks")
     return args
-
-
-def _path(text: str) -> str:
-    if text not in PATHS and not re.fullmatch(r"overlap:[1-9]\d*(,[1-9]\d*){2}((,[1-9]\d*){2})?(@\d\d?)?", text):
-        raise argparse.ArgumentTypeError(
-            f"given {text!r}, allowed: {ALLOWED_PATHS}, numbers of at least 1, SHARE 0 to 99"
-        )
-    return text
-
-
-def _kind(path: str) -> str:
-    """Return the path without its multiprocessors."""
-    return path.partition(":")[0]
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
@@ -178,12 +157,15 @@ def sides_of(
     x, weights, w1, w2 = given
     out = buffer.dispatch(x, idx, weights)
     assert out.topk_weights is not None
-    most = {1: most_rows(out), 2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(parts.cut, (x, idx))))}
+    most = {
+        1: most_rows(out),
+        2: max(most_rows(buffer.dispatch(x, idx)) for x, idx in zip(*map(overlap.cut, (x, idx)))),
+    }
     ends = out.tokens_per_expert.cumsum(0).int()
 
     def layer(path: str, x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         num_parts = parts_of(path)
-        options = dict(overlap=_kind(path) in OVERLAPPING, num_parts=num_parts, max_recv_rows=most[num_parts])
+        options = dict(overlap=path == "parts", num_parts=num_parts, max_recv_rows=most[num_parts])
         return ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
 
     def experts(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -199,37 +181,20 @@ def sides_of(
             continue
         calls[path] = partial(layer, path), given
         calls["GEMMs"] = experts, [out.x, out.topk_weights, w1, w2]
-        if _kind(path) in OVERLAPPING:
-            for name, wants_gradients in zip(PASSES, (False, True)):
-                can = waves.can_overlap(buffer, wants_gradients, len(x), parts_of(path))
-                chosen = "overlap" if can else "serial"
-                ran[name, path] = f"chose {chosen}, "
+        if path == "parts":
+            chosen = "overlap" if overlap.why_not(buffer, num_parts=2) is None else "serial"
+            ran |= {(name, path): f"chose {chosen}, " for name in PASSES}
     sides: dict[tuple[str, str], Callable[[], None]] = {}
     for path, (call, arguments) in calls.items():
         once = partial(forward, call, [t.detach() for t in arguments])
         back = partial(both, call, [t.detach().requires_grad_() for t in arguments])
-        sides |= {(name, path): partial(with_sms, path, run) for name, run in zip(PASSES, (once, back))}
+        sides |= {(name, path): run for name, run in zip(PASSES, (once, back))}
     return sides, ran
 
 
 def parts_of(path: str) -> int:
     """Return the number of parts in which a path takes the tokens."""
     return 2 if path.startswith("parts") else 1
-
-
-def with_sms(path: str, run: Callable[[], None]) -> None:
-    """Run it with the multiprocessors that the path names, and the share."""
-    usual = waves.SMS, waves.PUSH_AFTER
-    sms, _, share = path.partition(":")[2].partition("@")
-    if sms:
-        pull, push, of_sums, *backward = map(int, sms.split(","))
-        waves.SMS = waves.Sms(pull, push, of_sums, *(backward or [pull]))
-    if share:
-        waves.PUSH_AFTER = int(share) / 100
-    try:
-        run()
-    finally:
-        waves.SMS, waves.PUSH_AFTER = usual
 
 
 def forward(call: Callable[..., Tensor], given: list[Tensor]) -> None:
@@ -266,8 +231,8 @@ def lines(case: Case, measured: Measured) -> list[str]:
     rest = f"{nodes(case)}, {case.routing}, {case.sms} SMs, buffer of {case.max_tokens} tokens"
     shown = [f"{sizes}, {rest}: us"]
     for name in PASSES:
-        for path in (path for of, path in measured.times if of == name and _kind(path) in PATHS):
-            alone = PATHS[_kind(path)]
+        for path in (path for of, path in measured.times if of == name and path in PATHS):
+            alone = PATHS[path]
             us, gemms = measured.times[name, path], measured.times[name, alone]
             how = measured.ran[name, path]
             shown.append(

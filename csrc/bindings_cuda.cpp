@@ -63,9 +63,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("free_slots", Phase::kFreeSlots)
       .value("partial_sums", Phase::kSums)
       .value("weights", Phase::kWeights)
-      .value("experts", Phase::kExperts)
-      .value("sums_between_nodes", Phase::kNodeSums)
-      .value("multiprocessors", Phase::kMultiprocessors);
+      .value("sums_between_nodes", Phase::kNodeSums);
   py::enum_<Mistake>(m, "Mistake", py::module_local())
       .value("bad_entry", Mistake::kBadEntry)
       .value("too_few_rows", Mistake::kTooFewRows)
@@ -82,13 +80,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
 
   ep::bind_cuda_config(m, "Config");
 
-  py::class_<Waves> waves(m, "Waves", py::module_local());
-  waves.def(py::init<>())
-      .def_readwrite("pieces_of_row", &Waves::pieces_of_row)
-      .def_readwrite("num_blocks", &Waves::num_blocks);
-  address(waves, "begun", &Waves::begun);
-  address(waves, "done", &Waves::done);
-
   py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
   dispatch.def(py::init<>())
       .def_readwrite("row_bytes", &DispatchArgs::row_bytes)
@@ -100,9 +91,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("num_rows", &DispatchArgs::num_rows)
       .def_readwrite("ticket", &DispatchArgs::ticket)
       .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
-      .def_readwrite("by_expert", &DispatchArgs::by_expert)
-      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks)
-      .def_readwrite("waves", &DispatchArgs::waves);
+      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
   address(dispatch, "rows", &DispatchArgs::rows);
@@ -119,8 +108,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   py::class_<CombineArgs> combine(m, "CombineArgs", py::module_local());
   combine.def(py::init<>())
       .def_readwrite("num_tokens", &CombineArgs::num_tokens)
-      .def_readwrite("rail_blocks", &CombineArgs::rail_blocks)
-      .def_readwrite("waves", &CombineArgs::waves);
+      .def_readwrite("rail_blocks", &CombineArgs::rail_blocks);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
   address(combine, "factors", &CombineArgs::factors);
@@ -211,10 +199,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
-      .def("wait_until_begun",
-           [](const Engine& e, const Waves& waves, int num_groups, Address stream) {
-             e.wait_until_begun(waves, num_groups, pointer<CUstream_st>(stream));
-           })
       .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })

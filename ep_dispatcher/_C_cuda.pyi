@@ -105,13 +105,6 @@ class Config:
     window_chunks: int
     def __init__(self) -> None: ...
 
-class Waves:
-    begun: int
-    done: int
-    pieces_of_row: int
-    num_blocks: int
-    def __init__(self) -> None: ...
-
 class DispatchArgs:
     row_bytes: int
     scale_bytes: int
@@ -134,15 +127,12 @@ class DispatchArgs:
     out_counts: int
     wait_ns: int
     packs_scales: bool
-    by_expert: bool
     rail_blocks: int
-    waves: Waves
     def __init__(self) -> None: ...
 
 class CombineArgs:
     num_tokens: int
     rail_blocks: int
-    waves: Waves
     y: int
     topk_weights: int
     factors: int
@@ -170,7 +160,6 @@ class Engine:
     def push(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def reduce(self, args: CombineArgs, plan: int, stream: int) -> None: ...
     def combine(self, args: CombineArgs, plan: int, stream: int) -> None: ...
-    def wait_until_begun(self, waves: Waves, num_groups: int, stream: int) -> None: ...
     def pace_wire(self, bytes_per_s: float) -> None: ...
     def stamp_into(self, stamps: int, num_blocks: int) -> None: ...
     def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...

@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
 from ep_dispatcher import checks, decode, engines, envs, float8
 from ep_dispatcher._version import __version__
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received, Waves
+from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
 from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
@@ -747,13 +747,13 @@ class Buffer:
         return CombineOutput.of(x=combined.x, topk_weights=weights, event=self._event())
 
     def _launch_dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
+        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False
     ) -> Received:
         engine = self._live_engine()
         if engine.unreceived is not None:
             self._check_received("dispatch")
         try:
-            return engine.dispatch(request.plain(), only_sends, packs_scales, by_expert)
+            return engine.dispatch(request.plain(), only_sends, packs_scales)
         except (PeerTimeoutError, ValueError) as error:
             raise self._explained(error)  # noqa: B904  # it has its cause
 
@@ -762,14 +762,13 @@ class Buffer:
         request: CombineRequest,
         weights: Tensor | None = None,
         only_sends: bool = False,
-        waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
         engine = self._live_engine()
         if engine.unreceived is not None:
             self._check_received("combine")
         try:
-            return engine.combine(request.plain(), weights, only_sends, waves, out)
+            return engine.combine(request.plain(), weights, only_sends, out)
         except (PeerTimeoutError, ValueError) as error:
             raise self._explained(error)  # noqa: B904  # it has its cause
 

@@ -86,7 +86,7 @@ def run_with_sums(
 ) -> tuple[list[Tensor], Callable[[], None]]:
     """Run a layer as Megatron does: gradients of w1 and w2 are added to float32 sums, which are 1 before.
 
-    layer: waves.overlapped_mlp, or what takes the same arguments
+    layer: overlap.mlp_in_parts, or what takes the same arguments
     Return y, the gradients of x and topk_weights and all sums; and the function that adds to the sums.
     """
     sums = [[torch.ones_like(w, dtype=torch.float32) for w in of] for of in (w1, w2)]

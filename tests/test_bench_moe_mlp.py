@@ -13,7 +13,6 @@ from ep_dispatcher.engines import cuda_problem
 from ep_dispatcher.tools.testing import make_routing
 
 BENCHMARKS = str(ROOT / "benchmarks")
-SWEPT, OF_THE_BACKWARD = "overlap:12,8,132", "overlap:24,16,132,16,8@50"
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 8, 8, 3, 20
 
 
@@ -68,8 +67,7 @@ def all_sides(rank: int, ranks_per_node: int) -> tuple[list, dict]:
     moe_mlp._nccl[:] = [dist.group.WORLD]
     idx, leaves = given_to(rank, "uniform", torch.bfloat16)
     with make_buffer(torch.bfloat16, ranks_per_node) as buffer:
-        paths = [*moe_mlp.PATHS, SWEPT]
-        sides, ran = moe_mlp.sides_of(buffer, paths, idx, [t.detach() for t in leaves])
+        sides, ran = moe_mlp.sides_of(buffer, [*moe_mlp.PATHS], idx, [t.detach() for t in leaves])
         for side in sides.values():
             side()
     return list(sides), ran
@@ -80,33 +78,9 @@ def test_every_side_runs(pools, script, ranks_per_node):
     """Each path and each path's GEMMs alone, in both passes; the choice is that of moe_mlp."""
     for sides, ran in pools(2).run(all_sides, ranks_per_node):
         assert set(sides) == {
-            (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values(), SWEPT}
+            (name, path) for name in script.PASSES for path in {*script.PATHS, *script.PATHS.values()}
         }
-        chosen = ("overlap", "parts", SWEPT)
-        assert ran == {(name, path): "chose serial, " for name in script.PASSES for path in chosen}
-
-
-def test_the_multiprocessors_of_a_path(script):
-    waves, seen = script.waves, []
-    usual, share = waves.SMS, waves.PUSH_AFTER
-    for path in (SWEPT, "overlap", OF_THE_BACKWARD, "overlap"):
-        script.with_sms(path, lambda: seen.append((waves.SMS, waves.PUSH_AFTER)))
-    swept, of_the_backward = (12, 8, 132, 12, usual.grad_combine), (24, 16, 132, 16, 8)
-    assert seen == [(swept, share), (usual, share), (of_the_backward, 0.5), (usual, share)]
-    paths = ["serial", SWEPT, OF_THE_BACKWARD]
-    assert script.parse_args(["--paths", *paths]).paths == paths
-
-
-@pytest.mark.parametrize(
-    "given",
-    ["fast", "overlap:", "overlap:1,2", "overlap:1,2,x", "overlap:0,2,3", "overlap:1,2,3,4", "serial:1,2,3"]
-    + ["overlap:1,2,3@", "overlap:1,2,3@100", "overlap@50", "parts:1,2,3", "parts-overlap"],
-)
-def test_wrong_paths(script, capsys, given):
-    with pytest.raises(SystemExit):
-        script.parse_args(["--paths", given])
-    allowed = "serial, overlap, parts, parts-serial, nccl, overlap:PULL,PUSH,SUM[,GRAD_PULL,GRAD_COMBINE][@SHARE]"
-    assert f"given {given!r}, allowed: {allowed}, numbers of at least 1, SHARE 0 to 99" in capsys.readouterr().err
+        assert ran == {(name, "parts"): "chose serial, " for name in script.PASSES}
 
 
 @pytest.mark.parametrize("size", ["3", "0", "-1", "8"])
@@ -125,9 +99,9 @@ def test_lines(script):
     assert len(script.cases_of(script.parse_args(["--ranks", "2"]))) == 12
     for given, size in ([], 4), (["--ranks-per-node", "2"], 2):
         assert {case.ranks_per_node for case in script.cases_of(script.parse_args(["--ranks", "4", *given]))} == {size}
-    us = {"serial": 30.0, "overlap": 25.0, "nccl": 50.0, "GEMMs": 20.0, "grouped_mm": 22.0}
+    us = {"serial": 30.0, "parts": 25.0, "nccl": 50.0, "GEMMs": 20.0, "grouped_mm": 22.0}
     times = {(name, path): value + 100 * i for i, name in enumerate(script.PASSES) for path, value in us.items()}
-    ran = dict.fromkeys(times, "CUDA graph") | {("forward", "overlap"): "chose serial, CUDA graph"}
+    ran = dict.fromkeys(times, "CUDA graph") | {("forward", "parts"): "chose serial, CUDA graph"}
     head, *rows = script.lines(cases[0], script.Measured(times, ran))
     assert head.startswith("128 tokens, hidden 2048, 128 experts, intermediate 768, 2 virtual nodes of 2 (no pace), ")
     assert [row.split()[:3] for row in rows[:3]] == [["forward", p, v] for p, v in zip(us, ("30", "25", "50"))]
@@ -146,7 +120,6 @@ def test_what_each_path_runs(pools, script):
     calls = pools(2).run(calls_of_paths)[0]
     assert {path: (found["num_parts"], found["overlap"]) for path, found in calls.items()} == {
         "serial": (1, False),
-        "overlap": (1, True),
         "parts": (2, True),
         "parts-serial": (2, False),
     }
@@ -188,4 +161,4 @@ def test_a_run(script):
     run = subprocess.run(
         [sys.executable, f"{BENCHMARKS}/moe_mlp.py", *options], capture_output=True, text=True, timeout=300, check=True
     )
-    assert sum(" exposed" in line for line in run.stdout.splitlines()) == 6, run.stdout
+    assert sum(" exposed" in line for line in run.stdout.splitlines()) == 4, run.stdout

@@ -12,7 +12,6 @@ from test_errors import error_of
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
-from ep_dispatcher.moe import waves
 from ep_dispatcher.tools.testing import device_of
 
 INTERMEDIATE = 24
@@ -161,15 +160,8 @@ def reasons(rank: int, engine: str) -> None:
     case, _ = make_case(1, 1)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         wanted = f"its engine is {engine}" if engine == "cpu" else "its rows are torch.float32"
-        assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, gradients=False) == wanted
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                waves,
-                "why_not",
-                lambda buffer, wants_gradients, *rest: "" if wants_gradients else f"{rest}",
-            )
-            assert ep.why_no_overlap(buffer) == "" and ep.why_no_overlap(buffer, gradients=False) == "(None, None)"
-            assert ep.why_no_overlap(buffer, gradients=False, num_tokens=7, num_parts=2) == "(7, 2)"
+        assert ep.why_no_overlap(buffer) == ep.why_no_overlap(buffer, num_parts=2) == wanted
+        assert error_of(lambda: ep.why_no_overlap(buffer, num_parts=3)).startswith("num_parts: given 3, allowed: ")
         assert error_of(lambda: ep.why_no_overlap(None)).startswith("buffer: given NoneType, allowed: ")
     assert "destroyed" in error_of(lambda: ep.why_no_overlap(buffer))
 

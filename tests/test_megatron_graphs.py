@@ -380,7 +380,7 @@ def hooks_of_transformer_engine(rank: int) -> None:
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
-            assert is_grouped(layer.experts) and _layers[layer.experts].why_no_waves is None
+            assert is_grouped(layer.experts) and _layers[layer.experts].why_no_overlap is None
 
 
 @ON_CPU

@@ -1,10 +1,9 @@
-"""Experts that run dispatch and combine (EP_DISPATCHER_EXPERT_WAVES=1): the bits of one step after the other.
+"""Experts that run dispatch and combine in two parts of the tokens (EP_DISPATCHER_EXPERT_WAVES=1).
 
-On a CPU they take the steps in turn: what is tested there is the way of the tokens through Megatron's six steps.
+On a CPU the parts take their steps in turn: what is tested there is the way of the tokens through Megatron's six steps.
 """
 
 import contextlib
-import types
 
 import pytest
 import test_megatron_schedule
@@ -37,6 +36,7 @@ from test_megatron_experts import (
     IN_BUCKETS,
     MOE_ACT,
     SWITCH,
+    beside_dispatch,
     ddp_of,
     delayed,
     delayed_order,
@@ -61,24 +61,16 @@ NO_WAVES_HERE = "its engine is cpu"
 
 
 @contextlib.contextmanager
-def counted_runs():
-    """Yield a list that gets an entry for every dispatch that the experts run.
+def two_parts():
+    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
+    from ep_dispatcher.integrations.megatron import deferred, experts
+    from ep_dispatcher.moe import overlap
 
-    On a GPU few tokens would not get there. Their steps still run in turn: there are no kernels for float32.
-    """
-    from ep_dispatcher.integrations.megatron.deferred import Deferred
-    from ep_dispatcher.moe import waves
-
-    runs, run = [], Deferred.run
+    runs, run = [], overlap.mlp_in_parts
     with pytest.MonkeyPatch.context() as patch:
-        if on_gpu():
-            patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, *rest: True)
-
-        def counted(deferred, *given, **options):
-            runs.append(deferred)
-            return run(deferred, *given, **options)
-
-        patch.setattr(Deferred, "run", counted)
+        for module in (experts, deferred):
+            patch.setattr(module, "num_parts_of", lambda buffer: 2)
+        patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
         yield runs
 
 
@@ -113,49 +105,12 @@ LAYERS = {name: case for name, case in CASES.items() if len(case.references) == 
 }
 
 
-def orders_shared_experts_by_dispatch() -> bool:
-    """Whether their backward goes right before that of the dispatch: Megatron 0.18 and newer.
-
-    Experts that run the dispatch give it no such place. Then a token's gradients are added in another order.
-    """
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-
-    return hasattr(SharedExpertMLP, "wait_current_stream")
-
-
-def three_ways(rank: int, case: Case) -> None:
-    use_layout(case.layout)
-    megatrons = run_layer(rank, case, OURS).tensors()
-    with switched_on():
-        grouped = run_layer(rank, case, OURS).tensors()
-    with switched_on(WAVES) as printed, counted_runs() as runs:
-        got = run_layer(rank, case, OURS).tensors()
-    recomputed = case.checkpointed or case.settings.get("recompute_granularity") is not None
-    assert len(runs) == (0 if case.layout == ETP2 else 2 * (1 + recomputed))
-    if case.settings.get("moe_shared_expert_overlap") and orders_shared_experts_by_dispatch():
-        assert_agree(got, grouped)
-        grouped |= {name: got[name] for name in got if name.startswith("input gradient")}
-    assert_same_bits(got, grouped)
-    assert_agree(got, megatrons, "overlapped and Megatron's own")
-    if case.settings.get("recompute_granularity") and not on_gpu():
-        assert [run.has_plan for run in runs] == [False, True] * 2, "a recompute reuses the plan"
-    reason = "expert_tensor_parallel_size is 2" if case.layout == ETP2 else NO_WAVES_HERE
-    if rank == 0 and not on_gpu():
-        assert said(printed) == f"{HEAD} 0 of 1 MoE layers ({WAVES}=1). One after the other: layer 1: {reason}"
-        assert f"1 of 1 MoE layers in grouped GEMMs ({SWITCH}=1)" in printed.getvalue(), "it implies the other switch"
-
-
-@pytest.mark.parametrize("name", sorted(LAYERS, key=lambda name: str(LAYERS[name].layout)))
-def test_the_bits_of_grouped_experts(name):
-    megatron_pool(4).run(three_ways, LAYERS[name])
-
-
 def in_flight(rank: int) -> None:
     """Forwards of three microbatches, then backwards in another order, as pipelines run them."""
     use_layout(EP2)
     results = []
     for switch in (SWITCH, WAVES):
-        with switched_on(switch), counted_runs() as runs:
+        with switched_on(switch), two_parts() as runs:
             layer = make_layer(make_config())
             xs = [tokens_of(rank, number).requires_grad_() for number in range(3)]
             outputs = [layer(x)[0] for x in xs]
@@ -166,7 +121,7 @@ def in_flight(rank: int) -> None:
             assert len(runs) == (3 if switch == WAVES else 0)
         found = {f"output {n}": y.detach() for n, y in enumerate(outputs)}
         results.append(found | {f"input gradient {n}": x.grad for n, x in enumerate(xs)} | grads_of(layer))
-    assert_same_bits(*results)
+    assert_agree(*results)
 
 
 def test_several_microbatches_in_flight():
@@ -175,7 +130,7 @@ def test_several_microbatches_in_flight():
 
 def without_gradients(rank: int) -> None:
     use_layout(EP2)
-    with switched_on(WAVES), counted_runs() as runs:
+    with switched_on(WAVES), two_parts() as runs:
         layer = make_layer(make_config())
         wanted = step(layer, tokens_of(rank))["output"]
         with torch.no_grad():
@@ -192,7 +147,7 @@ def test_without_gradients():
 def mistakes(rank: int) -> None:
     """Errors are those of the dispatch, and the next pass is right."""
     use_layout(EP2)
-    with switched_on(WAVES), environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="30"):
+    with switched_on(WAVES), two_parts(), environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="30"):
         layer = make_layer(make_config())
         wanted = step(layer, tokens_of(rank))["output"]
         with environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR="0.01"):
@@ -206,77 +161,17 @@ def test_mistakes():
     megatron_pool(2).run(mistakes)
 
 
-# ---- gradients of weights -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, IN_BUCKETS | dict(overlap_param_gather=True)],
-    ids=["overlapped", "distributed optimizer, weights gathered meanwhile"],
-)
-def test_gradients_reach_main_grad_and_are_reduced(settings):
-    skip_what_gloo_refuses(settings)
-    megatron_pool(4).run(main_grads, settings, WAVES)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_delayed_gradients_of_weights(fused):
-    megatron_pool(4).run(delayed, fused, WAVES)
-
-
-@pytest.mark.parametrize("test", [delayed_order, plain_main_grad, frozen], ids=lambda test: test.__name__)
-def test_as_grouped_experts(test):
-    megatron_pool(2).run(test, WAVES)
-
-
-@pytest.mark.parametrize("settings", [{}, MOE_ACT], ids=["plain", "moe_act"])
-def test_grouped_mlp_agrees_with_megatrons_own(settings):
-    megatron_pool(4).run(grouped_mlp, EP2, OURS, settings, WAVES)
-
-
-def same_main_grads(rank: int) -> None:
-    """Two iterations of two microbatches: the bits of every main_grad."""
-    use_layout(EP2)
-    results = []
-    for switch in (SWITCH, WAVES):
-        config = make_config(**GROUPED)
-        with switched_on(switch), counted_runs() as runs:
-            config.gradient_accumulation_fusion = True
-            results.append(iterations(ddp_of(make_grouped_layer(config), config), rank))
-            assert len(runs) == (4 if switch == WAVES else 0)
-    assert_same_bits(*results)
-
-
-def test_the_bits_of_main_grad():
-    skip_what_gloo_refuses({})
-    megatron_pool(4).run(same_main_grads)
-
-
-# ---- two parts of the tokens ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def two_parts():
-    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
-    from ep_dispatcher.integrations.megatron import deferred, experts
-    from ep_dispatcher.moe import parts
-
-    runs, run = [], parts.mlp_in_parts
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (experts, deferred):
-            patch.setattr(module, "num_parts_of", lambda buffer: 2)
-        patch.setattr(parts, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
-        yield runs
+# ---- the bits ------------------------------------------------------------------------------------------------------
 
 
 def layer_in_parts(rank: int, case: Case) -> None:
     use_layout(case.layout)
     with switched_on():
         grouped = run_layer(rank, case, OURS).tensors()
-    with switched_on(WAVES), two_parts() as runs, counted_runs() as counted:
+    with switched_on(WAVES), two_parts() as runs:
         got = run_layer(rank, case, OURS).tensors()
-    assert len(runs) == len(counted) and bool(runs) is (case.layout != ETP2)
-    assert not any(run.has_plan for run in counted), "a recompute makes new plans: each part has one"
+    recomputed = case.checkpointed or case.settings.get("recompute_granularity") is not None
+    assert len(runs) == (0 if case.layout == ETP2 else 2 * (1 + recomputed))
     assert_agree(got, grouped, "in two parts and in one")
 
 
@@ -296,17 +191,22 @@ IN_PARTS = {
     "delayed, main_grad": (delayed, True, WAVES),
     "delayed": (delayed, False, WAVES),
     "moe_act": (grouped_mlp, EP2, OURS, MOE_ACT, WAVES),
+    "order of delayed": (delayed_order, WAVES),
+    "plain main_grad": (plain_main_grad, WAVES),
+    "frozen": (frozen, WAVES),
+    "beside dispatch": (beside_dispatch, WAVES),
 }
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_gradients_of_weights_in_two_parts(name):
     """Each is written once, with the rows of both parts in it."""
-    megatron_pool(4).run(with_two_parts, *IN_PARTS[name])
+    ranks = 2 if name in ("order of delayed", "plain main_grad", "frozen", "beside dispatch") else 4
+    megatron_pool(ranks).run(with_two_parts, *IN_PARTS[name])
 
 
 def all_or_none(rank: int) -> None:
-    """A hook on one rank's experts: no rank runs this layer in parts. GEMMs that wait for no rows forbid less."""
+    """A hook on one rank's experts: no rank runs this layer in parts."""
     from ep_dispatcher.integrations.megatron import experts
 
     use_layout(EP2)
@@ -314,14 +214,11 @@ def all_or_none(rank: int) -> None:
         layers = [make_layer(make_config(), number) for number in (1, 2)]
         if rank == 1:
             layers[0].experts.register_forward_hook(lambda *given: None)
-        for layer in layers:
-            layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 2, True
         for number, layer in enumerate((*layers, *layers)):
             layer(tokens_of(rank))
             assert len(runs) == (0, 1, 1, 2)[number]
         ones = [experts._layers[layer.experts] for layer in layers]
-        assert all(one.why_no_waves is not None for one in ones)
-        assert ones[1].why_no_parts is None and [one.parts_agreed for one in ones] == [False, True]
+        assert ones[1].why_no_overlap is None and [one.parts_agreed for one in ones] == [False, True]
     text = "ep_dispatcher runs the steps of layer 1 one after the other: "
     text += "1 of 2 ranks cannot overlap them, the first is rank 1"
     assert printed.getvalue().splitlines().count(text) == (rank == 0)
@@ -421,7 +318,7 @@ def in_the_schedule(rank: int) -> None:
         config.overlap_moe_expert_parallel_comm = True  # its checks want a GPU
         return config
 
-    with pytest.MonkeyPatch.context() as patch, switched_on(WAVES) as printed, counted_runs() as runs:
+    with pytest.MonkeyPatch.context() as patch, switched_on(WAVES) as printed, two_parts() as runs:
         patch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
         run_nodes(rank, OURS, {}, OVERLAPPED)
     assert not runs
@@ -445,7 +342,7 @@ def refusals(rank: int) -> None:
     def pad(layer):
         layer.token_dispatcher.expert_alignment = 16
 
-    with switched_on(WAVES) as printed, counted_runs() as runs:
+    with switched_on(WAVES) as printed, two_parts() as runs:
         layers = [make_layer(make_config(OURS, **settings), n) for n, settings in enumerate([{}] * 4, 1)]
         layers.append(make_layer(make_config("alltoall"), 5))
         layers.append(make_layer(make_config(add_bias_linear=True), 6))
@@ -455,14 +352,6 @@ def refusals(rank: int) -> None:
             layer(tokens_of(rank))
         assert len(runs) == 1
         line = said(printed)
-        from ep_dispatcher.integrations.megatron import experts
-        from ep_dispatcher.moe import waves
-
-        for can in (True, False):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(waves, "can_overlap", lambda buffer, wants_gradients, can=can: can)
-                patch.setattr(experts, "num_parts_of", lambda buffer: 1)
-                assert experts.communicates(layers[3].experts, types.SimpleNamespace(engine="cuda")) is can
     if rank == 0 and not on_gpu():
         reasons = [
             "layer 1: SequentialMLP has hooks (forward_hooks)",
@@ -479,45 +368,9 @@ def test_what_cannot_run_so_is_named_with_its_reason():
     megatron_pool(2).run(refusals)
 
 
-def settings_that_forbid(rank: int) -> None:
-    """Pipelines whose sends overlap, and CUDA graphs with one connection; either half of a condition alone is none."""
-    from ep_dispatcher.integrations.megatron import eligibility, experts
-
-    def reason(connections: str = "1", **settings) -> str | None:
-        with pytest.MonkeyPatch.context() as patch, environment(CUDA_DEVICE_MAX_CONNECTIONS=connections):
-            for name, value in settings.items():
-                patch.setattr(layer.config, name, value)
-            return eligibility.why_no_waves(layer.experts, experts._layers[layer.experts])
-
-    use_layout(EP2)
-    pipeline = dict(pipeline_model_parallel_size=2, overlap_p2p_comm=True)
-    captured = "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
-    with switched_on(WAVES) as printed:
-        layer = make_layer(make_config())
-        layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 2, True
-        with counted_runs() as runs:
-            layer(tokens_of(rank))
-        assert not runs
-        late = "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
-        assert said(printed).endswith(f"layer 1: {late}" * (rank == 0))
-        layer.config.pipeline_model_parallel_size, layer.config.overlap_p2p_comm = 1, False
-        assert reason() is None
-        assert reason(**pipeline) == late
-        assert reason(**pipeline | dict(overlap_p2p_comm=False)) is None
-        assert reason(**pipeline | dict(pipeline_model_parallel_size=1)) is None
-        assert reason(cuda_graph_impl="transformer_engine") == captured, "without a scope they contain the whole layer"
-        assert reason("8", cuda_graph_impl="transformer_engine") is None
-        scope = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
-        assert reason(cuda_graph_impl="transformer_engine", **{scope: ["moe_router"]}) is None
-
-
-def test_settings_that_forbid_it():
-    megatron_pool(2).run(settings_that_forbid)
-
-
 def lines_of_a_gpu(rank: int) -> None:
-    """As where the buffer has waves; without a limit of rows the host waits, and the line says it."""
-    from ep_dispatcher.moe import waves
+    """As between nodes on GPUs; without a limit of rows the host waits, and the line says it."""
+    from ep_dispatcher.moe import overlap
 
     use_layout(EP2)
     for factor in (None, "4"):
@@ -526,15 +379,11 @@ def lines_of_a_gpu(rank: int) -> None:
             environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(waves, "why_not", lambda buffer, wants_gradients, *rest: None)
+            patch.setattr(overlap, "why_not", lambda buffer: None)
             make_layer(make_config())(tokens_of(rank))
             waits = ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
-            line = f"{HEAD} 1 of 1 MoE layers ({WAVES}=1)" + waits * (factor is None)
-            assert said(printed) == line * (rank == 0)
-            with two_parts():
-                make_layer(make_config())(tokens_of(rank))
             line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens ({WAVES}=1)" + waits * (factor is None)
-            assert printed.getvalue().rstrip().endswith(line * (rank == 0))
+            assert said(printed) == line * (rank == 0)
 
 
 @pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")
@@ -542,52 +391,25 @@ def test_the_line_where_there_are_waves():
     megatron_pool(2).run(lines_of_a_gpu)
 
 
-def other_forwards(rank: int) -> None:
-    """Experts whose forward is not ours get rows and counts: after unregister(), and where somebody replaced it."""
-    from ep_dispatcher.integrations.megatron import register, unregister
-
-    use_layout(EP2)
-    with switched_on(WAVES), counted_runs() as runs:
-        layer = make_layer(make_config())
-        wanted = step(layer, tokens_of(rank))
-        seen = []
-        layer.experts.forward = lambda rows, counts, probs: seen.append((rows, counts)) or (rows, None)
-        layer(tokens_of(rank))
-        ((rows, counts),) = seen
-        assert rows.shape[0] == int(counts.sum())
-        del layer.experts.forward
-        unregister()
-        assert_agree(step(layer, tokens_of(rank)), wanted)
-        assert len(runs) == 1
-        register()
-        assert_same_bits(step(layer, tokens_of(rank)), wanted)
-        assert len(runs) == 2
-
-
-def test_experts_with_another_forward_get_rows():
-    megatron_pool(2).run(other_forwards)
-
-
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | None = None) -> None:
-    """In bfloat16, with enough tokens: dispatch and combine do run under the GEMMs. Between nodes in two parts."""
-    from ep_dispatcher.moe import parts, waves
+def overlapped(rank: int, settings: dict, factor: str | None) -> None:
+    """In bfloat16, with enough tokens, between nodes: dispatch and combine do run under the GEMMs."""
+    from ep_dispatcher.moe import overlap
 
     use_layout(EP2)
-    place, name = (waves, "overlapped_mlp") if per_node is None else (parts, "mlp_in_parts")
-    calls, call = [], getattr(place, name)
+    calls, call = [], overlap.mlp_in_parts
     results = []
     large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
     variables = dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="3000", EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor)
-    variables |= dict(EP_DISPATCHER_RANKS_PER_NODE=per_node)
+    variables |= dict(EP_DISPATCHER_RANKS_PER_NODE="1")
     for switch in (SWITCH, WAVES):
         with switched_on(switch) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
             from ep_dispatcher.integrations.megatron import eligibility
 
             patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.bfloat16,))
-            patch.setattr(place, name, lambda *given, **options: calls.append(1) or call(*given, **options))
+            patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: calls.append(1) or call(*given, **options))
             by_autograd = "moe_shared_expert_intermediate_size" in settings
             if by_autograd:
                 config = make_config(**large, **settings)
@@ -609,17 +431,14 @@ def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | No
             layer.token_dispatcher.buffer.check()
             found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
             results.append(found)
-    if per_node is not None:  # two parts sum the gradients of weights in another order; autograd's are bfloat16
-        for key in [key for key in results[0] if "experts" in key]:
-            one, two = (found.pop(key) for found in results)
-            assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
+    for key in [key for key in results[0] if "experts" in key]:  # sums in another order; autograd's are bfloat16
+        one, two = (found.pop(key) for found in results)
+        assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
     assert_same_bits(*results)
-    recomputed = per_node is not None and "moe" in settings.get("recompute_modules", ())
-    times = 6 if recomputed else 3  # rows of 512 bytes in one part overlap with gradients alone
-    assert len(calls) == (times if on_gpu() else 0)
+    recomputed = "moe" in settings.get("recompute_modules", ())
+    assert len(calls) == ((6 if recomputed else 3) if on_gpu() else 0)
     if on_gpu():
-        in_parts = "" if per_node is None else ", in two parts of the tokens"
-        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers{in_parts}")
+        assert rank > 0 or said(printed).startswith(f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens")
 
 
 @pytest.mark.parametrize(
@@ -633,6 +452,5 @@ def overlapped(rank: int, settings: dict, factor: str | None, per_node: str | No
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
 @pytest.mark.parametrize("factor", [None, exhaustive("2")], ids=["counted", "limited rows"])
-@pytest.mark.parametrize("per_node", [None, "1"], ids=["one node", "two nodes"])
-def test_dispatch_and_combine_under_the_gemms(settings, factor, per_node):
-    megatron_pool(2).run(overlapped, settings, factor, per_node)
+def test_dispatch_and_combine_under_the_gemms(settings, factor):
+    megatron_pool(2).run(overlapped, settings, factor)

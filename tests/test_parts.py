@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.cuda import side_streams
-from ep_dispatcher.moe import parts, waves
+from ep_dispatcher.moe import overlap
 from ep_dispatcher.tools.testing import device_of
 
 NAMES = ("y", "x", "topk_weights", "w1", "w2")
@@ -137,7 +137,7 @@ def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         for keep_activated in (True, False):
             take: list = []
             options = dict(keep_activated=keep_activated, take_grads=take.append, overlap=True)
-            y = parts.mlp_in_parts(buffer, x, idx, weights, w1, w2, None, **options)
+            y = overlap.mlp_in_parts(buffer, x, idx, weights, w1, w2, None, **options)
             y.sum().backward()
             (write,) = take
             sums = [torch.empty_like(w) for w in (w1, w2)]
@@ -155,7 +155,7 @@ def test_gradients_of_weights_are_written_once(pools, engine, dtype):
 
 
 def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
-    """Rank 0 runs parts.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
+    """Rank 0 runs overlap.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10, ranks_per_node=1)
     generator = torch.Generator().manual_seed(rank)
     shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
@@ -305,16 +305,16 @@ class Machine:
         patch.setattr(torch.cuda, "stream", self.using)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
-        patch.setattr(parts, "_Lane", partial(self.lane, parts._Lane))
+        patch.setattr(overlap, "_Lane", partial(self.lane, overlap._Lane))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             launch = getattr(buffer, f"_launch_{name}")
             patch.setattr(buffer, f"_launch_{name}", partial(self.note, launch, name, size))
         steps = dict(run_rows="experts", grads_of_rows="gradients of rows", write_grads="gradients of weights")
         patch.setattr(
-            parts, "torch", types.SimpleNamespace(**vars(torch) | dict(cat=partial(self.note, torch.cat, CAT, None)))
+            overlap, "torch", types.SimpleNamespace(**vars(torch) | dict(cat=partial(self.note, torch.cat, CAT, None)))
         )
         for name, text in steps.items():
-            patch.setattr(parts, name, partial(self.note, getattr(parts, name), text, None))
+            patch.setattr(overlap, name, partial(self.note, getattr(overlap, name), text, None))
 
     def note(self, call, text: str, size, *given, **options):
         self.log.append(f"{self.current.name}: {text}{f' {size(given[0])}' if size else ''}")
@@ -326,7 +326,7 @@ class Machine:
         yield
         self.current = before
 
-    def lane(self, make, *given, **options) -> parts._Lane:
+    def lane(self, make, *given, **options) -> overlap._Lane:
         """A lane as on a GPU. Its engine notes who gives it up."""
         lane = make(*given, **options)
         lane.main, lane.side = self.main, self.side
@@ -375,7 +375,7 @@ def write_later(rank: int) -> None:
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch, buffer)
         given = buffer, x, idx, probs, w1, w2, 40
-        parts.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
+        overlap.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
         machine.log.clear()
         machine.current = Stream("other", machine.log)
         (write,) = take
@@ -405,7 +405,7 @@ def failures(rank: int) -> None:
                 raise kind("made up")
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(parts, place, fail)
+                patch.setattr(overlap, place, fail)
                 machine = Machine(patch, buffer)
                 with pytest.raises(kind, match="made up"):
                     ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2).sum().backward()
@@ -449,15 +449,12 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     """What ranks have alike decides: not their tokens, nor their environment."""
     topology = types.SimpleNamespace(num_nodes=2)
     config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16)
-    engine = types.SimpleNamespace(device="cuda", has_waves=False)
+    engine = types.SimpleNamespace(device="cuda")
     buffer = types.SimpleNamespace(_config=config, _live_engine=lambda: engine)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # no GEMM waits for a kernel behind it
-    assert parts.num_parts_of(buffer) == 2
-    assert waves.why_not(buffer, wants_gradients=False, num_tokens=0) is None
-    assert waves.why_not(buffer, False, num_parts=1).startswith("its ranks are 2 nodes, and one part without gradients")
+    assert overlap.num_parts_of(buffer) == 2 and overlap.why_not(buffer) is None
+    assert overlap.why_not(buffer, num_parts=1) == "num_parts is 1"
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert waves.why_not(buffer, wants_gradients=False) == "CUDA_LAUNCH_BLOCKING is set"
+    assert overlap.why_not(buffer) == "CUDA_LAUNCH_BLOCKING is set" and overlap.num_parts_of(buffer) == 2
     changes = [
         (topology, "num_nodes", 1, "its ranks are one node"),
         (config, "max_tokens_per_rank", 2047, "max_tokens_per_rank is 2047, less than 2048"),
@@ -467,6 +464,6 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     for of, name, value, reason in changes:
         with monkeypatch.context() as patch:
             patch.setattr(of, name, value)
-            assert parts.why_one(buffer) == reason and parts.num_parts_of(buffer) == 1
-            assert parts.num_parts_of(buffer, 2) == 2 and parts.num_parts_of(buffer, 1) == 1
-    assert parts.num_parts_of(buffer) == 2
+            assert overlap.why_not(buffer) == reason and overlap.num_parts_of(buffer) == 1
+            assert overlap.num_parts_of(buffer, 2) == 2 and overlap.num_parts_of(buffer, 1) == 1
+    assert overlap.num_parts_of(buffer) == 2

@@ -8,7 +8,7 @@
 
 // The kernels are compiled three times: for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu),
 // and with extras for any number of nodes (dispatch_extras.cu, combine_extras.cu). Code for one node is shorter, so it
-// starts sooner. Extras are waves, masks and the time of waits. Few launches need them, and they take registers.
+// starts sooner. Extras are masks and the time of waits. Few launches need them, and they take registers.
 #if defined(EP_WITH_EXTRAS)
 #define EP_KERNELS extras
 #elif defined(EP_ONE_NODE)
@@ -37,7 +37,6 @@ constexpr int kMaxTopk = 32;                       // columns of topk_idx; each 
 // Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
 // ep_dispatcher.tools.bench --engine cuda
 constexpr int kItemChunk = 512;
-constexpr int kWaveRows = 64;     // rows per counter of waves (Waves)
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
 constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale

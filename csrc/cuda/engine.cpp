@@ -56,12 +56,12 @@ Engine::Engine(const Config& config, const std::vector<char*>& regions, const st
 }
 
 void Engine::dispatch(const DispatchArgs& args, int32_t* plan, bool stages, bool pulls, cudaStream_t stream) const {
-  const bool extras = args.by_expert || args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
+  const bool extras = args.wait_ns || context_.config.masks;
   with_kernels(extras, [&](auto kernels) { launch_dispatch<kernels.value>(args, plan, stages, pulls, stream); });
 }
 
 void Engine::combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const {
-  const bool extras = args.waves.begun || args.waves.done || args.wait_ns || context_.config.masks;
+  const bool extras = args.wait_ns || context_.config.masks;
   with_kernels(extras, [&](auto kernels) { launch_combine<kernels.value>(args, plan, pushes, reduces, stream); });
 }
 

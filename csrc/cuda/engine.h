@@ -16,17 +16,6 @@
 
 namespace ep::cuda {
 
-// Counters between an operation and the kernels of the experts beside it, all 0 at first. A group is kWaveRows rows of
-// the output, or of y; the last one may have fewer.
-struct Waves {
-  int32_t* begun = nullptr;  // blocks of the launch that have begun: kernels of experts may take the other SMs. Or null
-  // Dispatch: rows that have arrived, by group. Combine: written pieces of rows of y, by group; a row has
-  // pieces_of_row. Null: there are no waves.
-  int32_t* done = nullptr;
-  int32_t pieces_of_row = 1;
-  int32_t num_blocks = 0;  // of this launch; for the gate, of the pull; 0: num_sms
-};
-
 // One dispatch. All addresses are of device memory.
 struct DispatchArgs {
   const int64_t* topk_idx = nullptr;    // [num_tokens, num_topk]; null: use the plan of a handle
@@ -54,9 +43,6 @@ struct DispatchArgs {
   // int32 [num_local_experts, scale_bytes / 16, rows_per_group]: four exponents, the first one in the low byte.
   int32_t* out_counts = nullptr;  // [num_local_experts] tokens of each expert
   bool packs_scales = false;
-  // Expert layout only: number the items of a new plan by their experts, for waves. Not with a direct plan.
-  bool by_expert = false;
-  Waves waves;
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
   int32_t rail_blocks = 0;     // the last blocks of a launch, for the rail; 0 with one node
 };
@@ -75,7 +61,6 @@ struct CombineArgs {
   char* out = nullptr;                  // [num_tokens, row_bytes]
   float* out_weights = nullptr;         // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
-  Waves waves;
   int64_t* wait_ns = nullptr;  // as in DispatchArgs, as is the next
   int32_t rail_blocks = 0;
 };
@@ -99,10 +84,6 @@ class Engine {
   // [host] Launch a combine with the plan of a dispatch: with `pushes` its partial sums, with `reduces` the rest, with
   // both all in one launch. Two launches of one combine get the same arguments.
   void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
-
-  // [host] Launch the gate behind a pull with these waves: it ends once all blocks of the pull have begun. After the
-  // limit it aborts this rank, and counts in the rows of all groups of `waves.done`.
-  void wait_until_begun(const Waves& waves, int num_groups, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
@@ -153,9 +134,6 @@ class Engine {
 #endif
     return context;
   }
-
-  // [host] Return the blocks of a launch.
-  int num_blocks(const Waves& waves) const { return waves.num_blocks > 0 ? waves.num_blocks : num_sms_; }
 
   // [host] Return whether rows and sums go directly to all other nodes, or there is none.
   bool is_direct() const {

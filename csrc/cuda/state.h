@@ -13,9 +13,7 @@ enum class Phase : int32_t {
   kFreeSlots = 4,
   kSums = 5,
   kWeights = 6,
-  kExperts = 7,
-  kNodeSums = 8,
-  kMultiprocessors = 9
+  kNodeSums = 7
 };
 // Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
 enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
@@ -70,9 +68,6 @@ struct StateArrays {
                               // blocks before it
   int32_t* block_num_items;   // [num_blocks, num_ranks] items counted by each block; after send_counts, by all blocks
                               // before it
-  // With DispatchArgs::by_expert, by the first local expert of an item:
-  int32_t* block_num_first;  // [num_blocks, num_experts] as block_num_items
-  int32_t* first_number;     // [num_experts] number of the first such item of this rank, at the expert's rank
 };
 
 // [host] Lay out the device memory of one rank, or measure it. `num_blocks`: of a launch.
@@ -90,8 +85,6 @@ StateArrays carve_state(C& c, const Config& config, int num_blocks) {
   c.take(arrays.sums_sent, kCounters, others * config.max_sum_chunks());
   c.take(arrays.block_num_tokens, kPerBlock, static_cast<size_t>(num_blocks) * config.num_experts);
   c.take(arrays.block_num_items, kPerBlock, static_cast<size_t>(num_blocks) * config.num_ranks());
-  c.take(arrays.block_num_first, kPerBlock, static_cast<size_t>(num_blocks) * config.num_experts);
-  c.take(arrays.first_number, kPerBlock, config.num_experts);
   return arrays;
 }
 

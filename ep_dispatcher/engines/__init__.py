@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received, Waves
+from ep_dispatcher.engines.base import Combined, CombineRequest, DispatchRequest, Engine, EngineConfig, Received
 
 # The engines of this build.
 ENGINES = ("cpu", "cuda") if importlib.util.find_spec("ep_dispatcher._C_cuda") else ("cpu",)
@@ -55,7 +55,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Received",
-    "Waves",
     "choose",
     "make",
 ]

@@ -114,19 +114,6 @@ def address_of(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr() or ANY
 
 
-class Waves(NamedTuple):
-    """Blocks of a launch beside the experts, or after them, and counters between it and the kernels of the experts.
-
-    The caller sets counters to 0 first. Without a counter neither waits for the other.
-    """
-
-    num_blocks: int  # of this launch
-    begun: Tensor | None = None  # int32 [1]: blocks that have begun. Experts take the other multiprocessors
-    # int32, for every 64 rows. Dispatch: rows that have arrived. Combine: pieces of rows of y that are written.
-    done: Tensor | None = None
-    pieces_of_row: int = 1
-
-
 class Received(NamedTuple):
     """The tensors of one dispatch; None for those that were not asked for."""
 
@@ -155,21 +142,17 @@ class Engine(Protocol):
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
-    has_waves: bool  # whether it takes `by_expert` and `waves`; only some CUDA engines do
 
     @property
     def unreceived(self) -> str | None:
         """The operation that has only sent, until `receive` completes it or the engine ends. No other may begin."""
 
-    def dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
-    ) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
         """Send rows to the ranks of their experts, and receive.
 
         only_sends: `receive` will complete the operation
         packs_scales: scales of decode layout are powers of two, also those that the engine makes; an engine that
             writes them by column packs them
-        by_expert: make a plan for waves: rows of low experts arrive first, and those of high experts leave first
         """
 
     def check_routing(self, topk_idx: Tensor) -> None:
@@ -180,22 +163,17 @@ class Engine(Protocol):
         request: CombineRequest,
         weights: Tensor | None = None,
         only_sends: bool = False,
-        waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
         """Return rows to the ranks of their tokens, and sum.
 
         weights: float32 [num_tokens, num_topk], as `plain` returns it; only with a plan of decode layout
         only_sends: `receive` will complete the operation
-        waves: number of blocks. With `only_sends` and counters rows of y leave as soon as they are written
         out: contiguous memory for the sums, not that of y. None: new memory
         """
 
-    def receive(self, waves: Waves | None = None) -> None:
-        """Complete the operation that has only sent.
-
-        waves: counters for the rows of a dispatch, or the number of blocks for the rest of a combine
-        """
+    def receive(self) -> None:
+        """Complete the operation that has only sent."""
 
     def plan_capacity(self, num_rows: int, layout: str) -> int:
         """Return the int32 elements of a plan for ``num_rows`` output rows."""

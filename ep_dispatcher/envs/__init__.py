@@ -163,8 +163,8 @@ SWITCHES = (
         "EP_DISPATCHER_EXPERT_WAVES",
         "0",
         "0, 1",
-        "1: as EP_DISPATCHER_GROUPED_EXPERTS=1, and dispatch and combine run under the GEMMs, where they can; a second "
-        "line says how many do, and why the others do not. Set it alike on all ranks",
+        "1: as EP_DISPATCHER_GROUPED_EXPERTS=1, and between nodes dispatch and combine run under the GEMMs, where they "
+        "can; a second line says how many do, and why the others do not. Set it alike on all ranks",
         _one_of("0", "1"),
     ),
     Switch(

@@ -24,7 +24,6 @@ from torch import Tensor
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LINE_BYTES = 16  # the kernels read matrices whose rows begin at multiples of it
-WAVE_ROWS = 64  # rows per counter between the kernels and an operation beside them: kWaveRows in csrc/cuda/config.h
 Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
 RowSet = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
 

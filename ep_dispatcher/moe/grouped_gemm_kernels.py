@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.moe.grouped_gemm import WAVE_ROWS, Matrices, RowSet, Stack, stack_in_place
+from ep_dispatcher.moe.grouped_gemm import Matrices, RowSet, Stack, stack_in_place
 
 
 class Tile(NamedTuple):
@@ -52,7 +51,6 @@ ADDED_TILES = {
     math.inf: Tile(128, 128, 64, 4, 3, down=1024),
 }
 SWIGLU_COLUMNS = 1024
-BEGIN_S = 0.01  # the longest wait for a GEMM to write its first rows
 
 
 def stacked(weights: Matrices) -> Stack:
@@ -64,22 +62,8 @@ def stacked(weights: Matrices) -> Stack:
     return stack
 
 
-def multiply(
-    rows: Tensor,
-    weights: Matrices,
-    ends: Tensor,
-    out: Tensor,
-    *,
-    transposed: bool,
-    arrived: Tensor | None = None,
-    written: Tensor | None = None,
-) -> None:
-    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`.
-
-    arrived: int32 by group of WAVE_ROWS rows; a tile waits until its groups count all their rows.
-    written: likewise; here a tile counts its rows once they are written, the highest experts first. A row is written in
-             ``pieces_of_row`` pieces.
-    """
+def multiply(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, *, transposed: bool) -> None:
+    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`."""
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
@@ -93,8 +77,6 @@ def multiply(
         TensorDescriptor(stack.base, [stack.num_rows, wide], [wide, 1], block),
         out,
         ends,
-        ends if arrived is None else arrived,
-        ends if written is None else written,
         num_rows,
         columns,
         length,
@@ -108,9 +90,6 @@ def multiply(
         DOWN=tile.down,
         TRANSPOSED=transposed,
         MASKS=not transposed and length % tile.k != 0,
-        WAITS=arrived is not None,
-        COUNTS=written is not None,
-        GROUP_ROWS=WAVE_ROWS,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -122,88 +101,27 @@ def _tile(num_rows: int, experts: int, transposed: bool) -> Tile:
     return TRANSPOSED_TILE if transposed else TILE
 
 
-def pieces_of_row(num_rows: int, experts: int, columns: int, *, transposed: bool) -> int:
-    """In how many pieces `multiply` writes a row."""
-    return triton.cdiv(columns, _tile(num_rows, experts, transposed).n)
-
-
-def wait_for_share(written: Tensor, ends: Tensor, num_rows: int, share: float) -> None:
-    """Let the current stream wait until `multiply` in another stream has written this share of its rows.
-
-    written: the counters that it was given. Nothing depends on this wait, so it has no error: it ends after BEGIN_S too
-             if `multiply` has written nothing by then. It may stand behind this stream's kernels in the GPU's queue.
-    """
-    if num_rows:
-        _wait_for_share[1,](written, ends, len(ends), num_rows, share, int(BEGIN_S * 1e9), WAVE_ROWS, num_warps=1)
-
-
-@triton.jit(do_not_specialize=["experts", "num_rows", "share", "limit_ns"])
-def _wait_for_share(written, ends, experts, num_rows, share: tl.float32, limit_ns: tl.int64, GROUP_ROWS: tl.constexpr):
-    total = tl.minimum(tl.load(ends + experts - 1), num_rows)
-    if total == 0:
-        return
-    first = (total - 1) // GROUP_ROWS
-    awaited = tl.minimum(((total - 1) * (1.0 - share)).to(tl.int32) // GROUP_ROWS, first)  # float32 may round up
-    begin = globaltimer()
-    while (tl.atomic_add(written + awaited, 0, sem="relaxed") == 0) & (
-        (globaltimer() - begin < limit_ns) | (tl.atomic_add(written + first, 0, sem="relaxed") > 0)
-    ):
-        pass
-
-
 def _num_tiles(num_rows: int, size: int, experts: int) -> int:
     """The most tiles along the rows: each expert can begin one more."""
     return num_rows // size + min(experts, num_rows)
 
 
 @triton.jit
-def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, DESCENDS: tl.constexpr):
+def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
 
-    `others` are the tiles beside each other. The expert is `experts` where there is no such tile. With DESCENDS the
-    last expert has the first tiles.
+    `others` are the tiles beside each other. The expert is `experts` where there is no such tile.
     """
-    i = tl.arange(0, EXPERTS)
-    e = experts - 1 - i if DESCENDS else i
-    end = tl.minimum(tl.load(ends + e, i < experts, 0), num_rows)
-    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (i < experts), 0), num_rows)
-    tiles = tl.where(i < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
+    e = tl.arange(0, EXPERTS)
+    end = tl.minimum(tl.load(ends + e, e < experts, 0), num_rows)
+    begin = tl.minimum(tl.load(ends + e - 1, (e > 0) & (e < experts), 0), num_rows)
+    tiles = tl.where(e < experts, tl.cdiv(end - begin, BLOCK_M) * others, 0)
     upto = tl.cumsum(tiles)
-    place = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
-    here = i == place
+    expert = tl.minimum(tl.sum((upto <= pid).to(tl.int32)), experts)
+    here = e == expert
     first = tl.sum(tl.where(here, begin, 0))
     last = tl.sum(tl.where(here, end, 0))
-    expert = place
-    if DESCENDS:
-        expert = tl.where(place < experts, experts - 1 - place, experts)
     return expert, first, last, pid - tl.sum(tl.where(here, upto - tiles, 0))
-
-
-@triton.jit
-def _rows_in(group, total, GROUP_ROWS: tl.constexpr):
-    return tl.minimum(GROUP_ROWS, total - group * GROUP_ROWS)
-
-
-@triton.jit
-def _wait_for_rows(arrived, row, end, total, GROUP_ROWS: tl.constexpr):
-    """Wait until the groups of rows [row, end) of `total` have arrived. Return 0, for loads to depend on."""
-    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
-        seen = tl.atomic_add(arrived + group, 0, sem="acquire")
-        while seen < _rows_in(group, total, GROUP_ROWS):
-            seen = tl.atomic_add(arrived + group, 0, sem="acquire")
-    # Order what was waited for before loads by the tensor memory accelerator.
-    return tl.inline_asm_elementwise(
-        "fence.proxy.async; and.b32 $0, $1, 0;", "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _count_rows(written, row, end, GROUP_ROWS: tl.constexpr):
-    """Count the rows [row, end) in, once all threads have written their part of them."""
-    tl.debug_barrier()
-    for group in range(row // GROUP_ROWS, (end - 1) // GROUP_ROWS + 1):
-        rows = tl.minimum(end, (group + 1) * GROUP_ROWS) - tl.maximum(row, group * GROUP_ROWS)
-        tl.atomic_add(written + group, rows, sem="release")
 
 
 # Numbers that change from step to step make no kernel of their own.
@@ -222,8 +140,6 @@ def _multiply(
     weights,
     out,
     ends,
-    arrived,
-    written,
     num_rows,
     columns,
     length,
@@ -237,20 +153,14 @@ def _multiply(
     DOWN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     MASKS: tl.constexpr,
-    WAITS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
 ):
     n_tiles = tl.cdiv(columns, BLOCK_N)
-    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M, COUNTS)
+    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
     if expert >= experts:
         return
     i, j = _place(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
     row, column = begin + i * BLOCK_M, j * BLOCK_N
     weight = first_weight + expert * weight_step
-    if WAITS:
-        all_rows = tl.minimum(tl.load(ends + experts - 1), num_rows)
-        row += _wait_for_rows(arrived, row, tl.minimum(row + BLOCK_M, end), all_rows, GROUP_ROWS)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, length, BLOCK_K):
         a = rows.load([row, k])
@@ -265,8 +175,6 @@ def _multiply(
     inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
     to = out + row.to(tl.int64) * columns + column + (m[:, None] * columns + n[None, :])
     tl.store(to, total.to(out.dtype.element_ty), inside)
-    if COUNTS:
-        _count_rows(written, row, tl.minimum(row + BLOCK_M, end), GROUP_ROWS)
 
 
 def outer_products(

@@ -17,7 +17,8 @@ from ep_dispatcher import checks
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput
-from ep_dispatcher.moe import grouped_gemm, parts, waves
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp, grouped_swiglu_mlp_of_sets
 from ep_dispatcher.plain import require_memory
@@ -52,14 +53,9 @@ def moe_mlp(
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
     activation     "swiglu"
     max_recv_rows  as in ep.dispatch, for each part. With it the host never waits on a GPU with bfloat16 or float16
-    overlap        let communication run under the GEMMs; every bit is the same. It needs a GPU and bfloat16 or float16.
-                   Two parts need no more (parts.py). One part on one node (waves.py) needs
-                   2048 tokens or more on this rank, and at most half of the GPU's multiprocessors in the buffer's
-                   num_sms; without gradients also rows of more than 8192 bytes, because shorter ones gain nothing. The
-                   last sums then take all multiprocessors, as the GEMMs do. One part with several nodes
-                   runs only the combine of a backward under GEMMs. Elsewhere overlap changes nothing, and
-                   ep.why_no_overlap(buffer) says why. Ranks may choose differently. docs/limits.md says when to pass
-                   False
+    overlap        with two parts let communication run under the GEMMs; every bit is the same. It needs a GPU and
+                   bfloat16 or float16. Elsewhere it changes nothing, and ep.why_no_overlap(buffer) says why. Ranks may
+                   choose differently
     num_parts      1 or 2, the same on all ranks. 2: the first half of this rank's tokens, and the rest. Each part has a
                    dispatch and a combine of its own. With overlap these run under the GEMMs of the other part. None:
                    2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more; else 1
@@ -85,7 +81,7 @@ def moe_mlp(
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
     checks.one_of("activation", activation, ACTIVATIONS)
-    num_parts = parts.num_parts_of(buffer, num_parts)
+    num_parts = overlapping.num_parts_of(buffer, num_parts)
     config, experts = buffer._config, buffer.num_local_experts
     device = buffer._live_engine().device
     if torch.is_autocast_enabled(device):
@@ -111,25 +107,20 @@ def moe_mlp(
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
 
-def why_no_overlap(
-    buffer: Buffer, *, gradients: bool = True, num_tokens: int | None = None, num_parts: int | None = None
-) -> str | None:
+def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:
     """Return why ``ep.moe_mlp`` with this buffer runs its steps one after the other. None: it overlaps them.
 
         reason = ep.why_no_overlap(buffer)      # such as "its engine is cpu"
 
-    gradients   whether the layer has a backward: PyTorch's gradients are on, and one of its arguments requires one
-    num_tokens  of this rank in the call; None: the buffer's max_tokens_per_rank
     num_parts   as in ep.moe_mlp
 
     It moves nothing, and needs no other rank. ``torch.compile`` and tools that look at operators (FakeTensor, make_fx)
-    never overlap, whatever the answer. With CUDA_DEVICE_MAX_CONNECTIONS=1 one part does not overlap in a CUDA graph:
-    ask while the graph is captured.
+    never overlap, whatever the answer.
 
     Raises ValueError if `buffer` is no ep_dispatcher.Buffer or was destroyed, and for any other num_parts.
     """
     check_buffer(buffer)
-    return waves.why_not(buffer, gradients, num_tokens, num_parts)
+    return overlapping.why_not(buffer, num_parts)
 
 
 def run_layer(
@@ -146,20 +137,16 @@ def run_layer(
     num_parts: int,
     **options: Any,
 ) -> Tensor:
-    """``moe_mlp`` in grouped GEMMs, with overlap unless ``waves.why_not`` has a reason. The rest was checked.
+    """``moe_mlp`` in grouped GEMMs, with overlap unless ``overlap.why_not`` has a reason. The rest was checked.
 
-    send: dispatches x and topk_weights; called if one part runs one step after the other
-    w1, w2, options: as grouped_swiglu_mlp takes them; all matrices of a layer require gradients, or none
+    send: dispatches x and topk_weights, in one part
+    w1, w2, options: as grouped_swiglu_mlp takes them
     """
-    one_of_each = x, topk_weights, *(w if isinstance(w, Tensor) else w[0] for w in (w1, w2))
-    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in one_of_each)
     with torch.cuda.device_of(x):
-        overlap = overlap and waves.can_overlap(buffer, wants_gradients, x.shape[0], num_parts)
         if num_parts > 1:
+            overlap = overlap and overlapping.why_not(buffer, num_parts) is None
             given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
-            return parts.mlp_in_parts(*given, overlap=overlap, **options)
-        if overlap:
-            return waves.overlapped_mlp(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, **options)
+            return overlapping.mlp_in_parts(*given, overlap=overlap, **options)
         out = send()
         return combine(buffer, grouped_swiglu_mlp(*_rows_of(out), w1, w2, **options), out.handle)
 
@@ -173,7 +160,7 @@ def run_nodes(
     num_parts: int,
     run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
 ) -> Tensor:
-    """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: parts.py.
+    """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: overlap.py.
 
     run_experts: takes the dispatch of each part, and returns the results of its rows
     """
@@ -182,7 +169,7 @@ def run_nodes(
         buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
         if _has_values(topk_idx):
             buffer._explaining(buffer._live_engine().check_routing, topk_idx)
-        given = list(zip(*map(parts.cut, given[0])))
+        given = list(zip(*map(overlapping.cut, given[0])))
     # All are sent before the first experts run.
     sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
     y = [combine(buffer, rows, out.handle) for rows, out in zip(run_experts(sent), sent)]

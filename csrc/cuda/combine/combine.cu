@@ -154,7 +154,6 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
-  begin_waves(params.args.waves);
   // These loads overlap: factors, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire, so loads
   // after it would wait for it.
   const bool sends_factors = op.block == 0 && params.shares_factors();
@@ -262,7 +261,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.plan = read_plan(config, plan);
   params.rail_blocks = is_direct() ? std::min(args.rail_blocks, 1) : args.rail_blocks;  // it only signals then
   // Share the tokens evenly: with few tokens every block takes one batch.
-  const int blocks = num_blocks(args.waves) - params.rail_blocks;
+  const int blocks = num_sms_ - params.rail_blocks;
   const auto share = [&](int shares) { return std::max(1, (args.num_tokens + shares - 1) / shares); };
   const int batches_of_block = share(blocks * Reducer::kBatch);
   params.own_batch = share(blocks * batches_of_block);
@@ -293,8 +292,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
 
   const Context context{context_of(args.wait_ns, !pushes)};
   const auto run = [&](auto summing) {
-    launch(combine_kernel<decltype(summing)>, num_blocks(args.waves), Pipeline::kThreads, shared, stream, context,
-           params);
+    launch(combine_kernel<decltype(summing)>, num_sms_, Pipeline::kThreads, shared, stream, context, params);
   };
   const auto run_with = [&](auto element) {
     using T = decltype(element);

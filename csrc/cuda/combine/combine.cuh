@@ -104,8 +104,6 @@ struct CombineParams {
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
   float saturating;     // pushing blocks that saturate the links if they only store
 
-  // [thread] Return whether kernels of experts run beside this launch, and write the rows of y meanwhile.
-  __device__ bool has_waves() const { return kExtras && args.waves.done; }
   // [thread] Return whether this launch gives factors to the ranks with the experts, before it pushes.
   __device__ bool shares_factors() const { return pushes && args.factors; }
   // [thread] Return whether the blocks need the verdict of `agree` before their first sum.

@@ -119,32 +119,6 @@ __device__ inline bool wait_for_factors(const Op& op) {
   return true;
 }
 
-// [warp] Wait until the experts have written all rows of the lane's item, if it has one. Return false after an abort of
-// this rank. After true, bulk loads may read the rows.
-__device__ inline bool wait_for_experts(const Op& op, const CombineParams& params, const Item& item, bool has_item) {
-  const Waves& waves = params.args.waves;
-  const int num_rows = params.plan.head->num_rows;
-  const auto is_written = [&](int row) {
-    const int group = row / kWaveRows, rows = min(kWaveRows, num_rows - group * kWaveRows);
-    return ptx::load_acquire_on_gpu(waves.done + group) >= rows * waves.pieces_of_row;
-  };
-  const uint64_t begin = ptx::nanoseconds();
-  int copy = 0;
-  for (int turn = 1;; ++turn) {
-    while (has_item && copy < item.num_copies() && is_written(item.value(copy))) ++copy;
-    if (__all_sync(~0u, !has_item || copy == item.num_copies())) break;
-    if (turn % 32 != 0) continue;
-    // After the limit, abort. The experts of this rank are late, so blame this rank.
-    const uint64_t waited = ptx::nanoseconds() - begin;
-    if (__any_sync(~0u, waited > op.context.timeout_ns) && threadIdx.x % 32 == 0)
-      abort_rank(op, Phase::kExperts, bit_of(op.rank()), waited);
-    if (__any_sync(~0u, has_aborted(op.context))) return false;
-  }
-  __syncwarp();
-  ptx::fence_before_bulk();
-  return true;
-}
-
 // Items to be pushed for tokens of other nodes, chunk by chunk. Within a chunk they are ordered by source, beginning
 // with the rail peer on the next node.
 struct FarItems {
@@ -343,9 +317,8 @@ struct Pusher {
   // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
   __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
 
-  // [warp] Queue the sums of a batch; its items begin at record n. With waves wait for the experts. Return false after
-  // an abort of this rank.
-  __device__ bool queue(Preparer& preparer, const Batch& batch, int n) {
+  // [warp] Queue the sums of a batch; its items begin at record n.
+  __device__ void queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
     stamp(op, Step::kFetched);
     const Milestones milestones = milestones_of(context);
@@ -366,7 +339,6 @@ struct Pusher {
       work.source = static_cast<int8_t>(position.source);
       if (params.args.factors) work.factors = factors_of(op, position.source);
     }
-    if (params.has_waves() && !wait_for_experts(op, params, item, lane < batch.num)) return false;
     // Queue the works with their addends: the rows of y.
     const auto fill = [&](const char** addends, int32_t* factors) {
 #pragma unroll 1
@@ -376,7 +348,6 @@ struct Pusher {
       }
     };
     preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; });
-    return true;
   }
 
   // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
@@ -391,7 +362,7 @@ struct Pusher {
       verdict = enter(preparer, batch.chunk, until);
       if (until != kAllSums) return verdict;
       if (batch.num == 0 || verdict != Verdict::kAgree) break;
-      if (!queue(preparer, batch, num_queued)) return Verdict::kAborted;
+      queue(preparer, batch, num_queued);
       num_queued += kBatch;
       batch = next;
       if (batch.num > 0) next = take();

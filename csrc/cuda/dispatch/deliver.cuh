@@ -183,13 +183,6 @@ __device__ void clear_from(const Op& op, const DispatchParams& params, int64_t b
     clear_row(op, params, row);
 }
 
-// [block] With waves, count all rows in although none come: kernels of experts must not wait for them. Called in every
-// block.
-__device__ __noinline__ inline void end_waves(const DispatchParams& params) {
-  const int num_groups = params.has_waves() ? (params.args.num_rows + kWaveRows - 1) / kWaveRows : 0;
-  for (int i = threadIdx.x; i < num_groups; i += Block::kThreads) atomicAdd(params.args.waves.done + i, kWaveRows);
-}
-
 // [block] After an abort, clear this block's share of the output rows, and all indices: later readers of the output
 // stay in bounds. Called in every block with an aborted warp. A block without one clears nothing, so rows in its share
 // may stay unwritten. A rail block has no share: it clears rows of other blocks, also pulled ones. The output is void

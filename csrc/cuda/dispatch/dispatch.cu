@@ -134,7 +134,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const Op op{context, Operation::kDispatch, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kDispatch);
-  begin_waves(params.args.waves);
   // Clear the caller's counts: they stay 0 after an early abort.
   if (params.stages && op.block == 0)
     for (int e = threadIdx.x; e < context.num_local_experts; e += kBlockThreads) params.write_counts(e, 0, 0);
@@ -155,7 +154,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const bool differs = __syncthreads_or(verdict == Verdict::kDiffer);
   stamp(op, Step::kArrived);
   if (!params.pulls) return;
-  if (!ok || differs) end_waves(params);
   if (!ok) return clear_after_abort(op, params);
   if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
   stamp(op, Step::kLast);
@@ -187,7 +185,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.rail_blocks = args.rail_blocks;
   params.parts_of_row = args.quantizes ? RowPart::num_in_row(config.hidden / kScaleBlock) : 1;
   // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
-  const int blocks = num_blocks(args.waves) - args.rail_blocks;
+  const int blocks = num_sms_ - args.rail_blocks;
   const auto turns = [&](int staging_blocks) {
     const int warps = staging_blocks * Helpers::kWarps;
     return (args.num_tokens * params.parts_of_row + warps - 1) / warps;
@@ -209,7 +207,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   if (params.plans()) {
     const auto scratch = [&] {
       Cursor c;
-      Scratch::carve(c, config, params.plan_warps, args.by_expert);
+      Scratch::carve(c, config, params.plan_warps);
       return c.size();
     };
     params.plan_warps = Movers::kWarps;
@@ -234,7 +232,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   }
   params.counters_at = static_cast<uint32_t>(shared);
   const Context context{context_of(args.wait_ns, !stages)};
-  launch(dispatch_kernel, num_blocks(args.waves), kBlockThreads, shared + counters, stream, context, params);
+  launch(dispatch_kernel, num_sms_, kBlockThreads, shared + counters, stream, context, params);
 }
 
 }  // namespace ep::cuda

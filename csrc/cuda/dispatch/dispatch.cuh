@@ -117,10 +117,6 @@ struct DispatchParams {
   __host__ __device__ bool is_direct() const { return (kOneNode || kExtras) && direct; }
   // [host] [thread] Return whether this launch makes a plan that is no direct one.
   __host__ __device__ bool plans() const { return stages && new_plan && !is_direct(); }
-  // [thread] Return whether kernels of experts run beside this launch, and wait for its rows.
-  __device__ bool has_waves() const { return kExtras && args.waves.done; }
-  // [thread] Return whether items are numbered by their experts.
-  __device__ bool numbers_by_expert() const { return kExtras && args.by_expert; }
   // [host] [thread] Return whether the host waits for the counts, between two launches.
   __host__ __device__ bool counts() const { return args.ticket != 0; }
   // [host] [thread] Return whether rows of this rank for itself are read from the caller's tensor. With a hook they are

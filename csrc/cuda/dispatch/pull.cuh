@@ -35,13 +35,6 @@ struct PullMemory {
   }
 };
 
-// [warp] Count in the rows of an item, by groups.
-__device__ __noinline__ inline void count_rows(Item item, int32_t* groups) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-  if (lane < item.num_copies()) ptx::add_release(groups + item.value(lane) / kWaveRows, 1);
-}
-
 // One mover. Bulk loads bring pieces to its ring, bulk stores take them to the output.
 struct Puller {
   static constexpr int kBatch = Records::kBatch;
@@ -107,11 +100,9 @@ struct Puller {
   }
   __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
-  // [thread] Return the position of the mover's n-th item. With waves the last items come first: those of the lowest
-  // experts.
+  // [thread] Return the position of the mover's n-th item.
   __device__ ItemOrder::Position position_of(int n) const {
-    const int at = first + n * step;
-    return ItemOrder(memory.sources, op.context).at(params.has_waves() ? num_items - 1 - at : at, step);
+    return ItemOrder(memory.sources, op.context).at(first + n * step, step);
   }
 
   // [warp] Find the next batch of items of a direct plan. Items have the order of the plan, but each rank begins with
@@ -236,11 +227,6 @@ struct Puller {
     ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
   }
 
-  // [warp] With waves, count in the rows of the mover's n-th item. Lane 0 has waited for their stores.
-  __device__ void count_in(int n) const {
-    if (n >= 0 && n < num) count_rows(item_at(n), params.args.waves.done);
-  }
-
   // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and
   // all rows of this mover are written, or after an abort some.
   __device__ bool run() {
@@ -259,15 +245,9 @@ struct Puller {
       if (kStamps && store.item == 0) stamp(op, Step::kLanded);
       if (lane == 0) store_piece();
       if (params.rows_per_group > 0) store_columns();
-      if (lane == 0) {
-        if (params.has_waves())
-          ptx::bulk_wait<1>();
-        else
-          ptx::bulk_wait_read<1>();
-      }
+      if (lane == 0) ptx::bulk_wait_read<1>();
       __syncwarp();
-      // Where a new item begins, the one before is complete. After each batch of items fetch another one.
-      if (params.has_waves() && store.piece == 0) count_in(store.item - 1);
+      // After each batch of items fetch another one.
       if (store.piece == 0 && store.item > 0 && store.item % kBatch == 0) fetch_items();
       if (store.item > 0 || store.piece > 0) ++room;
       store.advance(pieces);
@@ -277,7 +257,6 @@ struct Puller {
     stamp(op, Step::kPulled);
     if (lane == 0) ptx::bulk_wait<0>();
     stamp(op, Step::kStored);
-    if (params.has_waves() && ok) count_in(num - 1);
     return ok;
   }
 

@@ -43,34 +43,6 @@ __device__ void share_counts(const Op& op, const DispatchParams& params, const S
              [&](int expert, int sum) { num_tokens[expert] = sum; });
   sum_before(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
              [&](int rank, int sum) { num_items[rank] = sum; });
-  int32_t* num_first = op.context.arrays.block_num_first + static_cast<size_t>(op.block) * experts;
-  if (params.numbers_by_expert())
-    sum_before(scratch.first_offset, experts, experts, params.plan_warps,
-               [&](int expert, int sum) { num_first[expert] = sum; });
-}
-
-// [team] Number this rank's items for each receiver by their first local expert, the highest expert first: write the
-// first number of each expert. Combine pushes items in this order, dispatch pulls them in the opposite one (Waves).
-// Called by the movers of the planning block that counts last. No barrier at the end.
-__device__ __noinline__ void number_by_expert(const Op& op, const DispatchParams& params) {
-  const Context& context = op.context;
-  const int num_local = context.num_local_experts, warp = Movers::warp(), lane = threadIdx.x % 32;
-  int32_t* const first_number = context.arrays.first_number;
-  sum_before(context.arrays.block_num_first, context.config.num_experts, context.config.num_experts, params.plan_blocks,
-             [&](int expert, int sum) { first_number[expert] = sum; });
-  Movers::sync();
-#pragma unroll 1
-  for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
-    int before = 0;
-#pragma unroll 1
-    for (int done = 0; done < num_local; done += 32) {
-      const int expert = (rank + 1) * num_local - 1 - done - lane;
-      const bool exists = done + lane < num_local;
-      const int num = exists ? first_number[expert] : 0, up_to = before + inclusive_sum(num);
-      if (exists) first_number[expert] = up_to - num;
-      before = __shfl_sync(~0u, up_to, 31);
-    }
-  }
 }
 
 // [thread] Return the Call of this dispatch.
@@ -104,7 +76,6 @@ __device__ void send_counts(const Op& op, const DispatchParams& params) {
   sum_before(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
     for (int local = 0; local < op.ranks_per_node(); ++local) counts_for(local).num_items(to) = sum;
   });
-  if (params.numbers_by_expert()) number_by_expert(op, params);
   Movers::sync();
   if (Movers::warp() == 0) announce(op, call_of(params), true);
 }
@@ -292,7 +263,7 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   __shared__ bool usable;
   const Context& context = op.context;
   Cursor c(shared);
-  const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps, params.args.by_expert);
+  const Scratch scratch = Scratch::carve(c, context.config, params.plan_warps);
   // Count. The last block to count sends the counts.
   count_tokens(op, params, scratch);
   share_counts(op, params, scratch);

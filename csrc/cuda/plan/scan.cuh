@@ -25,8 +25,6 @@ struct Scratch {
                        // the row of the warp's next token
   uint32_t* marks;     // [plan_warps, num_experts] a bit per lane of the batch; 0 between batches
   int* rank_offset;    // [plan_warps, num_ranks] in turn: items of each warp; items of the block before the warp
-  int* first_offset;   // [plan_warps, num_experts] with by_expert in turn: items of each warp, by their first expert;
-                       // such items of the block before the warp; the number of the warp's next one. Else null
   int16_t* choices;    // [plan_warps, 32, choices_per_token]
   int* numbers;        // [plan_warps, num_ranks, 32] numbers of the batch's items, by rank and lane
   int* expert_before;  // [num_experts] in turn: tokens of lower ranks; the first row of this rank's tokens
@@ -37,15 +35,13 @@ struct Scratch {
   int choices_per_token;  // num_topk, rounded up to whole vectors
 
   // [host] [block] Lay out the scratch, or measure it.
-  EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps, bool by_expert) {
+  EP_HOST_DEVICE static Scratch carve(Cursor& c, const Config& config, int plan_warps) {
     const size_t warps = plan_warps, experts = config.num_experts, ranks = config.num_ranks();
     Scratch s;
     s.choices_per_token = config.choices_per_token();
     s.expert_offset = c.take<int>(warps * experts);
     s.marks = c.take<uint32_t>(warps * experts);
     s.rank_offset = c.take<int>(warps * ranks);
-    s.first_offset = c.take<int>(by_expert ? warps * experts : 0);
-    if (!by_expert) s.first_offset = nullptr;
     s.choices = c.take<int16_t>(warps * 32 * s.choices_per_token);
     s.numbers = c.take<int>(warps * ranks * 32);
     s.expert_before = c.take<int>(experts);
@@ -72,7 +68,7 @@ struct RankSet {
 struct Scan {
   const Context& context;
   const int64_t* topk_idx;
-  int *expert_offset, *rank_offset, *first_offset, *numbers;
+  int *expert_offset, *rank_offset, *numbers;
   uint32_t* marks;
   int16_t* choices;
   int choices_per_token, begin, end;
@@ -85,7 +81,6 @@ struct Scan {
     expert_offset = scratch.expert_offset + warp * experts;
     marks = scratch.marks + warp * experts;
     rank_offset = scratch.rank_offset + warp * context.num_ranks;
-    first_offset = scratch.first_offset ? scratch.first_offset + warp * experts : nullptr;
     choices_per_token = scratch.choices_per_token;
     choices = scratch.choices + warp * 32 * choices_per_token;
     numbers = scratch.numbers + warp * context.num_ranks * 32;
@@ -150,17 +145,6 @@ struct Scan {
     return ranks;
   }
 
-  // [thread] Return the lowest expert of the lane's token in [begin, end), or `end`.
-  __device__ int first_between(int begin, int end) const {
-    int first = end;
-#pragma unroll 1
-    for (int k = 0; k < context.config.num_topk; ++k) {
-      const int expert = lane_choices()[k];
-      if (expert >= begin) first = min(first, expert);
-    }
-    return first;
-  }
-
   // [warp] Advance expert_offset past the batch, and clear its marks. Called after the last use of the marks. The
   // lowest lane with an expert does it for this expert, at the expert's column.
   __device__ void finish(int first) const {
@@ -212,10 +196,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
   if (warp < params.plan_warps) {
     const Scan scan(op, params, scratch, warp);
     // Clear this warp's scratch.
-    for (int e = lane; e < op.context.config.num_experts; e += 32) {
-      scan.expert_offset[e] = 0, scan.marks[e] = 0;
-      if (params.numbers_by_expert()) scan.first_offset[e] = 0;
-    }
+    for (int e = lane; e < op.context.config.num_experts; e += 32) scan.expert_offset[e] = 0, scan.marks[e] = 0;
     for (int i = lane; i < 32 * scan.choices_per_token; i += 32) scan.choices[i] = -1;
     __syncwarp();
     int num_items[kRankWords] = {};  // items of rank 32 * word + lane
@@ -229,11 +210,7 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
         const int num_here = __popc(__ballot_sync(~0u, ranks.has(rank)));
         if (lane == rank % 32) add_to(num_items, rank / 32, num_here);
-        const int begin = rank * op.context.num_local_experts, end = begin + op.context.num_local_experts;
-        if (params.numbers_by_expert() && ranks.has(rank))
-          atomicAdd(scan.first_offset + scan.first_between(begin, end), 1);
       }
-      if (params.numbers_by_expert()) __syncwarp();  // the next load overwrites the choices
     }
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word)
@@ -297,9 +274,6 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     if (const int rank = 32 * word + lane; rank < op.num_ranks())
       next_number[word] =
           scan.rank_offset[rank] + __ldcg(context.arrays.block_num_items + op.block * op.num_ranks() + rank);
-  const int32_t* block_num_first = context.arrays.block_num_first + static_cast<size_t>(op.block) * config.num_experts;
-  for (int e = lane; params.numbers_by_expert() && e < config.num_experts; e += 32)
-    scan.first_offset[e] += __ldcg(context.arrays.first_number + e) + __ldcg(block_num_first + e);
   __syncwarp();
   for (int first = scan.begin; first < scan.end; first += 32) {
     const int token = first + lane;
@@ -316,19 +290,10 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         const int rank = node * locals + local;
         const bool goes = ranks.has(rank);
         const int begin = rank * num_local;
-        int number;
-        if (params.numbers_by_expert()) {
-          const int first_expert = goes ? scan.first_between(begin, begin + num_local) : -1;
-          const uint32_t lanes = __match_any_sync(~0u, first_expert);
-          number = goes ? scan.first_offset[first_expert] + __popc(lanes & ((1u << lane) - 1)) : 0;
-          __syncwarp();
-          if (goes && lane == __ffs(lanes) - 1) scan.first_offset[first_expert] += __popc(lanes);
-          __syncwarp();
-        } else {
-          const uint32_t lanes = __ballot_sync(~0u, goes);
-          number = __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
-          if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
-        }
+        const uint32_t lanes = __ballot_sync(~0u, goes);
+        const int number =
+            __shfl_sync(~0u, get_from(next_number, rank / 32), rank % 32) + __popc(lanes & ((1u << lane) - 1));
+        if (lane == rank % 32) add_to(next_number, rank / 32, __popc(lanes));
         if (token < scan.end) table[local] = goes ? number : -1;
         scan.numbers[rank * 32 + lane] = number;
         if (!goes) continue;

@@ -6,11 +6,6 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// [block] Count this block in, so that kernels of experts can wait until all blocks have begun. Called once per block.
-__device__ inline void begin_waves(const Waves& waves) {
-  if (kExtras && waves.begun && threadIdx.x == 0) ptx::add_release(waves.begun, 1);
-}
-
 // [thread] Return the Call of `rank` in this rank's memory, for this operation: [Call::kNumWords].
 __device__ inline Tagged* call_at(const Op& op, int rank) {
   return op.context.own.called + (static_cast<int>(op.epoch % 2) * op.num_ranks() + rank) * Call::kNumWords;

@@ -21,7 +21,6 @@ from ep_dispatcher.engines.base import (
     DispatchRequest,
     EngineConfig,
     Received,
-    Waves,
     address_of,
 )
 from ep_dispatcher.engines.cpu.rail import Rail, RailLate
@@ -92,7 +91,6 @@ class _Connections:
 class CpuEngine:
     device = "cpu"
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
-    has_waves = False
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
     _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits
@@ -144,10 +142,7 @@ class CpuEngine:
             self._connections.free()
             raise
 
-    def dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
-    ) -> Received:
-        assert not by_expert  # this engine has no waves
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
         _require_memory(DISPATCH_ARGUMENTS, request[:5])
         if request.quantize:
             rows, scales = float8.quantize(request.rows, powers_of_two=packs_scales)
@@ -240,10 +235,8 @@ class CpuEngine:
         request: CombineRequest,
         weights: Tensor | None = None,
         only_sends: bool = False,
-        waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
-        assert waves is None
         _require_memory((*COMBINE_ARGUMENTS, "weights"), (*request[:3], weights))
         c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
         x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
@@ -273,9 +266,8 @@ class CpuEngine:
         self.unreceived = "combine" if only_sends else None
         return Combined(x, weights_out)
 
-    def receive(self, waves: Waves | None = None) -> None:
+    def receive(self) -> None:
         """Only note it: every operation is complete when its call returns."""
-        assert waves is None
         self.unreceived = None
 
     def _send_weights(self, weights: Tensor, step: Callable[[str], None]) -> None:

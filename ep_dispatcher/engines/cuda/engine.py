@@ -24,7 +24,6 @@ from ep_dispatcher.engines.base import (
     DispatchRequest,
     EngineConfig,
     Received,
-    Waves,
     address_of,
 )
 from ep_dispatcher.engines.cuda import side_streams, stuck_kernels
@@ -139,7 +138,6 @@ class CudaEngine:
         c = self._c_config = self._native_config(compiled, shape)
         if shape.masks:
             self.layouts = ("decode",)
-        self.has_waves &= topology.num_nodes == 1 and not shape.plans_directly and not shape.masks
 
         def allocate() -> None:
             self._regions.allocate()
@@ -226,16 +224,13 @@ class CudaEngine:
         self._device = torch.device("cuda", self._device_index)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
-        self.has_waves = 2 * self.num_sms <= num_sms  # a combine holds them while it waits for GEMMs
         return _rail_sms(self._topology, self.num_sms)
 
-    def dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False, by_expert: bool = False
-    ) -> Received:
+    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
         counted = request.counts
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        launch = partial(self._dispatch, request, only_sends, packs_scales, by_expert)
+        launch = partial(self._dispatch, request, only_sends, packs_scales)
         received = self._run("dispatch", launch, *request[:5], traced=not only_sends)
         if counted and (self._c.has_report() or self._health.ended):
             try:
@@ -253,7 +248,6 @@ class CudaEngine:
         request: DispatchRequest,
         only_sends: bool,
         packs_scales: bool,
-        by_expert: bool,
         stream: int,
         step: Step,
     ) -> Received:
@@ -276,8 +270,6 @@ class CudaEngine:
             args.topk_idx = topk_idx.data_ptr() or ANY
         if topk_weights is not None:
             args.topk_weights = topk_weights.data_ptr() or ANY
-        if by_expert:
-            args.by_expert = True
         if self._wait_ns:
             args.wait_ns = address_of(self._wait_ns.get("dispatch"))
         decodes = layout == "decode"
@@ -360,10 +352,9 @@ class CudaEngine:
         request: CombineRequest,
         weights: Tensor | None = None,
         only_sends: bool = False,
-        waves: Waves | None = None,
         out: Tensor | None = None,
     ) -> Combined:
-        launch = partial(self._combine, request, weights, only_sends, waves, out)
+        launch = partial(self._combine, request, weights, only_sends, out)
         return self._run("combine", launch, *request[:3], weights, traced=not only_sends)
 
     def _combine(
@@ -371,7 +362,6 @@ class CudaEngine:
         request: CombineRequest,
         weights: Tensor | None,
         only_sends: bool,
-        waves: Waves | None,
         out: Tensor | None,
         stream: int,
         step: Step,
@@ -390,8 +380,6 @@ class CudaEngine:
             args.factors = address_of(weights)
         if self._wait_ns:
             args.wait_ns = address_of(self._wait_ns.get("combine"))
-        if waves is not None:
-            args.waves = self._native_waves(waves)
         combined = Combined(x, weights_out)
         if only_sends:
             self._c.push(args, plan.data_ptr(), stream)
@@ -406,11 +394,6 @@ class CudaEngine:
     def unreceived(self) -> str | None:
         return None if self._unreceived is None or self._health.ended else self._unreceived[0]
 
-    @property
-    def sent(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that its second launch accesses. With waves the caller keeps them until it joins."""
-        return () if self._unreceived is None else self._unreceived[4]
-
     def _wait_for_receive(
         self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
     ) -> None:
@@ -418,13 +401,7 @@ class CudaEngine:
         self._unreceived = name, launch, args, plan, (*outputs, self._wait_ns.get(name))
         self._sent_in_capture = torch.cuda.is_current_stream_capturing()
 
-    def _native_waves(self, waves: Waves) -> _C_cuda.Waves:
-        launch: _C_cuda.Waves = self._compiled.Waves()
-        launch.begun, launch.done = address_of(waves.begun), address_of(waves.done)
-        launch.pieces_of_row, launch.num_blocks = waves.pieces_of_row, waves.num_blocks
-        return launch
-
-    def receive(self, waves: Waves | None = None) -> None:
+    def receive(self) -> None:
         assert self._unreceived is not None  # the caller checks this
         name, launch, args, plan, outputs = self._unreceived
         if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
@@ -433,26 +410,12 @@ class CudaEngine:
 
         def pull_or_reduce(stream: int, step: Step) -> None:
             for t in (plan, *outputs):
-                if t is not None and waves is None:  # with waves the caller joins the streams
+                if t is not None:
                     t.record_stream(torch.cuda.current_stream())  # it may differ from the stream of the first launch
-            if waves is not None:
-                args.waves = self._native_waves(waves)
             launch(args, plan.data_ptr(), stream)
             self._unreceived = None
 
         self._run(name, pull_or_reduce)
-
-    def wait_until_begun(self, waves: Waves) -> None:
-        """Let the current stream wait until all blocks of a dispatch that `receive` has launched have begun.
-
-        Launch kernels that wait for its rows after this: otherwise they could take the multiprocessors that it needs.
-        If it cannot begin within the limit, this rank aborts, and all rows count as arrived, so those kernels end.
-        """
-        assert waves.begun is not None and waves.done is not None
-        device = self._device_index
-        with self._health.operation("dispatch"), torch.cuda.device(device):
-            launch = self._native_waves(waves)
-            self._c.wait_until_begun(launch, waves.done.numel(), torch._C._cuda_getCurrentRawStream(device))
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         self._wait_ns.pop(operation, None)

@@ -24,7 +24,7 @@ from ep_dispatcher.autograd import is_observed
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_layer, run_nodes
-from ep_dispatcher.moe.parts import num_parts_of
+from ep_dispatcher.moe.overlap import num_parts_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Deferred:
     def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
 
-        It overlaps unless ``waves.why_not`` has a reason; else it runs one step after the other, bit by bit the same.
+        It overlaps unless ``overlap.why_not`` has a reason; else it runs one step after the other, bit by bit the same.
         It runs in two parts of the tokens if the buffer says so, unless there is a plan (on all ranks or on none). If a
         tool looks at operators on one rank (FlopCounterMode), that rank still runs the operations of the others.
 

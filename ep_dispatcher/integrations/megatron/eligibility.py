@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -242,11 +241,8 @@ def _why_not_weights(ours: Experts) -> str | None:
     return None
 
 
-def why_no_waves(experts: Any, ours: Experts, *, gemms_wait: bool = True) -> str | None:
-    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer.
-
-    gemms_wait: whether GEMMs wait for rows, as they do in one part of the tokens
-    """
+def why_no_overlap(experts: Any, ours: Experts) -> str | None:
+    """Say why dispatch and combine of this layer cannot run under its experts' GEMMs, with any buffer."""
     layer = ours.layer()
     if ours.why_not is not None or layer is None:
         return "its experts run Megatron's way"
@@ -255,13 +251,6 @@ def why_no_waves(experts: Any, ours: Experts, *, gemms_wait: bool = True) -> str
         return f"its dispatcher is {type(dispatcher).__name__}"
     if getattr(ours.config, "overlap_moe_expert_parallel_comm", False):  # 1F1B: each step is a node of the schedule
         return "overlap_moe_expert_parallel_comm overlaps it with another microbatch"
-    if gemms_wait:
-        # Waiting GEMMs delay a send of the pipeline, and the rows may depend on that send.
-        if ours.config.pipeline_model_parallel_size > 1 and ours.config.overlap_p2p_comm:
-            return "overlap_p2p_comm: a send of the pipeline could start only after GEMMs that wait for another rank"
-        # waves.why_not says so only during a capture, which is later.
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and limits.experts_may_be_captured(ours.config):
-            return "CUDA graphs contain it, and CUDA_DEVICE_MAX_CONNECTIONS is 1"
     if dispatcher.tp_size > 1:
         return f"expert_tensor_parallel_size is {dispatcher.tp_size}"
     if dispatcher.expert_alignment > 1:

@@ -27,9 +27,9 @@ from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.megatron import eligibility, graphs, limits
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
-from ep_dispatcher.moe import waves
+from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
-from ep_dispatcher.moe.parts import num_parts_of
+from ep_dispatcher.moe.overlap import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
 SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
@@ -52,9 +52,7 @@ class Experts:
         self.config = layer.config
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
-        # Why the steps cannot overlap, whatever the buffer: in one part of the tokens, and in two.
-        self.why_no_waves: str | None = None
-        self.why_no_parts: str | None = None
+        self.why_no_overlap: str | None = None  # why the steps cannot overlap, whatever the buffer
         self.parts_agreed: bool | None = None  # whether all ranks of the layer can run two parts; None: not asked yet
         self.is_decided = False
         self.state: list[Any] = []  # what it was decided from; see eligibility.state
@@ -74,8 +72,7 @@ class Experts:
         self.is_decided = True
         self.fc1, self.fc2, self.bypassed = eligibility.linear_layers(experts)
         self.why_not = eligibility.why_not(experts, self)
-        self.why_no_waves = eligibility.why_no_waves(experts, self)
-        self.why_no_parts = eligibility.why_no_waves(experts, self, gemms_wait=False)
+        self.why_no_overlap = eligibility.why_no_overlap(experts, self)
         self.state = self._state(experts)
 
     def has_changed(self, experts: Any) -> bool:
@@ -282,11 +279,8 @@ def communicates(experts: Module, buffer: Any) -> bool:
     if one is None:
         return False
     can = one.is_decided and one.why_not is None and one.may_overlap
-    if num_parts_of(buffer) > 1:  # a rank without EP_DISPATCHER_EXPERT_WAVES takes part, and says no
-        return one.all_run_in_parts(can and one.why_no_parts is None)
-    if not can or one.why_no_waves is not None:
-        return False
-    return buffer.engine == "cpu" or waves.can_overlap(buffer, wants_gradients=True)  # a CPU takes the same path
+    # A rank without EP_DISPATCHER_EXPERT_WAVES takes part, and says no.
+    return num_parts_of(buffer) > 1 and one.all_run_in_parts(can and one.why_no_overlap is None)
 
 
 def is_grouped(experts: Module) -> bool:
@@ -352,14 +346,11 @@ def _said(layers: Sequence[Experts]) -> str:
 def _said_of_waves(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers overlap communication with their experts, and why the others do not."""
     buffer = _buffer_of(layers)
-    of_buffer = None if buffer is None else waves.why_not(buffer, wants_gradients=True)
-    in_parts = buffer is not None and num_parts_of(buffer) > 1
-    overlapped, others = _reasons(
-        (one, (one.why_no_parts if in_parts else one.why_no_waves) or of_buffer) for one in layers
-    )
+    of_buffer = None if buffer is None else overlap.why_not(buffer)
+    overlapped, others = _reasons((one, one.why_no_overlap or of_buffer) for one in layers)
     line = (
         f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
-        f"{', in two parts of the tokens' if overlapped and in_parts else ''} ({WAVES_SWITCH}=1)"
+        f"{', in two parts of the tokens' if overlapped else ''} ({WAVES_SWITCH}=1)"
     )
     if overlapped and envs.rank_capacity_factor() is None:
         line += ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"

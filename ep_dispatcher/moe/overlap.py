@@ -10,10 +10,12 @@
                    gradients of A's rows                       combine B: gradients of x and topk_weights
                    gradients of w1 and w2, both parts          combine A
 
-A is the first half of a rank's tokens, B the rest; a single token is in A. Between nodes rows and sums cross in the
-order of tokens, not of experts. So GEMMs cannot wait for the rows of a tile, as they do on one node (waves.py). Here
-each waits for a whole operation before it, by an event. No kernel waits for another one of its GPU, so no
-multiprocessors are set aside. The side stream has a higher priority: its blocks get multiprocessors as tiles end.
+A is the first half of a rank's tokens, B the rest; a single token is in A. Each GEMM waits for a whole operation
+before it, by an event. No kernel waits for another one of its GPU, so no multiprocessors are set aside. The side stream
+has a higher priority: its blocks get multiprocessors as tiles end.
+
+Two parts pay between nodes, where communication takes long. On one node they do not: every expert then has half as
+many rows in a GEMM, and there is little communication to hide (docs/performance.md).
 
 Operations are collective, so all ranks run the same parts, whatever their tokens. A rank without overlap runs the same
 operations in the same order, all in its current stream. So does the CPU engine. The backward begins with B, as autograd
@@ -22,6 +24,7 @@ does in torch.compile, where each step is a node of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -56,38 +59,40 @@ _PER_PART = len(Kept._fields) + 1  # tensors that autograd keeps of a part: thes
 
 
 def num_parts_of(buffer: Buffer, asked: int | None = None) -> int:
-    """Return the number of parts of a layer: the number asked for, else as `why_one` decides."""
+    """Return the number of parts of a layer: the number asked for, else 2 where that pays, the same on all ranks."""
     checks.one_of("num_parts", asked, (1, 2, None))
-    if asked is not None:
-        return asked
-    return 1 if why_one(buffer) else 2
+    return asked or (1 if _why_one_part(buffer) else 2)
 
 
-def why_one(buffer: Buffer) -> str | None:
-    """Say why a layer with this buffer runs in one part by default. None: it runs in two.
+def why_not(buffer: Buffer, num_parts: int | None = None) -> str | None:
+    """Say why a layer with this buffer runs its steps one after the other. None: it overlaps them.
 
-    Only settings that are the same on all ranks decide.
+    num_parts: as in ep.moe_mlp
     """
-    reason = why_no_kernels(buffer)
-    if reason is None and buffer._config.topology.num_nodes == 1:
-        reason = "its ranks are one node"
-    return reason or why_few_tokens(buffer, MIN_TOKENS)
+    if num_parts_of(buffer, num_parts) == 1:
+        return _why_one_part(buffer) or "num_parts is 1"
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # then nothing runs beside another kernel
+        return "CUDA_LAUNCH_BLOCKING is set"
+    return _why_no_kernels(buffer)
 
 
-def why_no_kernels(buffer: Buffer) -> str | None:
-    """Say why kernels of grouped GEMMs do not take the rows of this buffer. None: they do."""
+def _why_one_part(buffer: Buffer) -> str | None:
+    """Say why one part is the default. Only settings that are the same on all ranks decide."""
+    config = buffer._config
+    reason = _why_no_kernels(buffer)
+    if reason is None and config.topology.num_nodes == 1:
+        return "its ranks are one node"
+    if reason is None and config.max_tokens_per_rank < MIN_TOKENS:
+        return f"max_tokens_per_rank is {config.max_tokens_per_rank}, less than {MIN_TOKENS}"
+    return reason
+
+
+def _why_no_kernels(buffer: Buffer) -> str | None:
+    """Say why kernels of grouped GEMMs do not take the rows of this buffer."""
     config, engine = buffer._config, buffer._live_engine()
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
-    if config.dtype not in grouped_gemm.KERNEL_DTYPES:
-        return f"its rows are {config.dtype}"
-    return None
-
-
-def why_few_tokens(buffer: Buffer, fewest: int) -> str | None:
-    """Say that this buffer holds less than the fewest tokens. None: it holds as many."""
-    held = buffer._config.max_tokens_per_rank
-    return f"max_tokens_per_rank is {held}, less than {fewest}" if held < fewest else None
+    return None if config.dtype in grouped_gemm.KERNEL_DTYPES else f"its rows are {config.dtype}"
 
 
 def cut(t: Tensor) -> tuple[Tensor, Tensor]:
