@@ -64,11 +64,11 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .value("partial_sums", Phase::kSums)
       .value("weights", Phase::kWeights)
       .value("sums_between_nodes", Phase::kNodeSums);
-  py::enum_<Mistake>(m, "Mistake", py::module_local())
-      .value("bad_entry", Mistake::kBadEntry)
-      .value("too_few_rows", Mistake::kTooFewRows)
-      .value("too_many_rows", Mistake::kTooManyRows)
-      .value("differ", Mistake::kDiffer);
+  py::enum_<Error>(m, "Error", py::module_local())
+      .value("bad_entry", Error::kBadEntry)
+      .value("too_few_rows", Error::kTooFewRows)
+      .value("too_many_rows", Error::kTooManyRows)
+      .value("differ", Error::kDiffer);
   py::enum_<Field>(m, "Field", py::module_local())
       .value("operation", Field::kOperation)
       .value("handle", Field::kPlan)
@@ -111,7 +111,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("rail_blocks", &CombineArgs::rail_blocks);
   address(combine, "y", &CombineArgs::y);
   address(combine, "topk_weights", &CombineArgs::topk_weights);
-  address(combine, "factors", &CombineArgs::factors);
+  address(combine, "combine_weights", &CombineArgs::combine_weights);
   address(combine, "out", &CombineArgs::out);
   address(combine, "out_weights", &CombineArgs::out_weights);
   address(combine, "wait_ns", &CombineArgs::wait_ns);
@@ -204,12 +204,12 @@ PYBIND11_MODULE(EP_MODULE, m) {
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })
       // Return the rows of the dispatch with this ticket, -1 after an abort by a kernel, -2 after slice_s.
       .def("wait_for_counts", &Engine::wait_for_counts, py::call_guard<py::gil_scoped_release>())
-      // Return whether `late` or `take_mistake` returns anything.
+      // Return whether `late` or `take_error` returns anything.
       .def("has_report",
            [](const Engine& e) {
              const Report& report = e.report();
              return *static_cast<const volatile uint32_t*>(&report.aborted) != 0 ||
-                    *static_cast<const volatile int32_t*>(&report.mistake) != 0;
+                    *static_cast<const volatile int32_t*>(&report.error) != 0;
            })
       // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).
       .def("late",
@@ -223,19 +223,19 @@ PYBIND11_MODULE(EP_MODULE, m) {
              return py::make_tuple(static_cast<Operation>(report.operation), static_cast<Phase>(report.phase),
                                    report.epoch, ranks, report.waited_ms / 1e3);
            })
-      // Return None, or a mistake found by a kernel: (Mistake, detail, value, [(needed, given) by rank]). Clear it.
-      .def("take_mistake", [](const Engine& e) -> py::object {
+      // Return None, or an error found by a kernel: (Error, detail, value, [(needed, given) by rank]). Clear it.
+      .def("take_error", [](const Engine& e) -> py::object {
         const Report& report = e.report();
-        const int32_t kind = *static_cast<const volatile int32_t*>(&report.mistake);
+        const int32_t kind = *static_cast<const volatile int32_t*>(&report.error);
         if (kind == 0) return py::none();
         std::atomic_thread_fence(std::memory_order_acquire);
-        const MistakeFacts facts = report.facts;
+        const ErrorFacts facts = report.facts;
         std::atomic_thread_fence(std::memory_order_release);  // once cleared, kernels may write the facts again
-        e.clear_mistake();
+        e.clear_error();
         std::vector<std::pair<int64_t, int64_t>> rows;
         for (int rank = 0; rank < e.config().num_ranks(); ++rank)
           rows.emplace_back(facts.rows[rank][0], facts.rows[rank][1]);
         const std::vector<int32_t> detail(facts.detail, facts.detail + 4);
-        return py::make_tuple(static_cast<Mistake>(kind), detail, facts.value, rows);
+        return py::make_tuple(static_cast<Error>(kind), detail, facts.value, rows);
       });
 }

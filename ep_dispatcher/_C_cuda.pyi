@@ -64,11 +64,11 @@ class Phase:
     @property
     def value(self) -> int: ...
 
-class Mistake:
-    bad_entry: ClassVar[Mistake]
-    differ: ClassVar[Mistake]
-    too_few_rows: ClassVar[Mistake]
-    too_many_rows: ClassVar[Mistake]
+class Error:
+    bad_entry: ClassVar[Error]
+    differ: ClassVar[Error]
+    too_few_rows: ClassVar[Error]
+    too_many_rows: ClassVar[Error]
     @property
     def name(self) -> str: ...
     @property
@@ -135,7 +135,7 @@ class CombineArgs:
     rail_blocks: int
     y: int
     topk_weights: int
-    factors: int
+    combine_weights: int
     out: int
     out_weights: int
     wait_ns: int
@@ -165,7 +165,7 @@ class Engine:
     def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
     def has_report(self) -> bool: ...
     def late(self) -> tuple[Operation, Phase, int, list[int], float] | None: ...
-    def take_mistake(self) -> tuple[Mistake, list[int], int, list[tuple[int, int]]] | None: ...
+    def take_error(self) -> tuple[Error, list[int], int, list[tuple[int, int]]] | None: ...
 
 def aborted_offset(config: Config) -> int: ...
 def excluded_offset(config: Config) -> int: ...

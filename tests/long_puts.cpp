@@ -183,10 +183,11 @@ int main(int, char** argv) {
       const size_t from = random_bits() % ((kMemory - bytes) / 16) * 16;
       return {here + begin, here + from, bytes};
     };
-    const LongPuts::Array row = take(14336), tail = by_chance(3) ? LongPuts::Array{} : take(by_chance(4) ? 6000 : 256);
-    for (const auto& array : {row, tail})
+    const LongPuts::Array row = take(14336),
+                          token_metadata = by_chance(3) ? LongPuts::Array{} : take(by_chance(4) ? 6000 : 256);
+    for (const auto& array : {row, token_metadata})
       if (array.bytes > 0) std::memcpy(expected + (array.remote - here), array.local, array.bytes);
-    puts.put(0, row, tail);
+    puts.put(0, row, token_metadata);
     // Drain now and then, and before memory there is used again.
     if (!by_chance(16) && n + 1 < num_puts && at + 40000 < kMemory) continue;
     puts.drain();

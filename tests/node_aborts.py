@@ -46,7 +46,7 @@ class Aborts(NamedTuple):
             return me[0], flag[2]
         if name in WIRE_FLAGS:  # RailWarp::wait_for_peer
             return flag[2], me[1]
-        return me  # summed, sums_here, and what agents of one rank hand each other
+        return me  # summed, sums_relayed, and what agents of one rank hand each other
 
     def hears(self, me: Rank, other: Rank) -> bool:
         """Return whether ``me`` hears of an abort of ``other``: State::aborted, or the flag `aborted`."""

@@ -10,12 +10,12 @@ rank that its name is followed by; ``node`` is the inbox, or the rail peer's nod
     table_out      rank, node
     sent_nodes     rank                       of the plan: the nodes of each token
     head           rank                       of the plan: whether it is usable
-    staging        rank, node, chunk          rows and tails; in a combine, inboxes of other nodes hold outgoing sums,
-                                              with the content of `Operation.sum`
+    staging        rank, node, chunk          rows and metadata; in a combine, inboxes of other nodes hold outgoing
+                                              sums, with the content of `Operation.sum`
     slots          rank, node, pusher, chunk  partial sums of one chunk of tokens, by the pusher's local index. Slots of
                                               other nodes hold a window of chunks
     weights        rank, node, k, chunk       gradients of weights: the k-th receiver of the chunk writes column k. Or
-                                              factors: the source writes all columns
+                                              combine weights: the source writes all columns
     sums           rank, node, chunk          sums from another node
     rail weights   rank, node, k, chunk       weights from another node: RailArrays::weights
 
@@ -54,9 +54,9 @@ LISTED_BEFORE_ITEMS = "items are sent after listed of the own rank"
 RELAY_CALLS = "the relay of called waits for call_arrived"
 RELAY_ITEMS = "the relay of listed waits for items_arrived"
 RELAY_ROWS = "the relay of staged waits for rows_arrived"
-RELAY_SUMS = "the relay of sums_here waits for sums_arrived"
+RELAY_SUMS = "the relay of sums_relayed waits for sums_arrived"
 RELAY_IN_ORDER = "the relay of staged goes chunk by chunk"
-SUMS_HERE = "own tokens wait for sums_here"
+SUMS_RELAYED = "own tokens wait for sums_relayed"
 SUMMED = "the rail waits for summed"
 EMPTY_SUMS = "sums_arrived rises for chunks without sums too"
 DRAIN = "after a difference all wait for the chunks that were promised to them"
@@ -67,10 +67,10 @@ OWN_WARPS = "relays and senders are different warps"
 FREED = "pushes behind the window wait for freed"
 AGREE_BEFORE_FREED = "after a difference nobody waits for freed"
 FLAGS_BEFORE_DRAIN = "after a difference a rank raises what it promised before it waits for others"
-AGREE_BEFORE_FACTORS = "factors are sent after all agreed"
-AGREE_BEFORE_PUSHES = "with factors all agree before they push"
-FACTORS_HERE = "pushes wait for the factors of ranks on other nodes"
-RELAY_FACTORS = "the relay of factors waits for rows_arrived"
+AGREE_BEFORE_COMBINE_WEIGHTS = "combine weights are sent after all agreed"
+AGREE_BEFORE_PUSHES = "with combine weights all agree before they push"
+COMBINE_WEIGHTS_HERE = "pushes wait for the combine weights of ranks on other nodes"
+RELAY_COMBINE_WEIGHTS = "the relay of combine weights waits for rows_arrived"
 HEAD = "a relay waits for listed of its own rank before it reads whether the plan is usable"
 EMPTY_ITEMS = "items_arrived rises for an unusable plan too"
 UNUSED_ROWS = "all rows are sent, also those of an unusable plan"
@@ -85,21 +85,21 @@ class Protocol:
     ``unusable`` lists the operations whose plan is unusable: rows do not fit, or did not when the plan was made.
     ``behind``: a sender puts the items of a new plan behind so many chunks of rows. Ranks and operations take the
     values in turn. In the engine it is up to chance, and at most kChunksAhead. ``window``: chunks of slots.
-    ``straight``: sums for other nodes are stored there at once, without staging. ``early``: whether rows of a dispatch
+    ``direct``: sums for other nodes are stored there at once, without staging. ``early``: whether rows of a dispatch
     of one launch cross before the ranks agree; ranks and operations take the values in turn.
     ``blocks="many"`` gives each piece of work an agent of its own: as many orders as there can be. ``"few"`` gives a
     rank as few agents as the engine may run: as many waits behind each other as there can be.
     """
 
     def __init__(self, nodes: int, ranks: int, program, routings: Iterable[Routing], *, chunks: int = 2, blocks="many",
-                 window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), straight=False,
+                 window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), direct=False,
                  early: Sequence[bool] = (True,), without: Iterable[str] = (), merges: bool = True):  # fmt: skip
         self.nodes, self.locals, self.chunks = range(nodes), range(ranks), range(chunks)
         self.ranks: list[Rank] = list(product(self.nodes, self.locals))
         programs = program if isinstance(program[0], tuple) else [tuple(program)] * len(self.ranks)
         self.programs = dict(zip(self.ranks, programs, strict=True))
         self.routings, self.few, self.without, self.merges = list(routings), blocks == "few", set(without), merges
-        self.window, self.unusable, self.straight = window, set(unusable), straight
+        self.window, self.unusable, self.direct = window, set(unusable), direct
         self.behind, self.early = [min(chunks, number) for number in behind], early
         self.events: list[Event] = []
         for epoch, rank in product(range(1, len(programs[0]) + 1), self.ranks):
@@ -249,7 +249,7 @@ class Operation:
             agent.read(self.call_cells(self.me, source)[0], self.epoch)
         if not self.agrees and drains and self.keeps(DRAIN):
             for pusher in self.neighbours:
-                if self.protocol.kind(pusher, self.epoch) == COMBINE:  # with factors nothing is promised
+                if self.protocol.kind(pusher, self.epoch) == COMBINE:  # with combine weights nothing is promised
                     agent.wait(("pushed", self.me, pusher[1], self.promised - 1), self.epoch)
         return self.agrees
 
@@ -310,16 +310,16 @@ class Operation:
             ]
         relays = {node: self.row_relay(node) for node in self.others}
         if twice:
-            self.run("mover", self.plan)
-            self.run("helper", self.stage)
+            self.run("pull_warps", self.plan)
+            self.run("stage_warps", self.stage)
             self.run_rail(self.call_senders(), {node: self.call_relay(node) for node in self.others})
             self.launch_again()
-            self.run("mover", *pulls, begin="launched")
-            self.run("helper", *looks, begin="launched")
+            self.run("pull_warps", *pulls, begin="launched")
+            self.run("stage_warps", *looks, begin="launched")
             self.run_rail(senders, relays, begin="launched")
         else:
-            self.run("mover", self.plan, *pulls)
-            self.run("helper", self.stage, *looks)
+            self.run("pull_warps", self.plan, *pulls)
+            self.run("stage_warps", self.stage, *looks)
             calls = {node: self.call_relay(node) for node in self.others}
             self.run_rail([*self.call_senders(), *senders], {node: calls[node] + relays[node] for node in self.others})
 
@@ -448,7 +448,7 @@ class Operation:
     # Combine.
 
     def combine(self, twice: bool) -> None:
-        """Push and sum as milestones.h demands: sums of a far chunk come just before the pushes that need its slots.
+        """Push and sum as progress_flags.h demands: sums of a far chunk come just before pushes that need its slots.
 
         The first of two launches pushes and makes the sums before the own pushes.
         """
@@ -481,10 +481,12 @@ class Operation:
         relays: dict[int, list[Task]] = {
             node: [lambda agent, node=node: self.relay_sums(agent, node)] for node in self.others
         }
-        if self.has_factors:
-            senders = [lambda agent, node=node: self.send_factors(agent, node) for node in self.others] + senders
+        if self.has_combine_weights:
+            senders = [
+                lambda agent, node=node: self.send_combine_weights(agent, node) for node in self.others
+            ] + senders
             for node, tasks in relays.items():
-                tasks.insert(0, lambda agent, node=node: self.relay_factors(agent, node))
+                tasks.insert(0, lambda agent, node=node: self.relay_combine_weights(agent, node))
         if twice:
             self.run("block", push, *(sums(early) if early and not few else []))
             self.run_rail(self.call_senders(), calls)
@@ -504,40 +506,42 @@ class Operation:
         return sorted(self.routing[source, chunk])
 
     @property
-    def has_factors(self) -> bool:
+    def has_combine_weights(self) -> bool:
         return self.kind == FACTORED
 
-    def factors(self, at: Rank, node: int, chunk: int) -> list[Place]:
-        """Return where the factors of a chunk of (node, local index of ``at``) lie."""
+    def combine_weights(self, at: Rank, node: int, chunk: int) -> list[Place]:
+        """Return where the combine weights of a chunk of (node, local index of ``at``) lie."""
         return [("weights", at, node, k, chunk) for k in range(len(self.receivers((node, at[1]), chunk)))]
 
-    def send_factors(self, agent: Agent, node: int) -> None:
-        agrees = not self.keeps(AGREE_BEFORE_FACTORS) or self.agree(agent)
+    def send_combine_weights(self, agent: Agent, node: int) -> None:
+        agrees = not self.keeps(AGREE_BEFORE_COMBINE_WEIGHTS) or self.agree(agent)
         if not agrees or not self.usable:
             return
         peer = (node, self.local)
         for chunk in self.chunks:
-            for there, here in zip(self.factors(peer, self.node, chunk), self.factors(self.me, self.node, chunk)):
+            for there, here in zip(
+                self.combine_weights(peer, self.node, chunk), self.combine_weights(self.me, self.node, chunk)
+            ):
                 agent.put(there, here, self.epoch)
         self.signal(agent, ("rows_arrived", peer, self.node, 0))
 
-    def relay_factors(self, agent: Agent, node: int) -> None:
+    def relay_combine_weights(self, agent: Agent, node: int) -> None:
         if not self.agree(agent) or not self.usable:
             return
-        if self.keeps(RELAY_FACTORS):
+        if self.keeps(RELAY_COMBINE_WEIGHTS):
             agent.wait(("rows_arrived", self.me, node, 0), self.epoch)
         self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
 
     def begin_combine(self, agent: Agent) -> None:
-        """Announce, then push all weights. Or give the own factors, announce, agree and wait for those of others."""
+        """Announce, then push all weights. Or give the combine weights, announce, agree and wait for those of others."""
         self.wait_for_slots(agent)
-        for chunk in self.chunks if self.has_factors else ():
-            for cell in self.factors(self.me, self.node, chunk):
+        for chunk in self.chunks if self.has_combine_weights else ():
+            for cell in self.combine_weights(self.me, self.node, chunk):
                 agent.write(cell, self.epoch)
         self.announce(agent)
-        if self.has_factors:
+        if self.has_combine_weights:
             agrees = not self.keeps(AGREE_BEFORE_PUSHES) or self.agree(agent)
-            for source in self.protocol.ranks if agrees and self.usable and self.keeps(FACTORS_HERE) else ():
+            for source in self.protocol.ranks if agrees and self.usable and self.keeps(COMBINE_WEIGHTS_HERE) else ():
                 if source[0] != self.node:
                     agent.wait(("staged", self.me, source, 0), self.epoch)
             return
@@ -555,13 +559,13 @@ class Operation:
         """Push the partial sums of a chunk of all sources of a node."""
         for owner in self.neighbours:
             if self.me in self.routing[(node, owner[1]), chunk]:
-                if self.has_factors:
+                if self.has_combine_weights:
                     k = self.receivers((node, owner[1]), chunk).index(self.me)
                     agent.read(("weights", owner, node, k, chunk), self.epoch)
                 agent.write(*self.slot(owner, node, self.local, chunk))
 
     def push_far(self, agent: Agent, chunk: int) -> None:
-        window, stops = self.protocol.window, self.has_factors and not self.agrees
+        window, stops = self.protocol.window, self.has_combine_weights and not self.agrees
         sources = [(node, local) for node, local in self.protocol.ranks if node != self.node]
         has_items = self.usable and any(self.me in self.routing[source, chunk] for source in sources)
         if has_items and chunk >= window and not stops:
@@ -575,7 +579,7 @@ class Operation:
 
     def push_own(self, agent: Agent) -> None:
         """Push own chunks, which follow far chunks in the numbers of flags."""
-        for chunk in self.chunks if self.usable and (self.agrees or not self.has_factors) else ():
+        for chunk in self.chunks if self.usable and (self.agrees or not self.has_combine_weights) else ():
             self.push(agent, chunk, self.node)
             self.raise_at_neighbours(agent, "pushed", self.local, len(self.chunks) + chunk)
 
@@ -599,7 +603,7 @@ class Operation:
                 self.read_call(agent, node)
                 for local in pushers:
                     agent.read(*self.slot(self.me, node, local, chunk))
-                if pushers and self.protocol.straight:
+                if pushers and self.protocol.direct:
                     agent.write(("sums", (node, self.local), self.node, chunk), self.sum)
                 elif pushers:
                     agent.write(("staging", self.me, node, chunk), self.sum)
@@ -614,9 +618,9 @@ class Operation:
         if self.keeps(SUMMED):
             agent.wait(("summed", self.me, node, chunk), self.epoch)
         self.read_call(agent, node)
-        if mine and not self.protocol.straight:
+        if mine and not self.protocol.direct:
             agent.put(("sums", owner, self.node, chunk), ("staging", self.me, node, chunk), self.sum)
-        for k in mine if not self.has_factors else ():
+        for k in mine if not self.has_combine_weights else ():
             here = ("weights", self.me, node, k, chunk)
             agent.put(("rail weights", owner, self.node, k, chunk), here, self.epoch)
         if mine or self.keeps(EMPTY_SUMS):
@@ -629,7 +633,7 @@ class Operation:
         for chunk in self.chunks:
             if self.keeps(RELAY_SUMS):
                 agent.wait(("sums_arrived", self.me, node, chunk), self.epoch)
-            agent.raise_flag(("sums_here", self.me, node, chunk), self.epoch)
+            agent.raise_flag(("sums_relayed", self.me, node, chunk), self.epoch)
 
     def reduce_own(self, agent: Agent, chunk: int) -> None:
         if not self.agree(agent) or not self.usable:
@@ -637,11 +641,11 @@ class Operation:
         receivers = self.receivers(self.me, chunk)
         pushers = self.wait_for_pushed(agent, self.node, chunk)
         nodes = sorted({node for node, _ in receivers} - {self.node})
-        for node in nodes if self.keeps(SUMS_HERE) else ():
-            agent.wait(("sums_here", self.me, node, chunk), self.epoch)
+        for node in nodes if self.keeps(SUMS_RELAYED) else ():
+            agent.wait(("sums_relayed", self.me, node, chunk), self.epoch)
         for local in pushers:
             agent.read(*self.slot(self.me, self.node, local, chunk))
         for node in nodes:
             agent.read(("sums", self.me, node, chunk), self.sum)
-        for k, (node, _) in enumerate(receivers if not self.has_factors else ()):
+        for k, (node, _) in enumerate(receivers if not self.has_combine_weights else ()):
             agent.read(("weights" if node == self.node else "rail weights", self.me, node, k, chunk), self.epoch)

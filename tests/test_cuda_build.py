@@ -111,7 +111,7 @@ def test_the_host_reads_what_kernels_report(host_side):
     from ep_dispatcher import _C_cuda
 
     engine, words, longs, _ = host_side
-    assert engine.late() is None and engine.take_mistake() is None
+    assert engine.late() is None and engine.take_error() is None
     assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
     longs[0], longs[1] = 7, 123
     assert engine.wait_for_counts(7, 0.01) == 123
@@ -123,8 +123,8 @@ def test_the_host_reads_what_kernels_report(host_side):
     words[14:18] = torch.tensor([3, 1, 0, 2])
     longs[9] = 2**40
     longs[10:14] = torch.tensor([5, 6, 7, 8])
-    assert engine.take_mistake() == (_C_cuda.Mistake.differ, [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
-    assert engine.take_mistake() is None
+    assert engine.take_error() == (_C_cuda.Error.differ, [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
+    assert engine.take_error() is None
 
 
 @needs_module
@@ -164,7 +164,7 @@ class Engine:
     def late(self):
         return self._late
 
-    def take_mistake(self):
+    def take_error(self):
         mistake, self._mistake = self._mistake, None
         return mistake
 
@@ -237,7 +237,7 @@ def report_of(kind, detail, value, rows):
 
     if kind == "differ":
         detail = [int(getattr(_C_cuda.Field, detail[0])), *detail[1:]]
-    return getattr(_C_cuda.Mistake, kind), detail, value, rows
+    return getattr(_C_cuda.Error, kind), detail, value, rows
 
 
 @needs_module
@@ -296,6 +296,6 @@ def test_every_field_that_ranks_give_alike_has_words():
     from ep_dispatcher import _C_cuda
 
     for field in _C_cuda.Field.__members__.values():
-        reports, _ = reports_of(mistake=(_C_cuda.Mistake.differ, [int(field), 1, 0, 1], 0, []))
+        reports, _ = reports_of(mistake=(_C_cuda.Error.differ, [int(field), 1, 0, 1], 0, []))
         with pytest.raises(ValueError, match="all ranks must (give|call) the same"):
             reports.raise_found(ends=False)

@@ -49,7 +49,7 @@ NEEDED = {
     node_aborts.SIGNAL_NODE: {"called", "listed", "staged", "pushed", "freed", "consumed", "slots_free"},
     node_aborts.SIGNAL_RAIL: set(WIRE_FLAGS),
     node_aborts.POLL_OWN: {
-        *("called", "listed", "staged", "pushed", "freed", "consumed", "slots_free", "summed", "sums_here"),
+        *("called", "listed", "staged", "pushed", "freed", "consumed", "slots_free", "summed", "sums_relayed"),
         *("begun", "launched", "arrived", "complete"),
     },
 }

@@ -8,7 +8,7 @@ Nearly all tests use ``check_order``: it answers for every order of events, so 2
 ``explore`` visits every state. It can do so for 2 nodes of 1 rank with few blocks (a dispatch of 2 chunks: 339,654
 states) and for a small combine of 2 nodes of 2 ranks, and shows that both searches find the same.
 
-The model leaves out: straight rows; the order in which stores inside a node become visible (a raise
+The model leaves out: direct rows; the order in which stores inside a node become visible (a raise
 covers all stores before it, as docs/protocol.md demands); the content of data, but for its epoch. test_node_aborts.py
 has aborts.
 """
@@ -131,11 +131,11 @@ def test_items_may_come_behind_any_chunk(unusable):
         assert_no_fault(build((2, 1, 3), program, blocks="few", behind=behind, unusable=unusable))
 
 
-@pytest.mark.parametrize("straight", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_windows_of_slots(window, straight):
+def test_windows_of_slots(window, direct):
     """Of 3 chunks: a window of 3 has slots for all."""
-    options = {"window": window, "straight": straight}
+    options = {"window": window, "direct": direct}
     for shape, blocks in product([(2, 2, 3), (3, 1, 3)], BOTH):
         for program in [[COMBINE, COMBINE], [DISPATCH, HOOKED, COMBINE, CACHED]]:
             assert_no_fault(build(shape, program, blocks=blocks, **options))
@@ -169,7 +169,7 @@ def test_long_programs_of_any_routing(seeds):
         options = {
             "blocks": choose.choice(BOTH),
             "window": choose.randint(1, chunks),
-            "straight": choose.random() < 0.3,
+            "direct": choose.random() < 0.3,
             "behind": [choose.randint(0, chunks) for _ in range(7)],
             "unusable": [epoch for epoch in range(1, length + 1) if choose.random() < 0.1],
             "early": [choose.random() < 0.7 for _ in range(7)],
@@ -190,7 +190,7 @@ def test_the_model_is_not_empty():
     raised = {flag[0] for event in events for flag, _ in event.raises}
     waited_for = {flag[0] for event in events for flag, _ in event.waits}
     assert raised == waited_for == {
-        *("called", "listed", "staged", "pushed", "consumed", "slots_free", "freed", "summed", "sums_here"),
+        *("called", "listed", "staged", "pushed", "consumed", "slots_free", "freed", "summed", "sums_relayed"),
         *protocol.WIRE_FLAGS,
         *("begun", "launched", "arrived", COMPLETE),
     }  # fmt: skip
@@ -210,7 +210,7 @@ NEEDED = {
     protocol.RAIL_ENDS: {
         *("stale call", "stale staging", "stale weights", "stale sent_nodes", "stale head", "late staging"),
         *("falling inbox_free", "falling call_arrived", "falling items_arrived", "falling rows_arrived"),
-        *("falling sums_arrived", "falling sums_here"),
+        *("falling sums_arrived", "falling sums_relayed"),
     },
     protocol.TWO_CALLS: {"stale call"},
     protocol.TWO_COUNTS: {"stale counts"},
@@ -240,7 +240,7 @@ NEEDED = {
     protocol.RELAY_ROWS: {"late staging", "stale staging"},
     protocol.RELAY_SUMS: {"late sums", "late rail weights", "stale sums", "stale rail weights"},
     protocol.RELAY_IN_ORDER: {"stale staging"},
-    protocol.SUMS_HERE: {"stale sums", "stale rail weights"},
+    protocol.SUMS_RELAYED: {"stale sums", "stale rail weights"},
     protocol.SUMMED: {"stale staging", "stale weights"},
     protocol.EMPTY_SUMS: {"deadlock"},
     protocol.DRAIN: {"late slots", "late weights"},
@@ -251,10 +251,10 @@ NEEDED = {
     protocol.FREED: {"stale slots"},
     protocol.AGREE_BEFORE_FREED: {"deadlock"},
     protocol.FLAGS_BEFORE_DRAIN: {"deadlock"},
-    protocol.AGREE_BEFORE_FACTORS: {"stale weights", "late weights"},
+    protocol.AGREE_BEFORE_COMBINE_WEIGHTS: {"stale weights", "late weights"},
     protocol.AGREE_BEFORE_PUSHES: {"deadlock"},
-    protocol.FACTORS_HERE: {"stale weights"},
-    protocol.RELAY_FACTORS: {"stale weights", "late weights"},
+    protocol.COMBINE_WEIGHTS_HERE: {"stale weights"},
+    protocol.RELAY_COMBINE_WEIGHTS: {"stale weights", "late weights"},
     protocol.HEAD: {"stale head"},
     protocol.EMPTY_ITEMS: {"deadlock"},
     protocol.UNUSED_ROWS: {"deadlock"},

@@ -1,9 +1,9 @@
-"""Search a model of the combine kernel between nodes: its blocks, queues and milestones, with windows of slots.
+"""Search a model of the combine kernel between nodes: its blocks, queues and progress flags, with windows of slots.
 
 tests/test_node_windows.py says why a window of one chunk cannot deadlock, for agents that go chunk by chunk. Here are
 the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them in
-turn. All blocks count themselves in for each milestone (csrc/cuda/combine/milestones.h), and these come in one order
-for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find that they
+turn. All blocks count themselves in for each progress flag (csrc/cuda/combine/progress_flags.h), and these come in one
+order for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find that they
 differ.
 """
 
@@ -21,8 +21,8 @@ from node_model import Agent, Event, check_order
 from test_node_windows import Routing, Windows, all_routings, some_routings
 
 
-class Milestones(NamedTuple):
-    """Those of csrc/cuda/combine/milestones.h."""
+class ProgressFlags(NamedTuple):
+    """Those of csrc/cuda/combine/progress_flags.h."""
 
     far: int
     own: int
@@ -38,29 +38,29 @@ class Milestones(NamedTuple):
 
 
 @cache
-def in_order(m: Milestones) -> list[tuple[str, int]]:
+def in_order(m: ProgressFlags) -> list[tuple[str, int]]:
     """Name all: ("pushed", chunk) and ("summed", n)."""
     sums = [[("summed", chunk * m.others + i) for i in range(m.others)] for chunk in range(m.far)]
     order = [("pushed", chunk) for chunk in range(m.window)]
     for chunk in range(m.window, m.far):
         order += [*sums[chunk - m.window], ("pushed", chunk)]
     order += [("pushed", m.far + chunk) for chunk in range(m.own)]
-    return order + [milestone for some in sums[m.far - m.window :] for milestone in some]
+    return order + [progress_flag for some in sums[m.far - m.window :] for progress_flag in some]
 
 
 @cache
-def number_of(m: Milestones, name: str, n: int) -> int:
-    """Return the place of a milestone, or for the chunk behind the last one the end of the pushes."""
+def number_of(m: ProgressFlags, name: str, n: int) -> int:
+    """Return the place of a progress flag, or for the chunk behind the last one the end of the pushes."""
     order = in_order(m)
     return order.index((name, n)) if (name, n) in order else order.index(("pushed", n - 1)) + 1
 
 
 @pytest.fixture(scope="module")
-def compiled_milestones(tmp_path_factory) -> Callable[..., list[list[int]]]:
+def compiled_progress_flags(tmp_path_factory) -> Callable[..., list[list[int]]]:
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    program = tmp_path_factory.mktemp("milestones") / "milestones"
-    sources = ["-I", ROOT / "csrc", ROOT / "tests" / "milestones.cpp", "-o", program]
+    program = tmp_path_factory.mktemp("progress_flags") / "progress_flags"
+    sources = ["-I", ROOT / "csrc", ROOT / "tests" / "progress_flags.cpp", "-o", program]
     subprocess.run(["c++", "-std=c++17", "-O1", *sources], check=True, timeout=300)
 
     def run(*sizes: int) -> list[list[int]]:
@@ -70,11 +70,11 @@ def compiled_milestones(tmp_path_factory) -> Callable[..., list[list[int]]]:
     return run
 
 
-def test_the_order_of_milestones(compiled_milestones):
+def test_the_order_of_progress_flags(compiled_progress_flags):
     for far, own, window, others in [*product((1, 2, 5, 8), (1, 3), (1, 2, 4, 8), (1, 3)), (0, 4, 0, 0)]:
-        m = Milestones(far, own, min(window, far), others)
+        m = ProgressFlags(far, own, min(window, far), others)
         order = in_order(m)
-        at, pushed, summed, waits = compiled_milestones(*m)
+        at, pushed, summed, waits = compiled_progress_flags(*m)
         assert at == [n if name == "pushed" else ~n for name, n in order]
         # One more of each: the end of the pushes, and the end of all.
         assert pushed == [order.index(("pushed", chunk)) for chunk in range(far + own)] + [
@@ -98,10 +98,10 @@ class Kernel(NamedTuple):
     frees: bool = True  # owners say what they have read
 
     @property
-    def milestones(self) -> Milestones:
+    def progress_flags(self) -> ProgressFlags:
         w = self.windows
         far = -(-w.tokens // w.per_chunk)
-        return Milestones(far, 1, min(w.window, far), w.nodes)
+        return ProgressFlags(far, 1, min(w.window, far), w.nodes)
 
     def events(self, routing: Routing) -> list[Event]:
         events: list[Event] = []
@@ -144,33 +144,33 @@ class Block:
 
     def __init__(self, launch: Launch, events: list[Event]):
         self.launch, self.kernel, self.windows = launch, launch.kernel, launch.kernel.windows
-        self.milestones = self.kernel.milestones
+        self.progress_flags = self.kernel.progress_flags
         name = f"rank {launch.rank}, launch {launch.number}, block {launch.block}"
         self.preparing, self.summing = Agent(events, f"{name} prepares"), Agent(events, f"{name} sums")
-        self.works = self.finished = 0  # works queued; milestones finished
-        first = 0 if launch.pushes else self.milestones.num_early_sums
+        self.works = self.finished = 0  # works queued; progress flags finished
+        first = 0 if launch.pushes else self.progress_flags.num_early_sums
         self.sums = [(n, token) for n, token in self.sums_for_others() if n >= first]
         self.does_push = launch.block < launch.pushing
         self.does_sum = launch.block in self.kernel.summing_blocks(launch.rank)
         self.agreed = not launch.pushes
-        self.entered, self.summed = self.milestones.window - 1, self.milestones.window
+        self.entered, self.summed = self.progress_flags.window - 1, self.progress_flags.window
 
     # ---- the queue
 
-    def queue(self, milestone: int, accesses: list[tuple[str, tuple, int]] = ()) -> None:
+    def queue(self, progress_flag: int, accesses: list[tuple[str, tuple, int]] = ()) -> None:
         launch = self.launch
         queued = ("queued", (0, launch.rank), launch.number, launch.block, self.works)
         self.works += 1
         self.preparing.raise_flag(queued, 1)
         self.summing.wait(queued, 1)
-        for number in range(self.finished, milestone):
+        for number in range(self.finished, progress_flag):
             self.finish(number)
-        self.finished = max(self.finished, milestone)
+        self.finished = max(self.finished, progress_flag)
         for kind, cell, value in accesses:
             (self.summing.read if kind == "read" else self.summing.write)(cell, value)
 
     def finish(self, number: int) -> None:
-        launch, m = self.launch, self.milestones
+        launch, m = self.launch, self.progress_flags
         name, n = in_order(m)[number]
         if name == "pushed":
             if self.does_push:
@@ -191,7 +191,7 @@ class Block:
     def far_items(self) -> Iterator[tuple[int, list]]:
         """Yield chunk and item, in this block's order."""
         launch, w = self.launch, self.windows
-        for chunk in range(self.milestones.far):
+        for chunk in range(self.progress_flags.far):
             items = [
                 (source, token)
                 for node, i in product(range(w.nodes), range(w.ranks))
@@ -210,7 +210,7 @@ class Block:
 
     def enter(self, chunk: int) -> bool:
         """Prepare to push a chunk; False after a difference."""
-        m, launch = self.milestones, self.launch
+        m, launch = self.progress_flags, self.launch
         if chunk <= self.entered or m.far == m.window:
             return True
         while True:
@@ -241,7 +241,7 @@ class Block:
         return True
 
     def push(self) -> None:
-        launch, m = self.launch, self.milestones
+        launch, m = self.launch, self.progress_flags
         agrees = True
         for chunk, (source, token) in self.far_items():
             agrees = self.enter(chunk)
@@ -257,8 +257,8 @@ class Block:
     # ---- reducing
 
     def sums_for_others(self) -> list[tuple[int, int]]:
-        """Return this block's tokens: number of the sum milestone, and token."""
-        launch, w, m = self.launch, self.windows, self.milestones
+        """Return this block's tokens: number of the sum progress flag, and token."""
+        launch, w, m = self.launch, self.windows, self.progress_flags
         blocks = list(self.kernel.summing_blocks(launch.rank))
         if launch.block not in blocks:
             return []
@@ -270,13 +270,13 @@ class Block:
         return tokens
 
     def reach_sums(self, until: int) -> None:
-        """Count the milestones in before which this block has no tokens left."""
+        """Count the progress flags in before which this block has no tokens left."""
         n = min([until, *(n for n, _ in self.sums[:1])])
         if n > 0:
-            self.queue(number_of(self.milestones, "summed", n - 1) + 1)
+            self.queue(number_of(self.progress_flags, "summed", n - 1) + 1)
 
     def make_sums(self, until: int) -> None:
-        launch, m = self.launch, self.milestones
+        launch, m = self.launch, self.progress_flags
         self.reach_sums(until)
         while self.sums and self.sums[0][0] < until:
             n, token = self.sums.pop(0)
@@ -293,12 +293,12 @@ class Block:
             self.preparing.wait(("called", (0, self.launch.rank), rank), 1)
         if drains and self.windows.differs:
             for rank in range(self.windows.ranks):
-                self.wait_for_pushed(rank, self.milestones.far)  # the last chunk, which every Call promises
+                self.wait_for_pushed(rank, self.progress_flags.far)  # the last chunk, which every Call promises
 
     # ---- both
 
     def run(self) -> None:
-        launch, m = self.launch, self.milestones
+        launch, m = self.launch, self.progress_flags
         if launch.number:
             for block in range(self.kernel.pushing + self.kernel.reducing):
                 self.preparing.wait(("ended", (0, launch.rank), block), 1)

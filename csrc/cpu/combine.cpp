@@ -40,7 +40,7 @@ void Engine::push(int node, const CombineArgs& args) {
     const int local = (config_.local_rank + i) % config_.ranks_per_node;
     if (is_masked(local)) continue;
     const int source = config_.rank_at[node * config_.ranks_per_node + local];
-    const Slots& slots = inbox_of(source).slots;
+    const Slots& slots = inbox_holding(source).slots;
     const Payload payload = weighted_ ? payload_of(source) : Payload{};
     const int begin = plan_.item_begin[source], end = plan_.item_begin[source + 1];
 #pragma omp parallel num_threads(num_threads_) if (num_threads_ > 1)

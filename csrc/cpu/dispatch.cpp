@@ -8,7 +8,7 @@
 namespace ep::cpu {
 
 Payload Engine::payload_of(int source) const {
-  Cursor c(inbox_of(source).payload);
+  Cursor c(inbox_holding(source).payload);
   return carve_payload(c, config_, bytes_per_row_, has_weights_, plan_.num_payload_rows[source]);
 }
 

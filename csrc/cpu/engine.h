@@ -165,13 +165,13 @@ class Engine {
 
   const Call& own_call() const { return own().calls[epoch_ % 2]; }
   const Region& own() const { return regions_[config_.local_rank]; }
-  const Inbox& inbox_of(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
+  const Inbox& inbox_holding(int source) const { return regions_[local_of_[source]].inbox[node_of_[source]]; }
   int node() const { return config_.node; }
   int num_experts_local() const { return config_.num_local_experts(); }
   // Return whether this rank has masked local rank `local`.
   bool is_masked(int local) const { return config_.masks && own().masked[local].epoch.load() != 0; }
   // Return the counts of `source`: with masks this rank's copy, without tokens if the source is masked.
-  const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_of(source).counts; }
+  const Counts& counts_of(int source) const { return config_.masks ? counts_[source] : inbox_holding(source).counts; }
   // Copy the counts of all sources; later their lists. A rank that has masked this one may overwrite its own at any
   // time: then throw MaskedByPeer.
   void copy_counts();

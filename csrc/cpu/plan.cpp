@@ -95,7 +95,7 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
   for (int t = 0; t < args.num_tokens; ++t) {
     const int64_t* row = args.topk_idx + static_cast<size_t>(t) * config_.num_topk;
     const int n = sorted_choices(row, config_.num_topk, choices.data());
-    uint32_t ranks_here = 0;
+    uint32_t local_ranks = 0;
     for (int i = 0; i < n;) {
       const int rank = choices[i].expert / num_experts_local(), local = local_of_[rank];
       Cursors& cursors = to[node_of_[rank]];
@@ -103,7 +103,7 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
       const int item = cursors.num_items[local]++;
       of.payload_row[item] = cursors.num_rows;
       of.slot[item] = config_.masks ? local * config_.max_tokens + t : cursors.num_slots++;
-      ranks_here |= 1u << local % 32;
+      local_ranks |= 1u << local % 32;
       of.copy_begin[item] = cursors.num_copies[local];
       for (; i < n && choices[i].expert / num_experts_local() == rank; ++i) {
         const int copy = cursors.num_copies[local]++;
@@ -113,10 +113,10 @@ void Engine::route(const RouteArgs& args, const DispatchArgs& payload) {
     }
     for (int m = 0; m < num_nodes; ++m) {
       Cursors& cursors = to[m];
-      const bool goes_there = cursors.num_slots != cursors.lists.slot_begin[cursors.num_rows];
+      const bool goes_to_node = cursors.num_slots != cursors.lists.slot_begin[cursors.num_rows];
       if (config_.masks)
-        cursors.lists.slot_begin[cursors.num_rows++] = static_cast<int32_t>(ranks_here);
-      else if (m == node() || goes_there)
+        cursors.lists.slot_begin[cursors.num_rows++] = static_cast<int32_t>(local_ranks);
+      else if (m == node() || goes_to_node)
         cursors.lists.slot_begin[++cursors.num_rows] = cursors.num_slots;
     }
   }
@@ -195,7 +195,7 @@ void Engine::copy_counts() {
     if (is_masked(local_of_[source])) {
       clear_counts(source);
     } else {
-      const char* from = reinterpret_cast<const char*>(inbox_of(source).counts.start);
+      const char* from = reinterpret_cast<const char*>(inbox_holding(source).counts.start);
       std::copy_n(from, counts_memory_[source].size(), counts_memory_[source].data());
     }
   }
@@ -207,7 +207,7 @@ void Engine::copy_lists() {
     if (is_masked(local_of_[source])) clear_counts(source);
     Cursor size;
     carve_lists(size, config_, counts_[source], node());
-    lists_memory_[source].assign(inbox_of(source).lists, inbox_of(source).lists + size.size());
+    lists_memory_[source].assign(inbox_holding(source).lists, inbox_holding(source).lists + size.size());
   }
   check_not_masked("lists");
 }
@@ -277,7 +277,7 @@ void Engine::finish_plan() {
   const bool expert_rows = has_expert_rows(new_head_);
   int32_t item = 0, copy = 0;
   for (int source = 0; source < num_ranks; ++source) {
-    Cursor c(config_.masks ? lists_memory_[source].data() : inbox_of(source).lists);
+    Cursor c(config_.masks ? lists_memory_[source].data() : inbox_holding(source).lists);
     const Lists lists = carve_lists(c, config_, counts_of(source), node());
     const Lists::OfRank& of = lists.of_rank[config_.local_rank];
     plan_.item_begin[source] = item;

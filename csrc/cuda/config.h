@@ -77,8 +77,8 @@ struct Config {
   EP_HOST_DEVICE int max_copies() const { return num_topk < num_local_experts() ? num_topk : num_local_experts(); }
   // Return the number of int16 per token in Region::choices: num_topk, rounded up to whole vectors.
   EP_HOST_DEVICE int choices_per_token() const { return (num_topk + 7) / 8 * 8; }
-  // Return the number of tagged words for the factors of a rank, two in each (Region::factors).
-  EP_HOST_DEVICE int factor_words() const { return (max_tokens * num_topk + 1) / 2; }
+  // Return the number of tagged words for the combine weights of a rank, two in each (Region::combine_weights).
+  EP_HOST_DEVICE int combine_weight_words() const { return (max_tokens * num_topk + 1) / 2; }
   EP_HOST_DEVICE int token_chunk() const { return 1 << log_token_chunk; }
   EP_HOST_DEVICE int sum_chunk() const { return 1 << log_sum_chunk; }
   // Return the number of chunks of a rank's tokens; 1 without tokens. The last chunk also raises the flags of all empty
@@ -111,9 +111,9 @@ struct Config {
   int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }
   // Return the number of int32 per token in a table (Plan::tables).
   int table_ints() const { return static_cast<int>(round_up(ranks_per_node, 4)); }
-  // Return the maximum bytes of a token's tail: scales, then weights. Float8 rows are shorter than rows of `dtype`, but
-  // have scales.
-  size_t max_tail_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
+  // Return the maximum bytes of a token's metadata: scales, then weights. Float8 rows are shorter than rows of `dtype`,
+  // but have scales.
+  size_t max_metadata_bytes() const { return round_up(scale_bytes(), kVector) + round_up(weights_bytes(), kVector); }
 };
 
 }  // namespace ep::cuda

@@ -48,18 +48,18 @@ struct DispatchArgs {
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.
-inline uint32_t tail_bytes(const Config& config, const DispatchArgs& args) {
+inline uint32_t metadata_bytes(const Config& config, const DispatchArgs& args) {
   const size_t weights = args.topk_weights ? round_up(config.weights_bytes(), kVector) : 0;
   return static_cast<uint32_t>(round_up(args.scale_bytes, kVector) + weights);
 }
 
 // One combine. All addresses are of device memory.
 struct CombineArgs {
-  const char* y = nullptr;              // [num_rows, row_bytes]
-  const float* topk_weights = nullptr;  // as DispatchArgs::out_weights, or null
-  const float* factors = nullptr;       // decode layout: [num_tokens, num_topk] weights of own tokens; else null
-  char* out = nullptr;                  // [num_tokens, row_bytes]
-  float* out_weights = nullptr;         // [num_tokens, num_topk], or null
+  const char* y = nullptr;                 // [num_rows, row_bytes]
+  const float* topk_weights = nullptr;     // as DispatchArgs::out_weights, or null
+  const float* combine_weights = nullptr;  // decode layout: [num_tokens, num_topk] weights of own tokens; else null
+  char* out = nullptr;                     // [num_tokens, row_bytes]
+  float* out_weights = nullptr;            // [num_tokens, num_topk], or null
   int32_t num_tokens = 0;
   int64_t* wait_ns = nullptr;  // as in DispatchArgs, as is the next
   int32_t rail_blocks = 0;
@@ -89,8 +89,8 @@ class Engine {
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an
   // abort by a kernel of this rank, or -2 when the time is up. An abort by the host shows as -2.
   int64_t wait_for_counts(uint64_t ticket, double slice_s) const;
-  // [host] Allow kernels to publish the next mistake.
-  void clear_mistake() const { context_.report->mistake = 0; }
+  // [host] Allow kernels to publish the next error.
+  void clear_error() const { context_.report->error = 0; }
   const Config& config() const { return context_.config; }
   // [host] Let later launches write their stamps to device memory: [kStampedLaunches, kStampedOperations, num_blocks,
   // kStampedWarps, kNumSteps]. Only builds with stamps do. No launch may have more blocks.

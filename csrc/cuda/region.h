@@ -33,14 +33,14 @@ constexpr int kTaggedChoices = 4;  // choices in a tagged word: int16, -1 for no
 
 // Memory of one rank for one source, and for all ranks of its node. The source is the rank itself, or its rail peer on
 // another node. A rail peer writes through the wire. For receivers on its own node a rank writes items, staging and
-// tails to its own inbox, for those on another node to its rail peer's inbox there. Slots belong to an inbox too, but
-// lie elsewhere: a rail peer has fewer (Region::slots, RailArrays::slots).
+// metadata to its own inbox, for those on another node to its rail peer's inbox there. Slots belong to an inbox too,
+// but lie elsewhere: a rail peer has fewer (Region::slots, RailArrays::slots).
 struct Inbox {
   // Written by the source, read by the receivers.
   int32_t* items;  // [ranks_per_node, max_tokens, item_ints] by receiver and number
   char* staging;   // [max_tokens, row_stride] rows by token. In a combine, sums for the rail peer, unless they go
                    // directly there
-  char* tails;     // [max_tokens, tail_bytes] scales and weights by token
+  char* metadata;  // [max_tokens, metadata_bytes] scales and weights by token
   // Written by the receivers, read by this rank.
   float* weights;  // [max_tokens, num_topk] weights of a combine, by token
 };
@@ -73,8 +73,9 @@ struct Region {
   // [num_ranks] not 0: the rank has masked this one. Only with Config::masks; raised by the rank or its host.
   uint64_t* excluded;
   uint64_t* listed;  // [num_ranks] the rank's items are in its inbox on this node
-  uint64_t* staged;  // [num_ranks, max_token_chunks] the rank's rows and tails of a chunk are in its inbox on this node
-  uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and tails it needs
+  uint64_t*
+      staged;  // [num_ranks, max_token_chunks] the rank's rows and metadata of a chunk are in its inbox on this node
+  uint64_t* consumed;    // [ranks_per_node] the rank has read all items, rows and metadata it needs
   uint64_t* slots_free;  // [ranks_per_node] the rank has read all slots and weights of its inboxes
   uint64_t* pushed;  // [ranks_per_node, max_pushed_chunks] the rank's partial sums of a chunk are in this rank's slots
   uint64_t* freed;   // [ranks_per_node, max_far_chunks] the rank has read its slots of a chunk of other nodes' tokens
@@ -82,16 +83,16 @@ struct Region {
   Tagged* called;  // [2, num_ranks, Call::kNumWords] the rank's Call; its counts of a new plan are in `counts`. Relayed
   Tagged* choices;  // [2, num_ranks, max_tokens, choices_per_token / kTaggedChoices] experts of the rank's tokens. Only
                     // with Config::plans_directly, as the next
-  Tagged* factors;  // [2, num_ranks, factor_words] factors of the rank's tokens: two float
+  Tagged* combine_weights;  // [2, num_ranks, combine_weight_words] combine weights of the rank's tokens: two float
   // About another node. Raised by this rank, read by this rank.
-  uint64_t* summed;     // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
-  uint64_t* sums_here;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
+  uint64_t* summed;  // [num_others, max_far_chunks] sums of a chunk for that node are where Reducer::sums_for says
+  uint64_t* sums_relayed;  // [num_others, max_sum_chunks] that node's sums and weights of a chunk are in RailArrays
   // Wire flags, about another node. Raised by the rail peer through the wire, read by this rank's relay for that node;
   // `inbox_free` by the senders.
-  uint64_t* inbox_free;     // [num_others] its node has read all rows and tails in its inbox for this rank's node
+  uint64_t* inbox_free;     // [num_others] its node has read all rows and metadata in its inbox for this rank's node
   uint64_t* call_arrived;   // [num_others] the rail peer's Call and counts are here
   uint64_t* items_arrived;  // [num_others] its items and table are here
-  uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and tails of a chunk are here
+  uint64_t* rows_arrived;   // [num_others, max_token_chunks] its rows and metadata of a chunk are here
   uint64_t* sums_arrived;   // [num_others, max_sum_chunks] its sums and weights of a chunk are here
   // About a rank: written by the rank or by its relay, read by this rank.
   int32_t* counts;  // [2, num_ranks, counts_ints] by parity of the epoch
@@ -110,7 +111,7 @@ Inbox carve_inbox(C& c, const Config& config) {
   Inbox inbox;
   c.take(inbox.staging, "staging", tokens * row_stride(config.row_bytes()), kLine);
   c.take(inbox.items, "items", locals * tokens * config.item_ints());
-  c.take(inbox.tails, "tails", tokens * config.max_tail_bytes());
+  c.take(inbox.metadata, "tails", tokens * config.max_metadata_bytes());
   c.take(inbox.weights, "weights", tokens * config.num_topk);
   return inbox;
 }
@@ -145,7 +146,7 @@ Region carve_region(C& c, const Config& config) {
   c.take(region.pushed, kFlags, locals * config.max_pushed_chunks());
   c.take(region.freed, kFlags, locals * config.max_far_chunks());
   c.take(region.summed, kFlags, others * config.max_far_chunks());
-  c.take(region.sums_here, kFlags, others * config.max_sum_chunks());
+  c.take(region.sums_relayed, kFlags, others * config.max_sum_chunks());
   c.take(region.inbox_free, kFlags, others);
   c.take(region.call_arrived, kFlags, others);
   c.take(region.items_arrived, kFlags, others);
@@ -154,7 +155,7 @@ Region carve_region(C& c, const Config& config) {
   const size_t few_tokens = config.plans_directly ? config.max_tokens : 0;
   c.take(region.called, kFlags, 2 * ranks * Call::kNumWords);
   c.take(region.choices, "choices", 2 * ranks * few_tokens * config.choices_per_token() / kTaggedChoices);
-  c.take(region.factors, "factors", config.plans_directly ? 2 * ranks * config.factor_words() : 0);
+  c.take(region.combine_weights, "factors", config.plans_directly ? 2 * ranks * config.combine_weight_words() : 0);
   c.take(region.counts, kFlags, 2 * ranks * Counts::ints(config));
   c.take(region.slots, "slots", locals * config.max_tokens * config.slot_stride(), kLine);
   // Inboxes and rail arrays, of which there are several, begin and end at a line.

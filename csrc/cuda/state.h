@@ -15,16 +15,16 @@ enum class Phase : int32_t {
   kWeights = 6,
   kNodeSums = 7
 };
-// Mistakes of the caller, as found by kernels. bindings_cuda.cpp names the values.
-enum class Mistake : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
+// Errors of the caller, as found by kernels. bindings_cuda.cpp names the values.
+enum class Error : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
 
-// Facts of one mistake. Written by its finder (mistake.cuh), read by the host.
+// Facts of one error. Written by its finder (error.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
 //   kTooFewRows   rows[r]: needed rows and Field::kMaxRows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
-struct MistakeFacts {
+struct ErrorFacts {
   int32_t detail[4];
   int64_t value;
   int64_t rows[kMaxRanks][2];
@@ -36,9 +36,9 @@ struct State {
   uint64_t epoch;                     // last complete operation
   uint64_t staged_epoch;              // last operation with `consumed` raised at its end
   uint64_t pushed_epoch;              // last operation with `slots_free` raised at its end
-  uint64_t bytes_read[kMaxRanks];     // a row and a whole tail per received item, by rank of the inbox
+  uint64_t bytes_read[kMaxRanks];     // a row and the whole metadata per received item, by rank of the inbox
   uint64_t bytes_written[kMaxRanks];  // a sum and all weights per received item, by rank of the inbox
-  uint64_t bytes_sent[kMaxNodes];     // rows, tails, sums and weights sent, by node of the rail peer
+  uint64_t bytes_sent[kMaxNodes];     // rows, metadata, sums and weights sent, by node of the rail peer
   uint64_t lists_sent[kMaxNodes];     // [bytes] Calls, counts, items and tables sent, by node of the rail peer
 #ifdef EP_PACE
   uint64_t wire_free;  // [1/8 ns] end of the last booking of the wire (pace.h)
@@ -48,10 +48,10 @@ struct State {
   uint32_t next_token;  // combine: first own token not yet taken by a block; 0 between operations
   // With Config::masks, by rank. 1: masked, so nobody waits for the rank. Set by kernels and by the host.
   int32_t masked[kMaxRanks];
-  uint64_t decided;    // last operation whose `absent` is final
-  uint32_t absent;     // a bit for each rank that takes no part in the operation `decided`
-  uint32_t mistake;    // Mistake of the operation under way, set by its first finder; 0 between operations
-  MistakeFacts facts;  // of `mistake`
+  uint64_t decided;  // last operation whose `absent` is final
+  uint32_t absent;   // a bit for each rank that takes no part in the operation `decided`
+  uint32_t error;    // Error of the operation under way, set by its first finder; 0 between operations
+  ErrorFacts facts;  // of `error`
 };
 
 // Counters and counts in device memory, all 0 at first. Written and read by this rank's blocks.
@@ -100,8 +100,8 @@ struct Report {
   uint32_t waited_ms;
   uint64_t epoch;
 
-  int32_t mistake;  // Mistake; the host sets it to 0 again
-  MistakeFacts facts;
+  int32_t error;  // Error; the host sets it to 0 again
+  ErrorFacts facts;
 };
 
 }  // namespace ep::cuda

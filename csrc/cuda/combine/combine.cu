@@ -1,7 +1,8 @@
 // Combine. Most blocks push: they sum the rows of every item and store the sum in a slot at the token's owner, or at
 // the owner's rail peer here, chunk by chunk. The others reduce: they wait for chunks and sum the partial sums of each
 // token. Tokens of other nodes come first, and rail blocks send their sums to the owners. A pushing block reduces too,
-// after its last push. In decode layout the factors of all tokens travel first, and the pushes multiply by them.
+// after its last push. In decode layout the combine weights of all tokens travel first, and the pushes multiply by
+// them.
 //
 // With few tokens most of the time goes to code that runs once. So steps run at the same time in different warps, and
 // the kernels for one node are compiled without the code for several (config.h).
@@ -26,8 +27,8 @@ __device__ int num_push_blocks(const Op& op, const CombineParams& params, const 
   if (!params.reduces) return op.num_blocks;
   // Few blocks do both. With windows of slots 7 are few: doing both, a combine in expert layout took 1708 us instead of
   // 1850 (4096 tokens, hidden 7168, at 50 GB/s, one H200). 10 are not: doing both took 1366 us instead of 1273.
-  const Milestones milestones = milestones_of(op.context);
-  if (op.num_blocks < (milestones.far == milestones.window ? 4 : 8)) return op.num_blocks;
+  const ProgressFlags progress_flags = progress_flags_of(op.context);
+  if (op.num_blocks < (progress_flags.far == progress_flags.window ? 4 : 8)) return op.num_blocks;
   if (sizes.num_items == 0) return 1;  // it raises the flags promised by Field::kNumChunks, also without items
   // Few items: nobody can reduce before the last push, so all push first.
   if (op.context.num_nodes() == 1 && end_of_pushed(op, sizes) == 1) return op.num_blocks;
@@ -50,18 +51,19 @@ __device__ void announce_combine(const Op& op, const CombineParams& params, bool
   set(Field::kPlan, head.made);
   set(Field::kWeights, params.args.topk_weights != nullptr);
   set(Field::kNumTokens, params.args.num_tokens);
-  // With factors no rank pushes after a difference.
-  set(Field::kNumChunks, params.shares_factors() ? 0 : end_of_pushed(op, head));
+  // With combine weights no rank pushes after a difference.
+  set(Field::kNumChunks, params.shares_combine_weights() ? 0 : end_of_pushed(op, head));
   announce(op, call, covers);
   stamp(op, Step::kSent);
 }
 
 // [warp] Compare the Calls before the first sum, and post the verdict for the other warps. Called in one summing warp.
-// With factors wait for those of other nodes too.
+// With combine weights wait for those of other nodes too.
 __device__ void agree_first(const Op& op, const CombineParams& params, const CombineMemory& memory) {
   Verdict verdict = agree(op);
   stamp(op, Step::kAgreed);
-  if (params.shares_factors() && verdict == Verdict::kAgree && params.plan.head->usable && !wait_for_factors(op))
+  if (params.shares_combine_weights() && verdict == Verdict::kAgree && params.plan.head->usable &&
+      !wait_for_combine_weights(op))
     verdict = Verdict::kAborted;
   memory.verdict.post(verdict);
 }
@@ -101,32 +103,32 @@ __device__ Verdict prepare(const Op& op, const CombineParams& params, const Part
   return verdict;
 }
 
-// [thread] Count this warp in for a milestone, after its last store for this chunk and __syncwarp. The last warp of all
-// blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's sums
-// of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip milestones counted by other
-// blocks or by another launch. `pushed` covers the weights of the block too: a barrier of the block has followed
-// push_weights.
-__device__ void finish_milestone(const Op& op, const CombineParams& params, const CombineMemory& memory,
-                                 const Part& pushers, const Part& for_others, int milestone) {
+// [thread] Count this warp in for a progress flag, after its last store for this chunk and __syncwarp. The last warp of
+// all blocks raises the chunk's flag: `pushed` on the node, or `summed` for this rank's senders. After the last node's
+// sums of a chunk its slots are free: raise `freed` on the node. Called in summing warps. Skip progress flags counted
+// by other blocks or by another launch. `pushed` covers the weights of the block too: a barrier of the block has
+// followed push_weights.
+__device__ void finish_progress_flag(const Op& op, const CombineParams& params, const CombineMemory& memory,
+                                     const Part& pushers, const Part& for_others, int progress_flag) {
   const Context& context = op.context;
-  const Milestones milestones = milestones_of(context);
+  const ProgressFlags progress_flags = progress_flags_of(context);
   const auto arrivals = [](uint32_t* in_block, uint32_t* in_grid, const Part& part) {
     return ChunkArrivals{in_block, Pipeline::kSummingWarps, in_grid, static_cast<uint32_t>(part.num_blocks)};
   };
-  const int chunk = milestones.at(milestone);
+  const int chunk = progress_flags.at(progress_flag);
   if (chunk >= 0) {
     if (!pushers.has_block()) return;
     stamp(op, Step::kPushed);
     if (!arrivals(memory.pushed, context.arrays.pushed_done, pushers).arrive(chunk)) return;
     raise_on_node(context, context.own.pushed + context.local * context.max_pushed_chunks + chunk, op.epoch);
     stamp(op, Step::kRaised);
-  } else if (for_others.has_block() && (params.pushes || ~chunk >= milestones.num_early_sums())) {
-    const int n = ~chunk, far = n / milestones.others;
-    const int flag = context.other(node_of_sum(context, n)) * milestones.far + far;
+  } else if (for_others.has_block() && (params.pushes || ~chunk >= progress_flags.num_early_sums())) {
+    const int n = ~chunk, far = n / progress_flags.others;
+    const int flag = context.other_node_idx(node_of_sum(context, n)) * progress_flags.far + far;
     if (!arrivals(memory.summed, context.arrays.summed_done, for_others).arrive(flag)) return;
     ptx::store_relaxed(context.own.summed + flag, op.epoch);
-    if ((n + 1) % milestones.others == 0)
-      raise_on_node(context, context.own.freed + context.local * milestones.far + far, op.epoch);
+    if ((n + 1) % progress_flags.others == 0)
+      raise_on_node(context, context.own.freed + context.local * progress_flags.far + far, op.epoch);
   }
 }
 
@@ -154,17 +156,16 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const Op op{context, Operation::kCombine, context.state->epoch + 1, static_cast<int>(blockIdx.x),
               static_cast<int>(gridDim.x) - params.rail_blocks};
   stamp(op, Step::kCombine);
-  // These loads overlap: factors, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire, so loads
-  // after it would wait for it.
-  const bool sends_factors = op.block == 0 && params.shares_factors();
-  const bool tags = context.plans_directly();  // factors are tagged words
-  FactorCopy factors(op, params, sends_factors);
+  // These loads overlap: combine weights, State::aborted, the plan's sizes, `slots_free`. The last one is an acquire,
+  // so loads after it would wait for it.
+  const bool sends_combine_weights = op.block == 0 && params.shares_combine_weights();
+  const bool tags = context.plans_directly();  // combine weights are tagged words
+  CombineWeightCopy combine_weights(op, params, sends_combine_weights);
   const bool aborted = has_aborted(context);
   const PlanSizes sizes = *params.plan.head;
-  const bool sees_free =
-      !params.pushes || is_free_at_first_sight(op, context.own.slots_free, context.state->pushed_epoch);
+  const bool sees_free = !params.pushes || poll_once(op, context.own.slots_free, context.state->pushed_epoch);
   const Part pushers{op.block, num_push_blocks(op, params, sizes)};
-  if (sends_factors && tags && !aborted) factors.send(op);
+  if (sends_combine_weights && tags && !aborted) combine_weights.send(op);
   // Leave after an abort: all threads of the block, or none.
   const bool is_free = !__syncthreads_or(aborted || !sees_free);
   if (!is_free && __syncthreads_or(aborted)) return;
@@ -175,17 +176,18 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   const Part for_others{op.block - first, op.num_blocks - first};
   CombineMemory memory = params.memory.in(shared);
 
-  // Wait for free slots before the first push, if they were not free at first sight, and announce. Factors without tags
-  // come first. Meanwhile the other warps initialise shared memory.
+  // Wait for free slots before the first push, if they were not free at first sight, and announce. Combine weights
+  // without tags come first. Meanwhile the other warps initialise shared memory.
   bool ok = true;
-  const bool stores_factors = sends_factors && !tags;
-  if (stores_factors && is_free) factors.store(op);
+  const bool stores_combine_weights = sends_combine_weights && !tags;
+  if (stores_combine_weights && is_free) combine_weights.store(op);
   if (threadIdx.x < 32) {
     if (pushes && !is_free)
       ok = wait_for_node(op, Phase::kFreeSlots, context.own.slots_free, context.state->pushed_epoch);
     if (params.pushes) stamp(op, Step::kFree);
-    // With masks a rank whose Call is here counts as present: then its factors must be on their way for good.
-    if (ok && announces && !stores_factors) announce_combine(op, params, sends_factors && has_masks(context));
+    // With masks a rank whose Call is here counts as present: then its combine weights must be on their way for good.
+    if (ok && announces && !stores_combine_weights)
+      announce_combine(op, params, sends_combine_weights && has_masks(context));
   } else {
     if (threadIdx.x == 32) ptx::barrier_init(memory.verdict.barrier, 1);
     if (Pipeline::role() == Pipeline::Role::kPrepare)
@@ -197,9 +199,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
       memory.summed[i] = 0;
   }
   if (!__syncthreads_and(ok)) return;
-  if (stores_factors) {
+  if (stores_combine_weights) {
     if (!is_free) {
-      factors.store(op);
+      combine_weights.store(op);
       __syncthreads();
     }
     if (threadIdx.x < 32) announce_combine(op, params, true);
@@ -214,12 +216,12 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   // Push and reduce the rows, each warp in its role.
   Verdict verdict = Verdict::kAgree;
   if (is_rail) {
-    verdict = run_rail(op, params, memory.pipeline.bays);
+    verdict = run_rail(op, params, memory.pipeline.smem_stages);
   } else
     switch (Pipeline::role()) {
       case Pipeline::Role::kIssue:
-        Issuer(memory.pipeline, threadIdx.x / 32).run([&](const Work& work, int at) {
-          return load_factor(op, memory.verdict, work, at);
+        Issuer(memory.pipeline, threadIdx.x / 32).run([&](const Task& task, int at) {
+          return load_combine_weight(op, memory.verdict, task, at);
         });
         stamp(op, Step::kIssued);
         break;
@@ -230,9 +232,9 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
         if (params.agrees_first() && threadIdx.x / 32 == Pipeline::kThreads / 32 - 1) agree_first(op, params, memory);
         consume<Summing>(
             memory.pipeline, [&] { return !params.agrees_first() || memory.verdict.wait_in_warp() == Verdict::kAgree; },
-            [&](int milestone) { finish_milestone(op, params, memory, pushers, for_others, milestone); });
-        // load_factor may have aborted this rank meanwhile. All factors are loaded before the last work, so its verdict
-        // is known here.
+            [&](int progress_flag) { finish_progress_flag(op, params, memory, pushers, for_others, progress_flag); });
+        // load_combine_weight may have aborted this rank meanwhile. All combine weights are loaded before the last
+        // task, so its verdict is known here.
         if (params.agrees_first()) verdict = memory.verdict.wait();
         stamp(op, Step::kSummed);
     }
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(Pipeline::kThreads, 1)
   if (!params.reduces) return;
   if (!last_block<Block>(&context.state->combine_done, gridDim.x)) return;
   stamp(op, Step::kLast);
-  if (comes_too_late<Block>(op)) return;
+  if (was_masked_by_a_peer<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::slots_free, &State::pushed_epoch, differs);
   stamp(op, Step::kComplete);
@@ -267,22 +269,23 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.own_batch = share(blocks * batches_of_block);
   params.pushes = pushes;
   params.reduces = reduces;
-  // Choose the size of a bay: a row, or a piece of it. Use as few pieces as leave room for some works at once.
+  // Choose the size of a smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
   const int max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
-  int num_bays = 0;
-  uint32_t bay_bytes = 0;
+  int num_smem_stages = 0;
+  uint32_t smem_stage_bytes = 0;
   const auto carve = [&] {
     Cursor c;
-    params.memory = CombineMemory::carve(c, context_, num_bays, bay_bytes, max_addends, args.factors);
+    params.memory =
+        CombineMemory::carve(c, context_, num_smem_stages, smem_stage_bytes, max_addends, args.combine_weights);
     return c.size();
   };
   const size_t room = kUsableShared - carve();
   const uint32_t row = context_.row_bytes;
   for (uint32_t pieces = 1;; ++pieces) {
-    bay_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
-    if (room / bay_bytes >= max_addends + size_t{4}) break;
+    smem_stage_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
+    if (room / smem_stage_bytes >= max_addends + size_t{4}) break;
   }
-  num_bays = static_cast<int>(std::min<size_t>(room / bay_bytes, Pipeline::kMaxBays));
+  num_smem_stages = static_cast<int>(std::min<size_t>(room / smem_stage_bytes, Pipeline::kMaxSmemStages));
   const size_t shared = carve();
   // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
   // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.

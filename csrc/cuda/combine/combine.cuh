@@ -1,7 +1,7 @@
 // Parameters of one launch of the combine kernel, and the shared memory of a block.
 #pragma once
-#include "cuda/combine/milestones.h"
 #include "cuda/combine/pipeline.cuh"
+#include "cuda/combine/progress_flags.h"
 #include "cuda/device/records.cuh"
 #include "cuda/engine.h"
 #include "cuda/plan/item.cuh"
@@ -13,8 +13,8 @@ namespace ep::cuda::EP_KERNELS {
 // flag.
 constexpr int num_item_chunks(int num_items) { return (num_items + kItemChunk - 1) / kItemChunk; }
 
-// [thread] Return the order of all milestones.
-__device__ inline Milestones milestones_of(const Context& context) {
+// [thread] Return the order of all progress flags.
+__device__ inline ProgressFlags progress_flags_of(const Context& context) {
   const int far = context.num_far_chunks();
   const int window = kOneNode ? 0 : min(far, context.config.window_chunks);
   return {far, context.max_pushed_chunks - far, window, context.num_others()};
@@ -26,7 +26,7 @@ __device__ inline size_t window_slot(const Context& context, int local, int toke
 }
 
 // The verdict of `agree`, with CombineParams::agrees_first: one summing warp of each block compares the Calls, and all
-// other warps wait for it before their first sum. Meanwhile the preparing warp queues works.
+// other warps wait for it before their first sum. Meanwhile the preparing warp queues tasks.
 struct PostedVerdict {
   Verdict* posted;
   uint64_t* barrier;  // an mbarrier with one arrival
@@ -62,12 +62,12 @@ struct CombineMemory {
   uint32_t* pushed;  // [max_pushed_chunks] ChunkArrivals::in_block of `pushed` flags
   uint32_t* summed;  // [num_others * max_far_chunks] ChunkArrivals::in_block of `summed` flags
 
-  // [host] Lay out the memory, or measure it. `num_bays`, `bay_bytes` and `max_addends` of the pipeline.
-  static CombineMemory carve(Cursor& c, const BufferContext& context, int num_bays, uint32_t bay_bytes, int max_addends,
-                             bool has_factors) {
+  // [host] Lay out the memory, or measure it. `num_smem_stages`, `smem_stage_bytes` and `max_addends` of the pipeline.
+  static CombineMemory carve(Cursor& c, const BufferContext& context, int num_smem_stages, uint32_t smem_stage_bytes,
+                             int max_addends, bool has_combine_weights) {
     const int num_ranks = context.config.num_ranks();
     CombineMemory memory;
-    memory.pipeline = Pipeline::carve(c, num_bays, bay_bytes, max_addends, has_factors);
+    memory.pipeline = Pipeline::carve(c, num_smem_stages, smem_stage_bytes, max_addends, has_combine_weights);
     memory.positions = c.take<ItemOrder::Position>(2 * Records::kBatch);
     memory.sources = SourceOrder::carve(c, num_ranks);
     memory.far_ends = c.take<int>(context.max_far_chunks > 0 ? 2 * num_ranks : 0);
@@ -104,10 +104,10 @@ struct CombineParams {
   float reduce_weight;  // time to reduce a row; the time to push a row is 1
   float saturating;     // pushing blocks that saturate the links if they only store
 
-  // [thread] Return whether this launch gives factors to the ranks with the experts, before it pushes.
-  __device__ bool shares_factors() const { return pushes && args.factors; }
+  // [thread] Return whether this launch gives combine weights to the ranks with the experts, before it pushes.
+  __device__ bool shares_combine_weights() const { return pushes && args.combine_weights; }
   // [thread] Return whether the blocks need the verdict of `agree` before their first sum.
-  __device__ bool agrees_first() const { return shares_factors() || !pushes; }
+  __device__ bool agrees_first() const { return shares_combine_weights() || !pushes; }
 };
 
 // Some blocks of a launch, and this block's position among them. Below 0, or num_blocks and more: not among them.

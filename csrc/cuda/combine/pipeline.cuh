@@ -1,12 +1,12 @@
-// A block as a pipeline of sums. One warp prepares works, a batch at a time. Two warps issue the loads of their rows to
+// A block as a pipeline of sums. One warp prepares tasks, a batch at a time. Two warps issue the loads of their rows to
 // shared memory. Teams of warps sum the rows and store the sums, also to the memory of other ranks.
 //
 //   prepare --prepared--> issue --full--> sum and store --empty--> issue
 //           <--issued---
 //
-// Works are in a queue, a ring of kQueue places; team t sums the works t, t + num_teams, ... A bay is room in
-// shared memory for one row of a work, or for one piece of a long row. The bays of a work are adjacent, in a ring of
-// num_bays.
+// Tasks are in a queue, a ring of kQueue places; team t sums the tasks t, t + num_teams, ... A smem stage is room in
+// shared memory for one row of a task, or for one piece of a long row. The smem stages of a task are adjacent, in a
+// ring of num_smem_stages.
 #pragma once
 #include "common/cursor.h"
 #include "cuda/combine/sum_rows.cuh"
@@ -17,27 +17,29 @@
 namespace ep::cuda::EP_KERNELS {
 
 // One sum of rows, or of a piece of each row.
-struct alignas(16) Work {
-  char* to;             // address of the sum; null: no sum
-  const void* factors;  // memory with the factors of its addends (Pipeline::factors); null: it has none
+struct alignas(16) Task {
+  char* to;  // address of the sum; null: no sum
+  const void*
+      combine_weights;  // memory with the combine weights of its addends (Pipeline::combine_weights); null: it has none
   uint32_t bytes;       // of the sum; 0: no sum
-  int32_t milestone;    // of the sum; before summing, the team's warps count themselves in for all lower milestones
-  int16_t first_bay;    // of its rows; the others follow
-  int8_t num_rows;      // number of addends
-  int8_t source;        // the rank that has written the factors
-  bool stops;           // the last work of its team
+  int32_t
+      progress_flag;  // of the sum; before summing, the team's warps count themselves in for all lower progress flags
+  int16_t first_smem_stage;  // of its rows; the others follow
+  int8_t num_rows;           // number of addends
+  int8_t source;             // the rank that has written the combine weights
+  bool stops;                // the last task of its team
 };
 
 struct Pipeline {
-  static constexpr int kIssuingWarps = 2;  // issuing a row is slow: both warps share the rows of each work
+  static constexpr int kIssuingWarps = 2;  // issuing a row is slow: both warps share the rows of each task
   static constexpr int kFirstSummingThread = 32 * (kIssuingWarps + 1);  // after these and the preparing warp
   static constexpr int kSummingWarps = 12;
   static constexpr int kThreads = kFirstSummingThread + 32 * kSummingWarps;
-  static constexpr int kBatch = 16;    // works prepared at once
-  static constexpr int kBatches = 2;   // batches prepared and not yet issued
-  static constexpr int kMaxBays = 48;  // also the limit of works issued and not yet done
-  static constexpr int kQueue = 128;   // places for works
-  static_assert(kMaxBays + kBatches * kBatch <= kQueue && kQueue % kBatch == 0);
+  static constexpr int kBatch = 16;          // tasks prepared at once
+  static constexpr int kBatches = 2;         // batches prepared and not yet issued
+  static constexpr int kMaxSmemStages = 48;  // also the limit of tasks issued and not yet done
+  static constexpr int kQueue = 128;         // places for tasks
+  static_assert(kMaxSmemStages + kBatches * kBatch <= kQueue && kQueue % kBatch == 0);
 
   enum class Role { kIssue, kPrepare, kSum };
   // [warp] Return the role of this warp.
@@ -47,52 +49,54 @@ struct Pipeline {
   }
 
   struct Batch {
-    int num;          // works; 0: the end
+    int num;          // tasks; 0: the end
     uint32_t offset;  // of the piece, added to all addends
   };
 
-  char* bays;  // [num_bays, bay_bytes]
-  int num_bays;
-  uint32_t bay_bytes;
+  char* smem_stages;  // [num_smem_stages, smem_stage_bytes]
+  int num_smem_stages;
+  uint32_t smem_stage_bytes;
   // Four kinds of mbarriers. A round of each ends when:
-  uint64_t* full;        // [kQueue] the rows of the work have landed, and the work has its factors, if any
-  uint64_t* empty;       // [kQueue] its team has read them, so its bays are free
+  uint64_t* full;        // [kQueue] the rows of the task have landed, and the task has its combine weights, if any
+  uint64_t* empty;       // [kQueue] its team has read them, so its smem stages are free
   uint64_t* prepared;    // [kBatches] the batch is in the queue
   uint64_t* issued;      // [kBatches] its loads are issued, so its place in `batches` and `addends` is free
   Batch* batches;        // [kBatches]
-  Work* queue;           // [kQueue]
+  Task* queue;           // [kQueue]
   const char** addends;  // [kBatches, kBatch, max_addends] rows to be summed
-  // [kQueue, max_addends] of the rows of each work: first the index of the row's factor in Work::factors, then the
-  // factor, float.
-  int32_t* factors;
-  bool has_factors;  // whether this launch has any; else `factors` has no room
+  // [kQueue, max_addends] of the rows of each task: first the index of the row's combine weight in
+  // Task::combine_weights, then the combine weight, float.
+  int32_t* combine_weights;
+  bool has_combine_weights;  // whether this launch has any; else `combine_weights` has no room
   int max_addends;
-  int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a work
+  int log_lanes;  // 2^log_lanes lanes of an issuing warp look after a task
 
   // [host] Lay the pipeline out, or measure it.
-  static Pipeline carve(Cursor& c, int num_bays, uint32_t bay_bytes, int max_addends, bool has_factors) {
+  static Pipeline carve(Cursor& c, int num_smem_stages, uint32_t smem_stage_bytes, int max_addends,
+                        bool has_combine_weights) {
     Pipeline p;
-    p.num_bays = num_bays;
-    p.bay_bytes = bay_bytes;
+    p.num_smem_stages = num_smem_stages;
+    p.smem_stage_bytes = smem_stage_bytes;
     p.max_addends = max_addends;
-    p.has_factors = has_factors;
+    p.has_combine_weights = has_combine_weights;
     for (p.log_lanes = 0; kIssuingWarps << p.log_lanes < max_addends;) ++p.log_lanes;
-    p.bays = c.take<char>(static_cast<size_t>(num_bays) * bay_bytes, kLine);
-    p.queue = c.take<Work>(kQueue);
+    p.smem_stages = c.take<char>(static_cast<size_t>(num_smem_stages) * smem_stage_bytes, kLine);
+    p.queue = c.take<Task>(kQueue);
     p.full = c.take<uint64_t>(2 * (kQueue + kBatches));
     p.empty = p.full + kQueue;
     p.prepared = p.empty + kQueue;
     p.issued = p.prepared + kBatches;
     p.batches = c.take<Batch>(kBatches);
     p.addends = c.take<const char*>(kBatches * kBatch * max_addends);
-    p.factors = c.take<int32_t>(has_factors ? kQueue * max_addends : 0);
+    p.combine_weights = c.take<int32_t>(has_combine_weights ? kQueue * max_addends : 0);
     return p;
   }
 
   // [thread] Return the pipeline in the shared memory of a block. The arrays of this one are offsets.
   __device__ Pipeline in(char* shared) const {
     Pipeline p = *this;
-    set_base(shared, p.bays, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends, p.factors);
+    set_base(shared, p.smem_stages, p.queue, p.full, p.empty, p.prepared, p.issued, p.batches, p.addends,
+             p.combine_weights);
     return p;
   }
 
@@ -103,7 +107,7 @@ struct Pipeline {
     constexpr int kWarps = kThreads / 32 - 1;
     for (int i = threadIdx.x % 32 * kWarps + threadIdx.x / 32 - 1; i < 2 * (kQueue + kBatches); i += 32 * kWarps) {
       uint64_t* const barrier = full + i;
-      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (has_factors ? 2 : 1)
+      ptx::barrier_init(barrier, barrier < empty      ? kIssuingWarps * (has_combine_weights ? 2 : 1)
                                  : barrier < prepared ? kSummingWarps / num_teams
                                  : barrier < issued   ? 1
                                                       : kIssuingWarps);
@@ -111,12 +115,14 @@ struct Pipeline {
     ptx::fence_barrier_init();
   }
 
-  // [thread] Return the factors of the work at a place of the queue.
-  __device__ const float* factors_of(int place) const {
-    return reinterpret_cast<const float*>(factors + place * max_addends);
+  // [thread] Return the combine weights of the task at a place of the queue.
+  __device__ const float* combine_weights_of(int place) const {
+    return reinterpret_cast<const float*>(combine_weights + place * max_addends);
   }
-  // [thread] Return bay i of the ring; i may be up to one turn ahead.
-  __device__ char* bay(int i) const { return bays + static_cast<size_t>(i >= num_bays ? i - num_bays : i) * bay_bytes; }
+  // [thread] Return smem stage i of the ring; i may be up to one turn ahead.
+  __device__ char* smem_stage(int i) const {
+    return smem_stages + static_cast<size_t>(i >= num_smem_stages ? i - num_smem_stages : i) * smem_stage_bytes;
+  }
 };
 using QueueRing = Ring<Pipeline::kQueue>;
 using BatchRing = Ring<Pipeline::kBatches>;
@@ -125,89 +131,89 @@ using BatchRing = Ring<Pipeline::kBatches>;
 struct Preparer {
   const Pipeline& pipeline;
   int num_teams;
-  int num_works = 0, num_batches = 0;
-  int next_bay = 0;
+  int num_tasks = 0, num_batches = 0;
+  int next_smem_stage = 0;
 
-  // [warp] Queue `num` works as one batch: lane i < num passes the i-th, and `fill(to, factors)` writes its addends,
-  // and with factors their indices. Sum `bytes` of each addend, from `offset` on. Wait until the second last batch is
-  // issued. Then its place is free, and so are the places of the works: by the limits above, works kQueue before them
-  // are done. Call `ready()` when all is written: after true the rows are loaded. After false nothing is queued; return
-  // false.
+  // [warp] Queue `num` tasks as one batch: lane i < num passes the i-th, and `fill(to, combine_weights)` writes its
+  // addends, and with combine weights their indices. Sum `bytes` of each addend, from `offset` on. Wait until the
+  // second last batch is issued. Then its place is free, and so are the places of the tasks: by the limits above, tasks
+  // kQueue before them are done. Call `ready()` when all is written: after true the rows are loaded. After false
+  // nothing is queued; return false.
   template <class Fill, class Ready>
-  __device__ bool prepare(const Work& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill,
+  __device__ bool prepare(const Task& given, int num, uint32_t offset, uint32_t bytes, const Fill& fill,
                           const Ready& ready) {
     const int lane = threadIdx.x % 32, place = BatchRing::place(num_batches);
     if (num_batches >= Pipeline::kBatches)
       ptx::barrier_wait(pipeline.issued + place, BatchRing::parity(num_batches - Pipeline::kBatches));
-    // Find the bays of each work, and write the works.
-    Work work = given;
-    work.bytes = given.to ? bytes : 0;
-    if (work.bytes > 0) work.to += offset;
+    // Find the smem stages of each task, and write the tasks.
+    Task task = given;
+    task.bytes = given.to ? bytes : 0;
+    if (task.bytes > 0) task.to += offset;
     const int end =
-        inclusive_sum(lane < num ? work.num_rows : 0, 1, Pipeline::kBatch);  // bays up to the end of this work
+        inclusive_sum(lane < num ? task.num_rows : 0, 1, Pipeline::kBatch);  // smem stages up to the end of this task
     if (lane < num) {
-      work.first_bay = static_cast<int16_t>((next_bay + end - work.num_rows) % pipeline.num_bays);
-      const int in_queue = QueueRing::place(num_works + lane);
-      pipeline.queue[in_queue] = work;
+      task.first_smem_stage = static_cast<int16_t>((next_smem_stage + end - task.num_rows) % pipeline.num_smem_stages);
+      const int in_queue = QueueRing::place(num_tasks + lane);
+      pipeline.queue[in_queue] = task;
       fill(pipeline.addends + (place * Pipeline::kBatch + lane) * pipeline.max_addends,
-           pipeline.factors + in_queue * pipeline.max_addends);
+           pipeline.combine_weights + in_queue * pipeline.max_addends);
     }
     if (lane == 0) pipeline.batches[place] = {num, offset};
     if (!ready()) return false;
     // Hand the batch over.
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(pipeline.prepared + place);
-    next_bay = (next_bay + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_bays;
-    num_works += num;
+    next_smem_stage = (next_smem_stage + __shfl_sync(~0u, end, Pipeline::kBatch - 1)) % pipeline.num_smem_stages;
+    num_tasks += num;
     ++num_batches;
     return true;
   }
 
-  // [warp] Queue one work of `row_bytes` per lane i < num, once per piece of its row; `ready` as in `prepare`. Only the
-  // last piece has the work's own milestone, earlier ones have that of the first lane: a milestone is reached after all
-  // pieces of the works before it. Return false once `ready` has: then no further piece is queued.
+  // [warp] Queue one task of `row_bytes` per lane i < num, once per piece of its row; `ready` as in `prepare`. Only the
+  // last piece has the task's own progress flag, earlier ones have that of the first lane: a progress flag is reached
+  // after all pieces of the tasks before it. Return false once `ready` has: then no further piece is queued.
   template <class Fill, class Ready>
-  __device__ bool prepare_rows(Work work, int num, uint32_t row_bytes, const Fill& fill, const Ready& ready) {
-    const int milestone = work.milestone;
-    work.milestone = __shfl_sync(~0u, milestone, 0);
-    for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.bay_bytes) {
+  __device__ bool prepare_rows(Task task, int num, uint32_t row_bytes, const Fill& fill, const Ready& ready) {
+    const int progress_flag = task.progress_flag;
+    task.progress_flag = __shfl_sync(~0u, progress_flag, 0);
+    for (uint32_t offset = 0; offset < row_bytes; offset += pipeline.smem_stage_bytes) {
       const uint32_t rest = row_bytes - offset;
-      if (rest <= pipeline.bay_bytes) work.milestone = milestone;
-      if (!prepare(work, num, offset, min(pipeline.bay_bytes, rest), fill, ready)) return false;
+      if (rest <= pipeline.smem_stage_bytes) task.progress_flag = progress_flag;
+      if (!prepare(task, num, offset, min(pipeline.smem_stage_bytes, rest), fill, ready)) return false;
     }
     return true;
   }
 
-  // [warp] Queue a work without rows for every team: it reaches `milestone`, after all earlier works. With `stops` the
-  // teams stop there.
-  __device__ void reach(int milestone, bool stops) {
-    Work work{};
-    work.milestone = milestone;
-    work.stops = stops;
-    prepare(work, num_teams, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
+  // [warp] Queue a task without rows for every team: it reaches `progress_flag`, after all earlier tasks. With `stops`
+  // the teams stop there.
+  __device__ void reach(int progress_flag, bool stops) {
+    Task task{};
+    task.progress_flag = progress_flag;
+    task.stops = stops;
+    prepare(task, num_teams, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
   }
 
-  // [warp] Stop the teams and the issuing warps, after all queued works. Reach no further milestone. As the other
+  // [warp] Stop the teams and the issuing warps, after all queued tasks. Reach no further progress flag. As the other
   // functions here, wait only for places in the queue.
   __device__ void end() {
     reach(0, true);
-    prepare(Work{}, 0, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
+    prepare(Task{}, 0, 0, 0, [](const char**, int32_t*) {}, [] { return true; });
   }
 };
 
-// One issuing warp. It takes the works in order, as bays become free, and loads its share of each work's rows. It
-// prepares the loads of several works together, with a few lanes for each: then little is left to do once bays are
-// free. Its loop has no division, because a combine of short rows waits for the issuing warps. Tuned with hidden 2048
-// (combine of 4096 tokens, top-8): several works together 382 -> 227 to 238 us on 4 H200, two warps 201 -> 166 us on 2
-// H200. To measure again, change kIssuingWarps and run `python -m ep_dispatcher.bench --engine cuda`.
+// One issuing warp. It takes the tasks in order, as smem stages become free, and loads its share of each task's rows.
+// It prepares the loads of several tasks together, with a few lanes for each: then little is left to do once smem
+// stages are free. Its loop has no division, because a combine of short rows waits for the issuing warps. Tuned with
+// hidden 2048 (combine of 4096 tokens, top-8): several tasks together 382 -> 227 to 238 us on 4 H200, two warps 201 ->
+// 166 us on 2 H200. To measure again, change kIssuingWarps and run `python -m ep_dispatcher.bench --engine cuda`.
 struct Issuer {
   static constexpr int kWarps = Pipeline::kIssuingWarps;
 
   const Pipeline& pipeline;
   const int warp, lane;
-  const int log_width, together;           // 2^log_width lanes per work; works looked at together
-  const int nth, lane_of_work;             // number of the lane's work among those together; of the lane in its work
-  int issued = 0, released = 0, used = 0;  // works issued, works released, bays in use
+  const int log_width, together;           // 2^log_width lanes per task; tasks looked at together
+  const int nth, lane_of_task;             // number of the lane's task among those together; of the lane in its task
+  int issued = 0, released = 0, used = 0;  // tasks issued, tasks released, smem stages in use
 
   // [warp] Prepare issuing warp number `warp`.
   __device__ Issuer(const Pipeline& pipeline, int warp)
@@ -217,51 +223,51 @@ struct Issuer {
         log_width(pipeline.log_lanes),
         together(32 >> log_width),
         nth(lane >> log_width),
-        lane_of_work(lane & ((1 << log_width) - 1)) {}
+        lane_of_task(lane & ((1 << log_width) - 1)) {}
 
   // The row to be loaded by a lane.
   struct Load {
-    int place = 0;       // of the work in the queue
-    int num_rows = 0;    // of the work
+    int place = 0;       // of the task in the queue
+    int num_rows = 0;    // of the task
     int first = 0;       // first row of this warp; then every kWarps-th
     uint32_t bytes = 0;  // of each row
-    char* bay = nullptr;
+    char* smem_stage = nullptr;
     const char* addend = nullptr;  // null: the lane has no row
   };
 
-  // [warp] Wait until the oldest work is done. Release its bays, and those of the next works as far as these are done.
-  // `num_issued` works have been issued so far, and not all of them are released.
+  // [warp] Wait until the oldest task is done. Release its smem stages, and those of the next tasks as far as these are
+  // done. `num_issued` tasks have been issued so far, and not all of them are released.
   __device__ void release(int num_issued) {
-    const int work = released + lane, place = QueueRing::place(work);
-    const int num_rows = work < num_issued ? pipeline.queue[place].num_rows : 0;
+    const int task = released + lane, place = QueueRing::place(task);
+    const int num_rows = task < num_issued ? pipeline.queue[place].num_rows : 0;
     ptx::barrier_wait(pipeline.empty + QueueRing::place(released), QueueRing::parity(released));
-    const bool done = work < num_issued && ptx::barrier_ended_now(pipeline.empty + place, QueueRing::parity(work));
+    const bool done = task < num_issued && ptx::barrier_ended_now(pipeline.empty + place, QueueRing::parity(task));
     const int num = __clz(__brev(~__ballot_sync(~0u, done)));  // done without a gap
     used -= __reduce_add_sync(~0u, lane < num ? num_rows : 0);
     released += num;
   }
 
-  // [thread] Find the lane's row of its work, number `begin + nth` of the batch; `here` works are left together.
-  __device__ Load find(const Pipeline::Batch& batch, int batch_place, int begin, int here) const {
+  // [thread] Find the lane's row of its task, number `begin + nth` of the batch; `num_left` tasks are left together.
+  __device__ Load find(const Pipeline::Batch& batch, int batch_place, int begin, int num_left) const {
     Load load;
     load.place = QueueRing::place(issued + nth);
     load.first = (warp + issued + nth) % kWarps;
-    if (nth >= here) return load;
-    const Work& work = pipeline.queue[load.place];
-    const int row = load.first + lane_of_work * kWarps;
-    load.num_rows = work.num_rows;
-    load.bytes = work.bytes;
-    load.bay = pipeline.bay(work.first_bay + row);
+    if (nth >= num_left) return load;
+    const Task& task = pipeline.queue[load.place];
+    const int row = load.first + lane_of_task * kWarps;
+    load.num_rows = task.num_rows;
+    load.bytes = task.bytes;
+    load.smem_stage = pipeline.smem_stage(task.first_smem_stage + row);
     const int entry = (batch_place * Pipeline::kBatch + begin + nth) * pipeline.max_addends;
     if (row < load.num_rows) load.addend = pipeline.addends[entry + row] + batch.offset;
     return load;
   }
 
-  // [warp] Issue the loads of all works with `fits` in their lanes. Their bays are free.
+  // [warp] Issue the loads of all tasks with `fits` in their lanes. Their smem stages are free.
   __device__ void load_rows(const Load& load, bool fits) const {
     uint64_t* full = pipeline.full + load.place;
     __syncwarp();
-    if (fits && lane_of_work == 0) {
+    if (fits && lane_of_task == 0) {
       if (load.num_rows > load.first)
         ptx::barrier_arrive_expect(full, (load.num_rows - load.first + kWarps - 1) / kWarps * load.bytes);
       else
@@ -269,40 +275,44 @@ struct Issuer {
     }
     if (fits && load.addend) {
       ptx::fence_shared_before_bulk();
-      ptx::bulk_load(load.bay, load.addend, load.bytes, full);
+      ptx::bulk_load(load.smem_stage, load.addend, load.bytes, full);
     }
   }
 
-  // [warp] Load the factors of all works with `here` in their lanes. This comes before their rows: later, loads would
-  // wait behind the stores of sums to other ranks.
-  template <class LoadFactor>
-  __device__ void load_factors(const Load& load, bool here, const LoadFactor& load_factor) const {
-    if (!pipeline.has_factors) return;
-    const Work& work = pipeline.queue[load.place];
-    int32_t* const factor = pipeline.factors + load.place * pipeline.max_addends + load.first + lane_of_work * kWarps;
-    if (here && load.addend && work.factors != nullptr) *factor = __float_as_int(load_factor(work, *factor));
+  // [warp] Load the combine weights of all tasks with `has_task` in their lanes. This comes before their rows: later,
+  // loads would wait behind the stores of sums to other ranks.
+  template <class LoadCombineWeight>
+  __device__ void load_combine_weights(const Load& load, bool has_task,
+                                       const LoadCombineWeight& load_combine_weight) const {
+    if (!pipeline.has_combine_weights) return;
+    const Task& task = pipeline.queue[load.place];
+    int32_t* const combine_weight =
+        pipeline.combine_weights + load.place * pipeline.max_addends + load.first + lane_of_task * kWarps;
+    if (has_task && load.addend && task.combine_weights != nullptr)
+      *combine_weight = __float_as_int(load_combine_weight(task, *combine_weight));
     __syncwarp();
-    if (here && lane_of_work == 0) ptx::barrier_arrive(pipeline.full + load.place);
+    if (has_task && lane_of_task == 0) ptx::barrier_arrive(pipeline.full + load.place);
   }
 
-  // [warp] Issue all works, up to the empty batch at the end. Wait for batches, for free bays, and for what
-  // `load_factor(work, at)` waits for: called by some lanes at once, it returns a factor of a work.
-  template <class LoadFactor>
-  __device__ void run(const LoadFactor& load_factor) {
+  // [warp] Issue all tasks, up to the empty batch at the end. Wait for batches, for free smem stages, and for what
+  // `load_combine_weight(task, at)` waits for: called by some lanes at once, it returns a combine weight of a task.
+  template <class LoadCombineWeight>
+  __device__ void run(const LoadCombineWeight& load_combine_weight) {
     for (int n = 0;; ++n) {
       const int place = BatchRing::place(n);
       ptx::barrier_wait(pipeline.prepared + place, BatchRing::parity(n));
       const Pipeline::Batch batch = pipeline.batches[place];
       if (batch.num == 0) return;
-      // Take several works together; issue as many as fit, and release bays for the rest.
+      // Take several tasks together; issue as many as fit, and release smem stages for the rest.
       for (int begin = 0; begin < batch.num; begin += together) {
-        const int here = min(together, batch.num - begin);
-        const Load load = find(batch, place, begin, here);
-        load_factors(load, nth < here, load_factor);
-        const int end = inclusive_sum(load.num_rows, 1 << log_width);  // bays of these works, up to the lane's work
-        for (int count = 0; count < here;) {                           // of these works, issued
-          const bool fits = nth >= count && nth < here && used + end <= pipeline.num_bays &&
-                            issued + nth - released < Pipeline::kMaxBays;
+        const int num_left = min(together, batch.num - begin);
+        const Load load = find(batch, place, begin, num_left);
+        load_combine_weights(load, nth < num_left, load_combine_weight);
+        const int end =
+            inclusive_sum(load.num_rows, 1 << log_width);  // smem stages of these tasks, up to the lane's task
+        for (int count = 0; count < num_left;) {           // of these tasks, issued
+          const bool fits = nth >= count && nth < num_left && used + end <= pipeline.num_smem_stages &&
+                            issued + nth - released < Pipeline::kMaxSmemStages;
           const uint32_t fitting = __ballot_sync(~0u, fits);
           if (fitting == 0) {
             release(issued + count);
@@ -311,7 +321,7 @@ struct Issuer {
           load_rows(load, fits);
           count = ((31 - __clz(fitting)) >> log_width) + 1;
         }
-        issued += here;
+        issued += num_left;
         used += __shfl_sync(~0u, end, 31);
       }
       __syncwarp();
@@ -320,41 +330,44 @@ struct Issuer {
   }
 };
 
-// [team] Sum the team's works, until the one with `stops`. Wait for each work's rows. Called in summing warps.
-//   sums(): whether to make sums and to reach milestones, the same in all lanes; asked once for each work. Once it is
+// [team] Sum the team's tasks, until the one with `stops`. Wait for each task's rows. Called in summing warps.
+//   sums(): whether to make sums and to reach progress flags, the same in all lanes; asked once for each task. Once it
+//   is
 //     false it stays so
-//   finish(milestone): called by lane 0 of each warp for each milestone in turn, after the warp's stores for it
+//   finish(progress flag): called by lane 0 of each warp for each progress flag in turn, after the warp's stores for it
 template <class Summing, class Sums, class Finish>
 __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;
   const int thread = threadIdx.x % Summing::kThreads;  // in the team, in some order
-  int milestone = 0;                                   // first one not yet finished
+  int progress_flag = 0;                               // first one not yet finished
   for (int n = team;; n += Pipeline::kSummingWarps / Summing::kWarps) {
     const int place = QueueRing::place(n);
     ptx::barrier_wait(pipeline.full + place, QueueRing::parity(n));
-    const Work work = pipeline.queue[place];
+    const Task task = pipeline.queue[place];
     const bool makes_sum = sums();
-    // Finish the milestones before this work.
-    for (; makes_sum && milestone < work.milestone; ++milestone) {
+    // Finish the progress flags before this task.
+    for (; makes_sum && progress_flag < task.progress_flag; ++progress_flag) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) finish(milestone);
+      if (threadIdx.x % 32 == 0) finish(progress_flag);
     }
     const auto release = [&] {
       __syncwarp();
       if (threadIdx.x % 32 == 0) ptx::barrier_arrive(pipeline.empty + place);
     };
-    // Sum, and release the bays as soon as they are read.
-    if (makes_sum && work.to != nullptr) {
-      const auto row = [&](int j) { return reinterpret_cast<const uint4*>(pipeline.bay(work.first_bay + j)); };
-      auto* to = reinterpret_cast<uint4*>(work.to);
-      if (work.factors != nullptr)
-        sum_rows<Summing>(row, pipeline.factors_of(place), work.num_rows, work.bytes / 16, to, thread, release);
+    // Sum, and release the smem stages as soon as they are read.
+    if (makes_sum && task.to != nullptr) {
+      const auto row = [&](int j) {
+        return reinterpret_cast<const uint4*>(pipeline.smem_stage(task.first_smem_stage + j));
+      };
+      auto* to = reinterpret_cast<uint4*>(task.to);
+      if (task.combine_weights != nullptr)
+        sum_rows<Summing>(row, pipeline.combine_weights_of(place), task.num_rows, task.bytes / 16, to, thread, release);
       else
-        sum_rows<Summing>(row, NoFactors{}, work.num_rows, work.bytes / 16, to, thread, release);
+        sum_rows<Summing>(row, NoCombineWeights{}, task.num_rows, task.bytes / 16, to, thread, release);
     } else {
       release();
     }
-    if (work.stops) return;
+    if (task.stops) return;
   }
 }
 

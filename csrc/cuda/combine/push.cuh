@@ -11,45 +11,45 @@ __device__ inline int end_of_pushed(const Op& op, const PlanSizes& sizes) {
   return op.context.num_far_chunks() + num_item_chunks(sizes.most_items);
 }
 
-// [thread] Return the factors of `source` in the memory of local rank `local`, for this operation: two in each word.
-// Only with Config::plans_directly.
-__device__ inline Tagged* factors_at(const Op& op, int local, int source) {
-  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * op.context.config.factor_words();
-  return op.context.peers.at(op.context.own.factors, local) + index;
+// [thread] Return the combine weights of `source` in the memory of local rank `local`, for this operation: two in each
+// word. Only with Config::plans_directly.
+__device__ inline Tagged* combine_weights_at(const Op& op, int local, int source) {
+  const size_t index = (op.epoch % 2 * op.num_ranks() + source) * op.context.config.combine_weight_words();
+  return op.context.peers.at(op.context.own.combine_weights, local) + index;
 }
 
-// The factors of own tokens. A factor is the weight of a row in decode layout. With few tokens they go to every rank of
-// the node at once, as tagged words. Else they go to this rank's inbox, where the ranks of the node and the senders
-// read them. The first ones are loaded to registers during the wait for slots.
-struct FactorCopy {
-  static constexpr int kTogether = 2;                           // pairs of factors of a thread under way
+// The combine weights of own tokens. A combine weight is the weight of a row in decode layout. With few tokens they go
+// to every rank of the node at once, as tagged words. Else they go to this rank's inbox, where the ranks of the node
+// and the senders read them. The first ones are loaded to registers during the wait for slots.
+struct CombineWeightCopy {
+  static constexpr int kTogether = 2;                           // pairs of combine weights of a thread under way
   static constexpr int kStep = kTogether * Pipeline::kThreads;  // pairs of a block
 
   const float* const from;
-  const int num;  // factors
+  const int num;  // combine weights
   float2 values[kTogether];
 
-  // [thread] Start to load the first factors. `has_any`: whether this block writes them.
-  __device__ FactorCopy(const Op& op, const CombineParams& params, bool has_any)
-      : from(params.args.factors), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
+  // [thread] Start to load the first combine weights. `has_any`: whether this block writes them.
+  __device__ CombineWeightCopy(const Op& op, const CombineParams& params, bool has_any)
+      : from(params.args.combine_weights), num(has_any ? params.args.num_tokens * op.context.config.num_topk : 0) {
     load(threadIdx.x);
   }
 
-  // [block] Send all factors to the ranks of the node. Called in block 0, unless this rank has aborted. Wait for
-  // nothing: `announce` says why.
+  // [block] Send all combine weights to the ranks of the node. Called in block 0, unless this rank has aborted. Wait
+  // for nothing: `announce` says why.
   __device__ void send(const Op& op) {
     for_each([&](int pair, const float2& value) {
       const uint64_t data = __float_as_uint(value.x) | static_cast<uint64_t>(__float_as_uint(value.y)) << 32;
 #pragma unroll 1
       for (int local = 0; local < op.ranks_per_node(); ++local)
-        ptx::store_pair(factors_at(op, local, op.rank()) + pair, op.epoch, data);
+        ptx::store_pair(combine_weights_at(op, local, op.rank()) + pair, op.epoch, data);
     });
   }
 
-  // [block] Write all factors to the inbox. Called in block 0, once slots are free: then nobody reads factors of an
-  // earlier combine. The Call covers them.
+  // [block] Write all combine weights to the inbox. Called in block 0, once slots are free: then nobody reads combine
+  // weights of an earlier combine. The Call covers them.
   __device__ void store(const Op& op) {
-    float* const to = op.context.inbox_for(op.context.node, &Inbox::weights);
+    float* const to = op.context.my_inbox(op.context.node, &Inbox::weights);
     for_each([&](int pair, const float2& value) {
       to[2 * pair] = value.x;
       if (2 * pair + 1 < num) to[2 * pair + 1] = value.y;
@@ -76,38 +76,38 @@ struct FactorCopy {
   }
 };
 
-// [thread] Return the memory with the factors of `source`, for Work::factors.
-__device__ inline const void* factors_of(const Op& op, int source) {
-  if (op.context.plans_directly()) return factors_at(op, op.context.local, source);
-  return op.context.inbox_of(source, &Inbox::weights);
+// [thread] Return the memory with the combine weights of `source`, for Task::combine_weights.
+__device__ inline const void* combine_weights_of(const Op& op, int source) {
+  if (op.context.plans_directly()) return combine_weights_at(op, op.context.local, source);
+  return op.context.inbox_holding(source, &Inbox::weights);
 }
 
-// [thread] Load a factor of a work. A tagged one may arrive before all ranks are known to agree. Wait for it, or for a
-// verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts this
-// rank, and the verdict becomes kAborted.
-__device__ inline float load_factor(const Op& op, const PostedVerdict& verdict, const Work& work, int at) {
+// [thread] Load a combine weight of a task. A tagged one may arrive before all ranks are known to agree. Wait for it,
+// or for a verdict other than kAgree, then return 0: no sum is made. After kAgree the wait has a limit: it then aborts
+// this rank, and the verdict becomes kAborted.
+__device__ inline float load_combine_weight(const Op& op, const PostedVerdict& verdict, const Task& task, int at) {
   if (!op.context.plans_directly())
-    return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(work.factors) + at) : 0;
-  // With masks the factors of an absent rank may never arrive, and nobody reads its sums.
-  if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> work.source & 1))) return 0;
-  const Tagged* const from = static_cast<const Tagged*>(work.factors) + at / 2;
+    return verdict.wait() == Verdict::kAgree ? __ldcg(static_cast<const float*>(task.combine_weights) + at) : 0;
+  // With masks the combine weights of an absent rank may never arrive, and nobody reads its sums.
+  if (has_masks(op.context) && (verdict.wait() != Verdict::kAgree || (absent_ranks(op) >> task.source & 1))) return 0;
+  const Tagged* const from = static_cast<const Tagged*>(task.combine_weights) + at / 2;
   uint64_t epoch, data, since = 0;
   for (uint32_t turn = 1;; ++turn) {
     ptx::load_pair(from, epoch, data);
     if (epoch >= op.epoch) break;
-    if (turn % kPatientTurns != 0 || !verdict.is_posted()) continue;
+    if (turn % kPollsBetweenChecks != 0 || !verdict.is_posted()) continue;
     if (since == 0) since = ptx::nanoseconds();
-    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, work.source, from, 1, since))
+    if (verdict.wait() == Verdict::kAgree && is_too_late(op, Phase::kWeights, task.source, from, 1, since))
       *verdict.posted = Verdict::kAborted;
     if (verdict.wait() != Verdict::kAgree) break;
   }
-  // A later epoch: a peer has masked this rank.
+  // A later epoch means that a peer has masked this rank.
   return epoch == op.epoch ? __uint_as_float(static_cast<uint32_t>(data >> 32 * (at % 2))) : 0;
 }
 
-// [warp] Wait until the factors of ranks on other nodes are in their inboxes here. Those of this node came with the
-// Calls. Return false after an abort of this rank.
-__device__ inline bool wait_for_factors(const Op& op) {
+// [warp] Wait until the combine weights of ranks on other nodes are in their inboxes here. Those of this node came with
+// the Calls. Return false after an abort of this rank.
+__device__ inline bool wait_for_combine_weights(const Op& op) {
   const Context& context = op.context;
 #pragma unroll 1
   for (int first = 0; context.num_nodes() > 1 && first < op.num_ranks(); first += 32) {
@@ -207,7 +207,7 @@ struct Pusher {
   // Items of one far chunk, or own items.
   struct Batch {
     int num;    // 0: there are no items
-    int chunk;  // Milestones::far for own items
+    int chunk;  // ProgressFlags::far for own items
   };
 
   const Op op;
@@ -237,7 +237,7 @@ struct Pusher {
         part(part),
         reduces(reduces),
         lane(threadIdx.x % 32),
-        entered(milestones_of(op.context).window - 1),
+        entered(progress_flags_of(op.context).window - 1),
         summed(entered + 1),
         far(op.context, params.plan, memory) {
     memory.items.begin(INT32_MAX);
@@ -250,7 +250,7 @@ struct Pusher {
 
   // [warp] Take the next batch, and start to load it.
   __device__ Batch take() {
-    const Milestones milestones = milestones_of(context);
+    const ProgressFlags progress_flags = progress_flags_of(context);
     while (taken == end && far.num_left > 0) {
       const int num = far.advance();
       // The blocks take equal shares, in turns: a chunk may have fewer items than there are blocks.
@@ -263,7 +263,7 @@ struct Pusher {
       taken = part.block;
       end = head.item_begin[op.first_local_rank() + op.ranks_per_node()] - head.item_begin[op.first_local_rank()];
     }
-    if (taken >= end) return {0, milestones.far};
+    if (taken >= end) return {0, progress_flags.far};
     const int first = taken, step = takes_own ? part.num_blocks : 1;
     const int num = min(kBatch, (end - 1 - first) / step + 1);
     memory.items.fetch(
@@ -275,7 +275,7 @@ struct Pusher {
         },
         num);
     taken += num * step;
-    return {num, takes_own ? milestones.far : far.chunk};
+    return {num, takes_own ? progress_flags.far : far.chunk};
   }
 
   // [warp] Prepare to push a far chunk, or own items: wait until the ranks of the node have freed its slots. If this
@@ -283,78 +283,80 @@ struct Pusher {
   // reduces, so no slots become free: compare the Calls before the first wait. Return kAborted after an abort of this
   // rank.
   __device__ Verdict enter(Preparer& preparer, int chunk, int& until) {
-    const Milestones milestones = milestones_of(context);
-    if (chunk <= entered || milestones.far == milestones.window) return Verdict::kAgree;
-    const bool waits = milestones.needs_slots(chunk);
+    const ProgressFlags progress_flags = progress_flags_of(context);
+    if (chunk <= entered || progress_flags.far == progress_flags.window) return Verdict::kAgree;
+    const bool waits = progress_flags.needs_slots(chunk);
     if (!waits && !reduces) return Verdict::kAgree;
     if (!agreed) {
       const Verdict verdict = params.agrees_first() ? memory.verdict.wait_in_warp() : agree(op, false, false);
       if (verdict != Verdict::kAgree) return verdict;
       agreed = true;
     }
-    // Reach the earlier chunks before each wait: this block may have no works behind them to raise their flags.
-    if (reduces && summed <= min(chunk, milestones.far - 1)) {
-      preparer.reach(milestones.pushed(summed - 1) + 1, false);
-      until = (++summed - milestones.window) * milestones.others;
+    // Reach the earlier chunks before each wait: this block may have no tasks behind them to raise their flags.
+    if (reduces && summed <= min(chunk, progress_flags.far - 1)) {
+      preparer.reach(progress_flags.pushed(summed - 1) + 1, false);
+      until = (++summed - progress_flags.window) * progress_flags.others;
       return Verdict::kAgree;
     }
     entered = chunk;
     if (!waits) return Verdict::kAgree;
-    preparer.reach(milestones.pushed(chunk), false);
-    const uint64_t* flag = context.own.freed + lane * milestones.far + chunk - milestones.window;
+    preparer.reach(progress_flags.pushed(chunk), false);
+    const uint64_t* flag = context.own.freed + lane * progress_flags.far + chunk - progress_flags.window;
     const int owner = op.first_local_rank() + lane;
     const bool ok =
         wait_until(op, Phase::kFreeSlots, lane < op.ranks_per_node() ? flag : nullptr, op.epoch, owner, owner);
     return ok ? Verdict::kAgree : Verdict::kAborted;
   }
 
-  // [warp] Take the first items, and start to load them. Wait for nothing. Keep one batch ahead of the works.
+  // [warp] Take the first items, and start to load them. Wait for nothing. Keep one batch ahead of the tasks.
   __device__ void begin() {
     batch = take();
     next = batch.num > 0 ? take() : batch;
   }
 
   // [thread] Skip the sums before those of far chunk `chunk`: this block has none.
-  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + milestones_of(context).window); }
+  __device__ void skip_sums(int chunk) { summed = max(summed, chunk + progress_flags_of(context).window); }
 
   // [warp] Queue the sums of a batch; its items begin at record n.
   __device__ void queue(Preparer& preparer, const Batch& batch, int n) {
     memory.items.wait(n);
     stamp(op, Step::kFetched);
-    const Milestones milestones = milestones_of(context);
-    // Lane i fills a work with the i-th item of the batch.
-    Work work{};
+    const ProgressFlags progress_flags = progress_flags_of(context);
+    // Lane i fills a task with the i-th item of the batch.
+    Task task{};
     const Item item{reinterpret_cast<int32_t*>(memory.items.at(n + lane % kBatch)), context.max_copies};
     const SourceOrder::Position position = memory.positions[(n + lane) % (2 * kBatch)];
-    const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == milestones.far;
+    const bool expert_layout = head.has_expert_layout(), is_own = batch.chunk == progress_flags.far;
     if (lane < batch.num) {
       const int owner = context.local_of(position.source);
       const size_t slot = is_own ? static_cast<size_t>(context.local) * context.config.max_tokens + position.number
                                  : window_slot(context, context.local, item.token());
       char* const slots =
-          is_own ? context.own.slots : context.rail_for(context.node_of(position.source), &RailArrays::slots);
-      work.to = context.peers.at(slots, owner) + slot * context.slot_stride;
-      work.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
-      work.milestone = milestones.pushed(is_own ? milestones.far + position.number / kItemChunk : batch.chunk);
-      work.source = static_cast<int8_t>(position.source);
-      if (params.args.factors) work.factors = factors_of(op, position.source);
+          is_own ? context.own.slots : context.local_rail_buffer(context.node_of(position.source), &RailArrays::slots);
+      task.to = context.peers.at(slots, owner) + slot * context.slot_stride;
+      task.num_rows = static_cast<int8_t>(expert_layout ? item.num_copies() : 1);
+      task.progress_flag =
+          progress_flags.pushed(is_own ? progress_flags.far + position.number / kItemChunk : batch.chunk);
+      task.source = static_cast<int8_t>(position.source);
+      if (params.args.combine_weights) task.combine_weights = combine_weights_of(op, position.source);
     }
-    // Queue the works with their addends: the rows of y.
-    const auto fill = [&](const char** addends, int32_t* factors) {
+    // Queue the tasks with their addends: the rows of y.
+    const auto fill = [&](const char** addends, int32_t* combine_weights) {
 #pragma unroll 1
-      for (int j = 0; j < work.num_rows; ++j) {
+      for (int j = 0; j < task.num_rows; ++j) {
         addends[j] = params.args.y + (expert_layout ? item.value(j) : index_of(position)) * context.row_bytes;
-        if (work.factors) factors[j] = item.token() * context.config.num_topk + item.k(j);
+        if (task.combine_weights) combine_weights[j] = item.token() * context.config.num_topk + item.k(j);
       }
     };
-    preparer.prepare_rows(work, batch.num, context.row_bytes, fill, [] { return true; });
+    preparer.prepare_rows(task, batch.num, context.row_bytes, fill, [] { return true; });
   }
 
-  // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum milestone
-  // and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called after
-  // begin(), once slots are free. Wait for own loads, for room in the queue, for free slots of far chunks behind the
-  // window. Return kDiffer if the rest is not pushed because the ranks differ; all promised flags rise all the same.
-  // Return kAborted after an abort of this rank. Loads of items may be under way: at the end, call Records::drain.
+  // [warp] Queue the sums of this block's items. Where other sums have to come before, set `until` to a sum progress
+  // flag and return: the caller queues the sums before it, and calls again. At the end set `until` to kAllSums. Called
+  // after begin(), once slots are free. Wait for own loads, for room in the queue, for free slots of far chunks behind
+  // the window. Return kDiffer if the rest is not pushed because the ranks differ; all promised flags rise all the
+  // same. Return kAborted after an abort of this rank. Loads of items may be under way: at the end, call
+  // Records::drain.
   __device__ Verdict run(Preparer& preparer, int& until) {
     until = kAllSums;
     Verdict verdict = Verdict::kAgree;
@@ -368,7 +370,7 @@ struct Pusher {
       if (batch.num > 0) next = take();
     }
     // Reach all chunks, also those without items of this block: every pushing block counts itself in for each.
-    if (verdict != Verdict::kAborted) preparer.reach(milestones_of(context).pushed(end_of_pushed(op, head)), false);
+    if (verdict != Verdict::kAborted) preparer.reach(progress_flags_of(context).pushed(end_of_pushed(op, head)), false);
     return verdict;
   }
 };
@@ -384,7 +386,7 @@ __device__ inline void push_weights(const Op& op, const CombineParams& params, c
   for (int i = part.block * blockDim.x + threadIdx.x; i < head.num_items; i += part.num_blocks * blockDim.x) {
     while (i >= head.item_begin[source + 1]) ++source;
     const Item item{params.plan.items + static_cast<size_t>(i) * context.item_ints, max_copies};
-    float* to = context.inbox_of(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
+    float* to = context.inbox_holding(source, &Inbox::weights) + static_cast<size_t>(item.token()) * num_topk;
     for (int copy = 0; copy < item.num_copies(); ++copy) {
       const int k = item.k(copy);
       const size_t from = expert_layout ? item.value(copy) : static_cast<size_t>(i) * num_topk + k;

@@ -12,7 +12,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
   constexpr int kTogether = 4;  // loads of a lane under way
   const Context& context = op.context;
   const Plan& plan = params.plan;
-  const float* own_weights = context.inbox_for(context.node, &Inbox::weights);
+  const float* own_weights = context.my_inbox(context.node, &Inbox::weights);
   const int num_topk = context.config.num_topk, num = num_tokens * num_topk;
   const int64_t first = static_cast<int64_t>(first_token) * num_topk;
   for (int begin = threadIdx.x % 32; begin < num; begin += 32 * kTogether) {
@@ -23,7 +23,7 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
       if (i >= num) break;
       const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
       const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
-      const float* weights = node == context.node ? own_weights : context.rail_for(node, &RailArrays::weights);
+      const float* weights = node == context.node ? own_weights : context.local_rail_buffer(node, &RailArrays::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;
     }
 #pragma unroll
@@ -36,16 +36,16 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
 struct TokenBatch {
   int node;  // of the tokens' owner; -1: there are no tokens
   int begin, num;
-  int order;  // sum milestone of a rail peer's tokens; Milestones::num_sums() for own tokens, or for none
+  int order;  // sum progress flag of a rail peer's tokens; ProgressFlags::num_sums() for own tokens, or for none
 };
 
-// [thread] Return the node of the n-th sum milestone. Each node begins with the next one.
+// [thread] Return the node of the n-th sum progress flag. Each node begins with the next one.
 __device__ inline int node_of_sum(const Context& context, int n) {
   return (context.node + 1 + n % context.num_others()) % context.num_nodes();
 }
 
 // Reduces tokens, in the preparing warp. First come tokens of the rail peers: the blocks of `for_others` share them, in
-// the order of Milestones. Then come this rank's own tokens.
+// the order of ProgressFlags. Then come this rank's own tokens.
 struct Reducer {
   static constexpr int kBatch = Records::kBatch;
 
@@ -55,12 +55,12 @@ struct Reducer {
   Records& records;
   const Part for_others;
   const int lane, num_tokens;
-  ChunkFlags pushed, sums_here;  // lane by local rank; lane by other node
-  int order, next_begin;         // of the next batch for others: its milestone, its first token counted in the chunk
-  int reached;                   // sum milestones before which this block has no tokens left
-  TokenBatch tokens{}, next{};   // to be queued, and behind it; from the first run() on
-  int num_queued = -kBatch;      // records before those of `tokens`; below 0 before the first run()
-  bool has_taken = false;        // whether this block has taken its only batch of own tokens
+  ChunkFlags pushed, sums_relayed;  // lane by local rank; lane by other node
+  int order, next_begin;        // of the next batch for others: its progress flag, its first token counted in the chunk
+  int reached;                  // sum progress flags before which this block has no tokens left
+  TokenBatch tokens{}, next{};  // to be queued, and behind it; from the first run() on
+  int num_queued = -kBatch;     // records before those of `tokens`; below 0 before the first run()
+  bool has_taken = false;       // whether this block has taken its only batch of own tokens
 
   // [warp] Prepare to reduce. Read nothing written by peers. Without a usable plan there are no tokens for others.
   __device__ Reducer(const Op& op, const CombineParams& params, Records& records, const Part& for_others)
@@ -72,23 +72,23 @@ struct Reducer {
         lane(threadIdx.x % 32),
         num_tokens(params.args.num_tokens),
         pushed(chunk_flags(context.own.pushed, context.max_pushed_chunks, op.ranks_per_node(), op.first_local_rank())),
-        sums_here(chunk_flags(context.own.sums_here, context.max_sum_chunks, context.num_others(), 0)),
-        order(for_others.has_block() && params.plan.head->usable ? first_sum() : milestones().num_sums()),
+        sums_relayed(chunk_flags(context.own.sums_relayed, context.max_sum_chunks, context.num_others(), 0)),
+        order(for_others.has_block() && params.plan.head->usable ? first_sum() : progress_flags().num_sums()),
         next_begin(context.num_nodes() > 1 ? begin_of(order) : 0),
         reached(order) {
     // These flags are about the rail peers, and the relay of this rank raises them.
-    sums_here.rank = context.rail_peer(lane + (lane >= context.node));
-    sums_here.raiser = op.rank();
+    sums_relayed.rank = context.rail_peer(lane + (lane >= context.node));
+    sums_relayed.raiser = op.rank();
     records.begin(INT32_MAX);
   }
 
-  __device__ Milestones milestones() const { return milestones_of(context); }
+  __device__ ProgressFlags progress_flags() const { return progress_flags_of(context); }
 
-  // [thread] Return the first sum milestone left for this launch: the second of two launches makes the late sums.
-  __device__ int first_sum() const { return params.pushes ? 0 : milestones().num_early_sums(); }
+  // [thread] Return the first sum progress flag left for this launch: the second of two launches makes the late sums.
+  __device__ int first_sum() const { return params.pushes ? 0 : progress_flags().num_early_sums(); }
 
-  // [thread] Return the offset of this block's first token in the chunk of sum milestone `n`. The blocks take turns to
-  // begin: a chunk may have fewer batches than there are blocks.
+  // [thread] Return the offset of this block's first token in the chunk of sum progress flag `n`. The blocks take turns
+  // to begin: a chunk may have fewer batches than there are blocks.
   __device__ int begin_of(int n) const { return (for_others.block + n) % for_others.num_blocks * kBatch; }
 
   // [warp] Take the next batch of tokens, those for other nodes first. Start to load their rows of the table.
@@ -105,16 +105,16 @@ struct Reducer {
 
   // [warp] Take this block's next batch of the rail peers' tokens, or none. Their number comes from the peer's Call.
   __device__ TokenBatch take_for_others() {
-    for (; order < milestones().num_sums(); ++order, next_begin = begin_of(order)) {
+    for (; order < progress_flags().num_sums(); ++order, next_begin = begin_of(order)) {
       const int node = node_of_sum(context, order), length = context.config.window_chunk;
-      const int first = order / milestones().others * length;
+      const int first = order / progress_flags().others * length;
       const int end = min(field_of(op, context.rail_peer(node), Field::kNumTokens), first + length);
       const int begin = first + next_begin;
       if (begin >= end) continue;
       next_begin += for_others.num_blocks * kBatch;
       return {node, begin, min(kBatch, end - begin), order};
     }
-    return {-1, 0, 0, milestones().num_sums()};
+    return {-1, 0, 0, progress_flags().num_sums()};
   }
 
   // [warp] Take this block's next batch of own tokens, or none. With few tokens each block has one batch; else all
@@ -128,8 +128,8 @@ struct Reducer {
       if (lane == 0) begin = static_cast<int>(atomicAdd(&context.state->next_token, params.own_batch));
       begin = __shfl_sync(~0u, begin, 0);
     }
-    if (begin >= num_tokens) return {-1, 0, 0, milestones().num_sums()};
-    return {context.node, begin, min(params.own_batch, num_tokens - begin), milestones().num_sums()};
+    if (begin >= num_tokens) return {-1, 0, 0, progress_flags().num_sums()};
+    return {context.node, begin, min(params.own_batch, num_tokens - begin), progress_flags().num_sums()};
   }
 
   // [warp] Wait until all addends of a batch have arrived. Lane i passes the i-th token: `item_numbers` by local rank,
@@ -139,7 +139,7 @@ struct Reducer {
                                    uint32_t nodes) {
     const bool is_own = tokens.node == context.node;
     // Lane l finds the last needed chunk of local rank l. All tokens of a batch for others are in one chunk.
-    const int far_chunk = is_own ? 0 : tokens.order / milestones().others;
+    const int far_chunk = is_own ? 0 : tokens.order / progress_flags().others;
     int chunk_of_lane = -1;
 #pragma unroll 1
     for (int local = 0; local < op.ranks_per_node(); ++local) {
@@ -155,14 +155,14 @@ struct Reducer {
     const uint32_t all = __reduce_or_sync(~0u, nodes);
     const bool awaited = lane < context.num_others() && (all >> (lane + (lane >= context.node)) & 1);
     const int last = (tokens.begin + tokens.num - 1) >> context.config.log_sum_chunk;
-    return sums_here.wait(op, Phase::kNodeSums, awaited ? last : -1);
+    return sums_relayed.wait(op, Phase::kNodeSums, awaited ? last : -1);
   }
 
   // [thread] Return the memory for sums of tokens of the rail peer on `node`: at the peer if direct, else staging for
   // the senders.
   __device__ char* sums_for(int node) const {
-    if (!context.is_direct(node)) return context.inbox_for(node, &Inbox::staging);
-    return Wire{context}.at(node, context.rail_at_peer(node, &RailArrays::sums));
+    if (!context.is_direct(node)) return context.my_inbox(node, &Inbox::staging);
+    return Wire{context}.at(node, context.remote_rail_buffer(node, &RailArrays::sums));
   }
 
   // [warp] Queue the sums of a batch; its rows of the table begin at record n. Once all is written, wait for the
@@ -176,29 +176,29 @@ struct Reducer {
     const size_t token = tokens.begin + lane;
     const auto* item_numbers = reinterpret_cast<const int32_t*>(records.at(n + min(lane, tokens.num - 1)));
     const uint32_t nodes = is_own && has_token && context.num_nodes() > 1 ? params.plan.sent_nodes[token] : 0;
-    bool here = false;  // all addends
-    const auto wait = [&] { return here || (here = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
+    bool ready = false;  // all addends
+    const auto wait = [&] { return ready || (ready = wait_for_addends(tokens, item_numbers, has_token, nodes)); };
     // Leave out masked ranks. Wait first: the wait may mask more. Then read the mask once for the batch.
     if (has_masks(context) && !wait()) return false;
     const uint32_t masked = has_masks(context) ? masked_ranks(op) : 0;
     const auto has_addend = [&](int local) {
       return has_token && item_numbers[local] >= 0 && (masked >> local & 1) == 0;
     };
-    // Fill the lane's work.
-    Work work{};
+    // Fill the lane's task.
+    Task task{};
     char* const to = is_own ? params.args.out : sums_for(tokens.node);
-    work.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
-    work.milestone = is_own ? 0 : milestones().summed(tokens.order);
-    work.num_rows = static_cast<int8_t>(__popc(nodes));
+    task.to = to + token * (is_own ? context.row_bytes : context.slot_stride);
+    task.progress_flag = is_own ? 0 : progress_flags().summed(tokens.order);
+    task.num_rows = static_cast<int8_t>(__popc(nodes));
 #pragma unroll 1
-    for (int local = 0; local < op.ranks_per_node(); ++local) work.num_rows += has_addend(local);
-    if (!is_own && work.num_rows == 0) work.to = nullptr;  // no experts here, so no sum; the work only keeps the order
-    const char* slots = is_own ? context.own.slots : context.rail_for(tokens.node, &RailArrays::slots);
+    for (int local = 0; local < op.ranks_per_node(); ++local) task.num_rows += has_addend(local);
+    if (!is_own && task.num_rows == 0) task.to = nullptr;  // no experts here, so no sum; the task only keeps the order
+    const char* slots = is_own ? context.own.slots : context.local_rail_buffer(tokens.node, &RailArrays::slots);
     const auto fill = [&](const char** addends, int32_t*) {
       // List the addends in the order of nodes, on the own node of ranks: the order of the sum is defined.
       const auto add_nodes = [&](uint32_t some) {
         for (; some != 0; some &= some - 1)
-          *addends++ = context.rail_for(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
+          *addends++ = context.local_rail_buffer(__ffs(some) - 1, &RailArrays::sums) + token * context.slot_stride;
       };
       add_nodes(nodes & ((1u << context.node) - 1));
 #pragma unroll 1
@@ -210,7 +210,7 @@ struct Reducer {
       }
       add_nodes(nodes & ~((1u << context.node) - 1));
     };
-    if (!preparer.prepare_rows(work, tokens.num, context.row_bytes, fill, wait)) return false;
+    if (!preparer.prepare_rows(task, tokens.num, context.row_bytes, fill, wait)) return false;
     if (is_own && params.args.out_weights) take_weights(op, params, tokens.begin, tokens.num);
     return true;
   }
@@ -220,7 +220,7 @@ struct Reducer {
   __device__ bool begin() {
     // Sums for a rail peer go to the staging of its inbox, if not direct: wait until the node has read the rows
     // there. `agree` implies it, so this wait is over at once.
-    const bool sends = order < milestones().num_sums();
+    const bool sends = order < progress_flags().num_sums();
     if (sends && !wait_for_node(op, Phase::kFreeStaging, context.own.consumed, context.state->staged_epoch))
       return false;
     // Keep one batch ahead: its rows of the table load meanwhile.
@@ -230,20 +230,20 @@ struct Reducer {
     return true;
   }
 
-  // [warp] Reach all sum milestones before the n-th: this block has no tokens left there. Every block of `for_others`
-  // counts itself in for each, also without tokens.
+  // [warp] Reach all sum progress flags before the n-th: this block has no tokens left there. Every block of
+  // `for_others` counts itself in for each, also without tokens.
   __device__ void reach(Preparer& preparer, int n) {
     if (n <= reached) return;
     reached = n;
-    preparer.reach(milestones().summed(n - 1) + 1, false);
+    preparer.reach(progress_flags().summed(n - 1) + 1, false);
   }
 
-  // [thread] Return the far chunk of the next sums for others, after run(); Milestones::far if none are left.
-  __device__ int next_chunk() const { return milestones().others > 0 ? tokens.order / milestones().others : 0; }
+  // [thread] Return the far chunk of the next sums for others, after run(); ProgressFlags::far if none are left.
+  __device__ int next_chunk() const { return progress_flags().others > 0 ? tokens.order / progress_flags().others : 0; }
 
   // [warp] Queue the sums of this block, batch by batch, once all ranks agree: those for others before the sum
-  // milestone `until`, or with Pusher::kAllSums all that are left. Wait for each batch's addends. Return false after an
-  // abort of this rank. Loads of table rows may be under way: at the end, call records.drain().
+  // progress flag `until`, or with Pusher::kAllSums all that are left. Wait for each batch's addends. Return false
+  // after an abort of this rank. Loads of table rows may be under way: at the end, call records.drain().
   __device__ bool run(Preparer& preparer, int until) {
     if (num_queued < 0 && !begin()) return false;
     reach(preparer, min(tokens.order, until));

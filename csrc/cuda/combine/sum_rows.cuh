@@ -89,20 +89,20 @@ __device__ __forceinline__ uint4 plus_zero(const uint4& v) {
   return {T::plus_zero(v.x), T::plus_zero(v.y), T::plus_zero(v.z), T::plus_zero(v.w)};
 }
 
-// Stands for the factors of a sum without any.
-struct NoFactors {};
+// Stands for the combine weights of a sum without any.
+struct NoCombineWeights {};
 
 // [team] Sum rows of num_vectors vectors from shared memory to global memory, in the order of rows. Without rows store
 // zeros. No barrier.
 //   thread: number of this thread in its team
 //   row(j): address of row j
-//   factors: `const float*` in shared memory, one for each row; products are rounded to float32. Or NoFactors
-//   release(): called once by every thread, after its last read of the rows and before its last stores
-template <class Summing, class Row, class Factors, class Release>
-__device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors, int num_rows, int num_vectors,
-                                         uint4* to, int thread, const Release& release) {
+//   combine weights: `const float*` in shared memory, one for each row; products are rounded to float32. Or
+//   NoCombineWeights release(): called once by every thread, after its last read of the rows and before its last stores
+template <class Summing, class Row, class CombineWeights, class Release>
+__device__ __forceinline__ void sum_rows(const Row& row, const CombineWeights& combine_weights, int num_rows,
+                                         int num_vectors, uint4* to, int thread, const Release& release) {
   using T = typename Summing::T;
-  constexpr bool kHasFactors = !std::is_same_v<Factors, NoFactors>;
+  constexpr bool kHasCombineWeights = !std::is_same_v<CombineWeights, NoCombineWeights>;
   constexpr int kVectors = Summing::kVectors, kStep = kVectors * Summing::kThreads;
   for (int begin = 0; begin < num_vectors; begin += kStep) {
     const int first = begin + thread, left = num_vectors - first;  // first vector of this thread; those from it on
@@ -114,16 +114,17 @@ __device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors,
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
         if (has(i)) vectors[i] = from[i * Summing::kThreads];
-      if (num_rows == 1 && !kHasFactors) break;  // one row needs no float32
-      float factor = 1;
-      if constexpr (kHasFactors) factor = factors[j];
+      if (num_rows == 1 && !kHasCombineWeights) break;  // one row needs no float32
+      float combine_weight = 1;
+      if constexpr (kHasCombineWeights) combine_weight = combine_weights[j];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         float values[T::kElements];
         T::load(vectors[i], values);
 #pragma unroll
         for (int e = 0; e < T::kElements; ++e)
-          total[i][e] += kHasFactors ? __fmul_rn(factor, values[e]) : values[e];  // not one fused operation
+          total[i][e] +=
+              kHasCombineWeights ? __fmul_rn(combine_weight, values[e]) : values[e];  // not one fused operation
       }
     }
     if (begin + kStep >= num_vectors) release();
@@ -131,7 +132,7 @@ __device__ __forceinline__ void sum_rows(const Row& row, const Factors& factors,
     for (int i = 0; i < kVectors; ++i)
       if (has(i))
         to[first + i * Summing::kThreads] =
-            num_rows == 1 && !kHasFactors ? plus_zero<T>(vectors[i]) : T::round(total[i]);
+            num_rows == 1 && !kHasCombineWeights ? plus_zero<T>(vectors[i]) : T::round(total[i]);
   }
 }
 

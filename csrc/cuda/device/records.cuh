@@ -50,18 +50,18 @@ struct Records {
     fetch(where, min(kBatch, num - fetched * kBatch));
   }
 
-  // [warp] Start to load a batch of only num_here records. The next batch begins kBatch numbers later all the same.
+  // [warp] Start to load a batch of only num_together records. The next batch begins kBatch numbers later all the same.
   template <class Where>
-  __device__ void fetch(const Where& where, int num_here) {
+  __device__ void fetch(const Where& where, int num_together) {
     const int lane = threadIdx.x % 32, begin = fetched * kBatch;
-    if (num_here <= 0) return;
+    if (num_together <= 0) return;
     uint64_t* barrier = barriers + Batches::place(fetched);
     // Announce the bytes before any load can land, and order the warp's reads of the old batch before the loads.
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive_expect(barrier, num_here * bytes);
+    if (lane == 0) ptx::barrier_arrive_expect(barrier, num_together * bytes);
     __syncwarp();
     ptx::fence_shared_before_bulk();
-    if (lane < num_here) ptx::bulk_load(at(begin + lane), where(begin + lane), bytes, barrier);
+    if (lane < num_together) ptx::bulk_load(at(begin + lane), where(begin + lane), bytes, barrier);
     __syncwarp();
     ++fetched;
   }

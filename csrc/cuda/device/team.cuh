@@ -87,11 +87,11 @@ struct ChunkArrivals {
 // [team] Raise one flag at every rank of the node, one thread per rank. Call it after a barrier of the team: the flag
 // covers all earlier stores of the team.
 template <class Team>
-__device__ void team_raises(const Op& op, uint64_t* flag_here) {
+__device__ void team_raises(const Op& op, uint64_t* local_flag) {
   const Context& context = op.context;
   if (Team::thread() >= op.ranks_per_node()) return;
   ptx::fence_system();
-  ptx::store_relaxed(context.peers.at(flag_here, Team::thread()), op.epoch);
+  ptx::store_relaxed(context.peers.at(local_flag, Team::thread()), op.epoch);
 }
 
 }  // namespace ep::cuda::EP_KERNELS

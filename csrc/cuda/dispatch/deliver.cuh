@@ -1,4 +1,5 @@
-// Delivery by the helpers: weights, local experts, scales not copied with the rows, and zeros in rows without a token.
+// Delivery by the stage warps: weights, local experts, scales not copied with the rows, and zeros in rows without a
+// token.
 #pragma once
 #include "cuda/plan/direct.cuh"
 
@@ -38,9 +39,9 @@ __device__ inline void deliver_weights(const Op& op, const DispatchParams& param
   }
 }
 
-// [warp] Wait until the tails of up to 32 items are staged. Lane i has token and source of the i-th item, or token -1.
-// Return false after an abort of this rank. After true, all lanes may read the tails.
-__device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int token, int source) {
+// [warp] Wait until the metadata of up to 32 items are staged. Lane i has token and source of the i-th item, or token
+// -1. Return false after an abort of this rank. After true, all lanes may read the metadata.
+__device__ inline bool wait_for_metadata(const Op& op, StagedFlags& staged, int token, int source) {
   // Items are in the order of sources: only sources from `first` to `last` have items here.
   const int first = __reduce_min_sync(~0u, token >= 0 ? source : INT32_MAX);
   const int last = __reduce_max_sync(~0u, token >= 0 ? source : -1);
@@ -56,18 +57,18 @@ __device__ inline bool wait_for_tails(const Op& op, StagedFlags& staged, int tok
 }
 
 // [team] Copy the tables of the rail peers to a new plan, for later combines: the next dispatch overwrites table_in.
-// Called by the helpers of each block, after `listed` of all ranks.
+// Called by the stage warps of each block, after `listed` of all ranks.
 __device__ inline void keep_tables(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
-  const int step = op.num_blocks * Helpers::kThreads;
+  const int step = op.num_blocks * StageWarps::kThreads;
 #pragma unroll 1
   for (int node = 0; node < context.num_nodes(); ++node) {
     if (node == context.node) continue;
     const int num = field_of(op, context.rail_peer(node), Field::kNumTokens) * context.table_ints;
-    const int32_t* const from = context.rail_for(node, &RailArrays::table_in);
+    const int32_t* const from = context.local_rail_buffer(node, &RailArrays::table_in);
     int32_t* const to = params.plan.tables + static_cast<size_t>(node) * context.config.max_tokens * context.table_ints;
 #pragma unroll 1
-    for (int i = op.block * Helpers::kThreads + Helpers::thread(); i < num; i += step) to[i] = __ldcg(from + i);
+    for (int i = op.block * StageWarps::kThreads + StageWarps::thread(); i < num; i += step) to[i] = __ldcg(from + i);
   }
 }
 
@@ -82,16 +83,16 @@ __device__ inline void keep_chunks(const Context& context, const Plan& plan, int
     plan.chunk_begin[chunk * context.num_ranks + source] = chunk * length <= token ? number : number + 1;
 }
 
-// [team] Deliver the tails of this block's share of the items, 32 items per warp at a time (with a direct plan down to
-// 4, so that more warps share them). Also write the items to a new plan. Called by the helpers of each block, after
-// `listed` of all ranks. Wait for staged tails, if there are tails. Return false after an abort of this rank: a warp
-// may then leave alone, so no barrier of the helpers may follow. `shared`: of the block.
-__device__ inline bool deliver_tails(const Op& op, const DispatchParams& params, char* shared) {
+// [team] Deliver the metadata of this block's share of the items, 32 items per warp at a time (with a direct plan down
+// to 4, so that more warps share them). Also write the items to a new plan. Called by the stage warps of each block,
+// after `listed` of all ranks. Wait for staged metadata, if there are metadata. Return false after an abort of this
+// rank: a warp may then leave alone, so no barrier of the stage warps may follow. `shared`: of the block.
+__device__ inline bool deliver_metadata(const Op& op, const DispatchParams& params, char* shared) {
   const Context& context = op.context;
   const DispatchArgs& args = params.args;
-  const PlanHead& head = *plan_here(op, params, shared).head;
+  const PlanHead& head = *plan_of_block(op, params, shared).head;
   const bool expert_layout = head.has_expert_layout();
-  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * Helpers::kWarps;
+  const int lane = threadIdx.x % 32, num_items = head.num_items, num_warps = op.num_blocks * StageWarps::kWarps;
   int together = params.is_direct() ? 4 : 32;  // items of a warp
   while (together < 32 && together * num_warps < num_items) together *= 2;
   const int num_scales = args.scale_bytes / 4;
@@ -99,18 +100,18 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
     return Item{params.plan.items + static_cast<size_t>(index) * context.item_ints, context.max_copies};
   };
   StagedFlags staged;
-  if (params.tail_bytes > 0) staged.look(op);
+  if (params.metadata_bytes > 0) staged.look(op);
 #pragma unroll 1
-  for (int first = together * (op.block + op.num_blocks * Helpers::warp()); first < num_items;
+  for (int first = together * (op.block + op.num_blocks * StageWarps::warp()); first < num_items;
        first += together * num_warps) {
-    const int index = first + lane, num_here = min(together, num_items - first);
-    const float* tail = nullptr;
+    const int index = first + lane, num_together = min(together, num_items - first);
+    const float* token_metadata = nullptr;
     int source = 0, token = -1;
     // Find the item's source, and keep the item in a new plan.
     if (params.is_direct()) {
-      if (lane < num_here) find_item(params.direct_plan.in(shared), index, source, token);
+      if (lane < num_together) find_item(params.direct_plan.in(shared), index, source, token);
       write_items(op, params, shared, source, token, item_at(index).data);
-    } else if (lane < num_here) {
+    } else if (lane < num_together) {
       source = head.source_of(index);
       const Item item = item_at(index);
       if (params.new_plan) {
@@ -124,7 +125,7 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
     // Between nodes, keep where the chunks of pushes begin, if there are several.
     if (context.num_far_chunks() > 1 && params.new_plan) {
       int before = __shfl_up_sync(~0u, token, 1);
-      if (lane < num_here && context.node_of(source) != context.node) {
+      if (lane < num_together && context.node_of(source) != context.node) {
         const int number = index - head.item_begin[source];
         if (number == 0)
           before = -1;
@@ -133,19 +134,20 @@ __device__ inline bool deliver_tails(const Op& op, const DispatchParams& params,
         keep_chunks(context, params.plan, source, number, index + 1 == head.item_begin[source + 1], before, token);
       }
     }
-    // Wait for the tails, and deliver the weights.
-    if (params.tail_bytes > 0 && !wait_for_tails(op, staged, token, source)) return false;
-    if (lane < num_here) {
-      tail = reinterpret_cast<const float*>(context.inbox_of(source, &Inbox::tails) +
-                                            static_cast<size_t>(token) * params.tail_bytes);
-      deliver_weights(op, params, item_at(index), index, expert_layout, tail + params.weights_at);
+    // Wait for the metadata, and deliver the weights.
+    if (params.metadata_bytes > 0 && !wait_for_metadata(op, staged, token, source)) return false;
+    if (lane < num_together) {
+      token_metadata = reinterpret_cast<const float*>(context.inbox_holding(source, &Inbox::metadata) +
+                                                      static_cast<size_t>(token) * params.metadata_bytes);
+      deliver_weights(op, params, item_at(index), index, expert_layout, token_metadata + params.weights_at);
     }
     // Deliver the scales, item by item.
     if (num_scales == 0 || params.bulk_scales) continue;
     __syncwarp();
 #pragma unroll 1
-    for (int j = 0; j < num_here; ++j) {
-      const auto* scales = reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(tail), j));
+    for (int j = 0; j < num_together; ++j) {
+      const auto* scales =
+          reinterpret_cast<const float*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(token_metadata), j));
       const Item item = item_at(first + j);
       const int num_rows = expert_layout ? item.num_copies() : 1;
 #pragma unroll 1
@@ -195,11 +197,11 @@ __device__ inline void clear_after_abort(const Op& op, const DispatchParams& par
 }
 
 // [team] Clear the padding of the expert groups, and the rows after the last group. In decode layout there is neither.
-// Called by the helpers of each block.
+// Called by the stage warps of each block.
 __device__ inline void clear_padding(const Op& op, const DispatchParams& params, char* shared) {
-  const Plan plan = plan_here(op, params, shared);
-  const int lane = threadIdx.x % 32, num_warps = op.num_blocks * Helpers::kWarps;
-  const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * Helpers::warp();
+  const Plan plan = plan_of_block(op, params, shared);
+  const int lane = threadIdx.x % 32, num_warps = op.num_blocks * StageWarps::kWarps;
+  const int num_local = op.context.num_local_experts, warp = op.block + op.num_blocks * StageWarps::warp();
   if (plan.head->has_expert_layout())
     // Each lane finds the padding of one expert group; then the warps of all blocks share its rows.
     for (int first = 0; first < num_local; first += 32) {
@@ -209,11 +211,11 @@ __device__ inline void clear_padding(const Op& op, const DispatchParams& params,
       for (uint32_t padded = __ballot_sync(~0u, num > 0); padded != 0; padded &= padded - 1) {
         const int from = __ffs(padded) - 1;
         const int its_begin = __shfl_sync(~0u, begin, from), its_num = __shfl_sync(~0u, num, from);
-        for (int i = (warp + from * Helpers::kWarps) % num_warps; i < its_num; i += num_warps)
+        for (int i = (warp + from * StageWarps::kWarps) % num_warps; i < its_num; i += num_warps)
           clear_row(op, params, its_begin + i);
       }
     }
-  clear_from<Helpers>(op, params, plan.head->num_rows);
+  clear_from<StageWarps>(op, params, plan.head->num_rows);
 }
 
 }  // namespace ep::cuda::EP_KERNELS

@@ -14,16 +14,16 @@ using namespace EP_KERNELS;
 namespace {
 
 constexpr uint32_t kMaxPiece = 8192;    // [bytes] most of a row in one bulk copy
-constexpr uint32_t kMaxScales = kLine;  // [bytes] of a row: more scales are delivered by the helpers
-// Places of a mover's ring for float8 rows that are staged as they are: more loads under way disturb the staging.
+constexpr uint32_t kMaxScales = kLine;  // [bytes] of a row: more scales are delivered by the stage warps
+// Places of a pull warp's ring for float8 rows that are staged as they are: more loads under way disturb the staging.
 // Measured on 2 H200 with 4096 x 7168: 3 places 266 us, 2 places 256 us; quantised rows 402 and 429 us. To measure
 // again: benchmarks/compare_builds.py --operations "dispatch FP8" "dispatch, quantize".
 constexpr uint32_t kPairPlaces = 2;
 
-// [team] Copy the counts of an old plan to the caller. Called by the movers of block 0.
+// [team] Copy the counts of an old plan to the caller. Called by the pull warps of block 0.
 __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
   const Plan& plan = params.plan;
-  for (int e = threadIdx.x; e < op.context.num_local_experts; e += Movers::kThreads) {
+  for (int e = threadIdx.x; e < op.context.num_local_experts; e += PullWarps::kThreads) {
     const bool usable = plan.head->usable;
     params.write_counts(e, usable ? plan.expert_rows[e] : 0,
                         usable ? plan.expert_begin[e + 1] - plan.expert_begin[e] : 0);
@@ -32,7 +32,7 @@ __device__ void repeat_counts(const Op& op, const DispatchParams& params) {
 
 // [team] Wait until all ranks have begun this dispatch (unless `agreed`) and until all lists of a new plan are in their
 // inboxes. After kAgree all items and the head of the plan may be read, after kDiffer neither. Return kAborted after an
-// abort of this rank. Called by the movers and by the helpers of each block.
+// abort of this rank. Called by the pull warps and by the stage warps of each block.
 template <class Team>
 __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bool agreed) {
   return first_warp_waits<Team>([&] {
@@ -43,11 +43,11 @@ __device__ Verdict wait_for_items(const Op& op, const DispatchParams& params, bo
   });
 }
 
-// [team] Make a new plan, or announce the old one; then pull rows. Called by the movers of each block. Return kAborted
-// after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless the plan
-// is unusable or another launch pulls. In all cases no load of the movers is under way. `is_free` as in
+// [team] Make a new plan, or announce the old one; then pull rows. Called by the pull warps of each block. Return
+// kAborted after an abort of this rank, and kDiffer without a pull. After kAgree this block's rows are stored, unless
+// the plan is unusable or another launch pulls. In all cases no load of the pull warps is under way. `is_free` as in
 // wait_for_free_staging.
-__device__ Verdict move(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
+__device__ Verdict run_pull(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Plan, or announce. Each way announces only after its wait for free staging.
   const bool plans = params.plans() && op.block < params.plan_blocks;
   Verdict verdict = Verdict::kAgree;
@@ -56,31 +56,31 @@ __device__ Verdict move(const Op& op, const DispatchParams& params, char* shared
     verdict = make_direct_plan(op, params, shared, is_free);
     stamp(op, Step::kPlanned);
   } else if (plans) {
-    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
+    if (!wait_for_free_staging<PullWarps>(op, is_free)) return Verdict::kAborted;
     verdict = make_plan(op, params, shared);
     stamp(op, Step::kPlanned);
   } else if (params.stages && !params.new_plan && op.block == 0) {
     repeat_counts(op, params);
-    if (!wait_for_free_staging<Movers>(op, is_free)) return Verdict::kAborted;
-    if (Movers::warp() == 0) announce(op, call_of(params), false);
+    if (!wait_for_free_staging<PullWarps>(op, is_free)) return Verdict::kAborted;
+    if (PullWarps::warp() == 0) announce(op, call_of(params), false);
     stamp(op, Step::kSent);
   }
   // Pull.
   if (verdict != Verdict::kAgree || !params.pulls) return verdict;
-  if (!params.is_direct()) verdict = wait_for_items<Movers>(op, params, plans);
+  if (!params.is_direct()) verdict = wait_for_items<PullWarps>(op, params, plans);
   stamp(op, Step::kListed);
-  if (verdict != Verdict::kAgree || !plan_here(op, params, shared).head->usable) return verdict;
+  if (verdict != Verdict::kAgree || !plan_of_block(op, params, shared).head->usable) return verdict;
   return Puller(op, params, shared).run() ? Verdict::kAgree : Verdict::kAborted;
 }
 
-// [team] Stage this rank's rows and tails, then deliver received tails and clear rows without a token. Called by the
-// helpers of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written: zeros if
-// the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
-__device__ Verdict help(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
+// [team] Stage this rank's rows and metadata, then deliver received metadata and clear rows without a token. Called by
+// the stage warps of each block. Return kAborted after an abort of this rank. Otherwise this block's share is written:
+// zeros if the ranks differ or the plan is unusable. `is_free` as in wait_for_free_staging.
+__device__ Verdict run_stage(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   // Stage.
   if (params.stages) {
-    if (!wait_for_free_staging<Helpers>(op, is_free)) {
-      // The movers arrive at the barrier of a direct plan also after an abort.
+    if (!wait_for_free_staging<StageWarps>(op, is_free)) {
+      // The pull warps arrive at the barrier of a direct plan also after an abort.
       if (params.is_direct() && params.pulls) wait_for_direct_plan(params, shared);
       return Verdict::kAborted;
     }
@@ -91,13 +91,13 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   // Wait for the items. Without a usable plan, clear the output.
   if (!params.pulls) return Verdict::kAgree;
   const Verdict verdict =
-      params.is_direct() ? wait_for_direct_plan(params, shared) : wait_for_items<Helpers>(op, params, false);
+      params.is_direct() ? wait_for_direct_plan(params, shared) : wait_for_items<StageWarps>(op, params, false);
   stamp(op, Step::kListed);
   if (verdict == Verdict::kAborted) return verdict;
-  if (params.is_direct() && op.block == 0 && Helpers::warp() == Helpers::kWarps - 1)
+  if (params.is_direct() && op.block == 0 && StageWarps::warp() == StageWarps::kWarps - 1)
     publish_plan(op, params, params.direct_plan.in(shared));
-  if (verdict == Verdict::kDiffer || !plan_here(op, params, shared).head->usable) {
-    clear_from<Helpers>(op, params, 0);
+  if (verdict == Verdict::kDiffer || !plan_of_block(op, params, shared).head->usable) {
+    clear_from<StageWarps>(op, params, 0);
     return verdict;
   }
   // Deliver, and clear.
@@ -106,7 +106,7 @@ __device__ Verdict help(const Op& op, const DispatchParams& params, char* shared
   else if (params.new_plan)
     keep_tables(op, params);
   stamp(op, Step::kKept);
-  if (!deliver_tails(op, params, shared)) return Verdict::kAborted;
+  if (!deliver_metadata(op, params, shared)) return Verdict::kAborted;
   stamp(op, Step::kDelivered);
   clear_padding(op, params, shared);
   stamp(op, Step::kCleared);
@@ -124,7 +124,7 @@ __device__ void count_bytes(const Op& op, const DispatchParams& params) {
 #pragma unroll 1
   for (int source = local; source < op.num_ranks(); source += config.ranks_per_node) num_items += head.items_of(source);
   op.context.state->bytes_read[op.first_local_rank() + local] +=
-      num_items * (params.args.row_bytes + params.tail_bytes);
+      num_items * (params.args.row_bytes + params.metadata_bytes);
 }
 
 // Launched by Engine::dispatch: all blocks are resident at the same time. The rail blocks come last.
@@ -141,13 +141,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // overlap. Then do the work of this warp. All threads of the block begin, or none.
   const bool aborted = has_aborted(context);
   if (params.is_direct() && params.stages && op.block == 0) send_choices(op, params, aborted);
-  const bool is_free = __syncthreads_and(!params.stages ||
-                                         is_free_at_first_sight(op, context.own.consumed, context.state->staged_epoch));
+  const bool is_free =
+      __syncthreads_and(!params.stages || poll_once(op, context.own.consumed, context.state->staged_epoch));
   Verdict verdict = Verdict::kAborted;
   if (!__syncthreads_or(aborted))
-    verdict = op.is_rail()           ? run_rail(op, params, shared, is_free)
-              : Movers::has_thread() ? move(op, params, shared, is_free)
-                                     : help(op, params, shared, is_free);
+    verdict = op.is_rail()              ? run_rail(op, params, shared, is_free)
+              : PullWarps::has_thread() ? run_pull(op, params, shared, is_free)
+                                        : run_stage(op, params, shared, is_free);
   // Complete the operation in the last block. After the first of two launches the operation goes on. An aborted block
   // does not count itself in: then no block is the last one.
   const bool ok = __syncthreads_and(verdict != Verdict::kAborted);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   if (!ok) return clear_after_abort(op, params);
   if (!last_block<Block>(&context.state->pull_done, gridDim.x)) return;
   stamp(op, Step::kLast);
-  if (comes_too_late<Block>(op)) return;
+  if (was_masked_by_a_peer<Block>(op)) return;
   if (!differs) count_bytes(op, params);
   complete<Block>(op, &Region::consumed, &State::staged_epoch, differs);
   stamp(op, Step::kComplete);
@@ -179,7 +179,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.direct = params.new_plan && config.plans_directly;
   params.stages_rows = config.ranks_per_node > 1 || !is_direct() || !params.reads_own_rows();
   params.row_stride = static_cast<uint32_t>(row_stride(args.row_bytes));
-  params.tail_bytes = tail_bytes(config, args);
+  params.metadata_bytes = metadata_bytes(config, args);
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
   params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
   params.rail_blocks = args.rail_blocks;
@@ -187,14 +187,14 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
   const int blocks = num_sms_ - args.rail_blocks;
   const auto turns = [&](int staging_blocks) {
-    const int warps = staging_blocks * Helpers::kWarps;
+    const int warps = staging_blocks * StageWarps::kWarps;
     return (args.num_tokens * params.parts_of_row + warps - 1) / warps;
   };
   params.first_staging_block = params.is_direct() && blocks > 1 && turns(blocks - 1) == turns(blocks);
   params.bulk_scales = args.scale_bytes > 0 && args.scale_bytes % kVector == 0 && args.scale_bytes <= kMaxScales;
   const uint32_t scale_bytes = params.bulk_scales ? args.scale_bytes : 0;
 
-  // Divide shared memory: a direct plan, the scratch of another plan and later the movers' rings, the helpers'
+  // Divide shared memory: a direct plan, the scratch of another plan and later the pull warps' rings, the stage warps'
   // counters.
   const size_t counters = round_up(context_.max_token_chunks * sizeof(uint32_t), Cursor::kAlignment);
   size_t room = kUsableShared - counters, shared = 0;
@@ -210,7 +210,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
       Scratch::carve(c, config, params.plan_warps);
       return c.size();
     };
-    params.plan_warps = Movers::kWarps;
+    params.plan_warps = PullWarps::kWarps;
     while (scratch() > room) --params.plan_warps;
     shared = scratch();
     const int tokens_of_block = 32 * params.plan_warps;
@@ -226,7 +226,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
     };
     const size_t rings = room - params.rings_at - memory();
     const uint32_t max_places = params.bulk_scales && !args.quantizes ? kPairPlaces : Pieces::kMaxPlaces;
-    params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / Movers::kWarps, kMaxPiece, max_places);
+    params.pulled = make_pieces(args.row_bytes, scale_bytes, rings / PullWarps::kWarps, kMaxPiece, max_places);
     shared = std::max(shared, params.rings_at + memory());
     if (args.rail_blocks > 0) shared = room;  // for the senders' LongPuts
   }

@@ -9,22 +9,22 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Half of a block's warps are movers: they plan, then pull rows to their final rows in the output. Meanwhile the other
-// half, the helpers, stage this rank's rows and tails, deliver the tails of received rows, and clear rows without a
-// token.
+// Half of a block's warps are pull warps: they plan, then pull rows to their final rows in the output. Meanwhile the
+// other half, the stage warps, stage this rank's rows and metadata, deliver the metadata of received rows, and clear
+// rows without a token.
 constexpr int kBlockWarps = 16;
 constexpr int kBlockThreads = 32 * kBlockWarps;
 using Block = Team<0, 0, kBlockThreads>;
-using Movers = Team<1, 0, kBlockThreads / 2>;
-using Helpers = Team<2, kBlockThreads / 2, kBlockThreads / 2>;
+using PullWarps = Team<1, 0, kBlockThreads / 2>;
+using StageWarps = Team<2, kBlockThreads / 2, kBlockThreads / 2>;
 
-// Pieces of a row, and a mover's ring for them in shared memory. Each place of the ring holds one piece. The last piece
-// of a row takes the row's scales along, if they can be copied in bulk.
+// Pieces of a row, and a pull warp's ring for them in shared memory. Each place of the ring holds one piece. The last
+// piece of a row takes the row's scales along, if they can be copied in bulk.
 struct Pieces {
   static constexpr uint32_t kMaxPlaces = 4;
 
   uint32_t bytes, num, last_bytes;  // of one piece; pieces per row; bytes of the last piece
-  uint32_t scale_bytes;             // of a row; 0: no scales, or helpers deliver them
+  uint32_t scale_bytes;             // of a row; 0: no scales, or stage warps deliver them
   uint32_t num_places;
 
   // [host] [thread] Return the bytes of one place for scales, and of the whole ring.
@@ -57,9 +57,9 @@ inline Pieces make_pieces(uint32_t row_bytes, uint32_t scale_bytes, size_t ring_
   return pieces;
 }
 
-// One end of a mover's ring: the next piece, its item, and its place.
+// One end of a pull warp's ring: the next piece, its item, and its place.
 struct PieceCursor {
-  int item = 0;  // n-th item of the mover, from 0
+  int item = 0;  // n-th item of the pull warp, from 0
   uint32_t piece = 0;
   RingPlace ring{};
 
@@ -81,7 +81,7 @@ __device__ inline void load_piece(const Pieces& pieces, char* ring, uint64_t* fu
   if (scale_bytes > 0) ptx::bulk_load(pieces.scale_place(ring, place), scales, scale_bytes, full + place);
 }
 
-// [thread] Create the mbarriers of a mover's ring. Called by lane 0, before __syncwarp.
+// [thread] Create the mbarriers of a pull warp's ring. Called by lane 0, before __syncwarp.
 __device__ inline void init_places(uint64_t* full) {
   for (uint32_t i = 0; i < Pieces::kMaxPlaces; ++i) ptx::barrier_init(full + i, 1);
   ptx::fence_barrier_init();
@@ -99,18 +99,18 @@ struct DispatchParams {
   bool direct;                  // read by is_direct()
   DirectPlan direct_plan;       // laid out without a base: `in` gives that of a block
   int rail_blocks;              // last blocks of the launch
-  int plan_blocks, plan_warps;  // with plans(): blocks with movers at work on the plan, and such warps per block
+  int plan_blocks, plan_warps;  // with plans(): blocks with pull warps at work on the plan, and such warps per block
   bool stages_rows;             // there are readers of this rank's staged rows
   int parts_of_row;             // a row is staged in so many parts
   int first_staging_block;      // earlier blocks stage nothing
   uint32_t row_stride;          // [bytes] from one staged row to the next
-  uint32_t tail_bytes;          // [bytes] of one token
+  uint32_t metadata_bytes;      // [bytes] of one token
   int rows_per_group;           // decode layout: rows from one expert to the next; else 0
-  int weights_at;               // [floats] from the start of a tail to its weights
-  Pieces pulled;                // pieces of a row in the movers' rings
+  int weights_at;               // [floats] from the start of the metadata to its weights
+  Pieces pulled;                // pieces of a row in the pull warps' rings
   bool bulk_scales;             // the last piece of a row takes its scales along
-  uint32_t rings_at;            // [bytes] from the start of shared memory to the movers' memory for pulls
-  uint32_t counters_at;         // [bytes] from the start of shared memory to the helpers' counters
+  uint32_t rings_at;            // [bytes] from the start of shared memory to the pull warps' memory for pulls
+  uint32_t counters_at;         // [bytes] from the start of shared memory to the stage warps' counters
 
   // [host] [thread] Return whether the new plan is a direct plan (direct.cuh): each launch makes it anew. Kernels for
   // several nodes only have no code for it.

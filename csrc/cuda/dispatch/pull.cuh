@@ -1,5 +1,5 @@
-// Pulling: movers load rows from the inboxes of all ranks and store them in their final rows of the output. This rank's
-// own rows come from the caller's tensor where DispatchParams::reads_own_rows allows it.
+// Pulling: pull warps load rows from the inboxes of all ranks and store them in their final rows of the output. This
+// rank's own rows come from the caller's tensor where DispatchParams::reads_own_rows allows it.
 #pragma once
 #include "cuda/device/records.cuh"
 #include "cuda/plan/direct.cuh"
@@ -15,27 +15,27 @@ struct alignas(16) Origin {
   int32_t chunk;   // chunk of its token, to be waited for; -1: the row need not be staged
 };
 
-// Shared memory of one mover.
+// Shared memory of one pull warp.
 struct PullMemory {
   char* ring;           // see Pieces
-  Records records;      // items of this mover
+  Records records;      // items of this pull warp
   uint64_t* full;       // [kMaxPlaces] a round ends when the place's piece has landed
   Origin* origins;      // [2, Records::kBatch] of the items in `records`
   SourceOrder sources;  // order of pulls; unwritten with a direct plan
 
-  // [host] [thread] Lay out the memory of all movers, or measure it. Return that of one mover.
+  // [host] [thread] Lay out the memory of all pull warps, or measure it. Return that of one pull warp.
   EP_HOST_DEVICE static PullMemory carve(Cursor& c, const BufferContext& context, const Pieces& pieces, int warp) {
     PullMemory memory;
-    memory.ring = c.take<char>(Movers::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
-    memory.records = Records::carve(c, context.item_ints * 4, Movers::kWarps, warp);
-    memory.full = c.take<uint64_t>(Movers::kWarps * Pieces::kMaxPlaces) + warp * Pieces::kMaxPlaces;
-    memory.origins = c.take<Origin>(Movers::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
-    memory.sources = SourceOrder::carve(c, context.config.num_ranks(), Movers::kWarps, warp);
+    memory.ring = c.take<char>(PullWarps::kWarps * pieces.ring_bytes()) + warp * pieces.ring_bytes();
+    memory.records = Records::carve(c, context.item_ints * 4, PullWarps::kWarps, warp);
+    memory.full = c.take<uint64_t>(PullWarps::kWarps * Pieces::kMaxPlaces) + warp * Pieces::kMaxPlaces;
+    memory.origins = c.take<Origin>(PullWarps::kWarps * 2 * Records::kBatch) + warp * 2 * Records::kBatch;
+    memory.sources = SourceOrder::carve(c, context.config.num_ranks(), PullWarps::kWarps, warp);
     return memory;
   }
 };
 
-// One mover. Bulk loads bring pieces to its ring, bulk stores take them to the output.
+// One pull warp. Bulk loads bring pieces to its ring, bulk stores take them to the output.
 struct Puller {
   static constexpr int kBatch = Records::kBatch;
 
@@ -45,23 +45,23 @@ struct Puller {
   char* const shared;  // of the block
   const bool expert_layout;
   const int lane;
-  const int first, step;  // this mover takes items first, first + step, ... of the order (position_of, write_batch)
+  const int first, step;  // this pull warp takes items first, first + step, ... of the order (position_of, write_batch)
   PullMemory memory;
-  const int num_items, num;  // items in all, and of this mover
+  const int num_items, num;  // items in all, and of this pull warp
   PieceCursor load, store;   // next piece to load, and next piece to store
   int room;                  // places free to be loaded
   StagedFlags staged;
 
-  // [warp] Create the mbarriers of this mover ahead of a direct plan, which lies elsewhere in shared memory.
+  // [warp] Create the mbarriers of this pull warp ahead of a direct plan, which lies elsewhere in shared memory.
   static __device__ void make_places(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
-    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
+    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, PullWarps::warp());
     if (threadIdx.x % 32 == 0) init_places(memory.full);
     __syncwarp();
   }
 
-  // [warp] Create the mbarriers, if make_places has not, and find the items of this mover. The items have arrived, and
-  // the plan is usable.
+  // [warp] Create the mbarriers, if make_places has not, and find the items of this pull warp. The items have arrived,
+  // and the plan is usable.
   __device__ Puller(const Op& op, const DispatchParams& params, char* shared)
       : op(op),
         params(params),
@@ -69,10 +69,10 @@ struct Puller {
         shared(shared),
         expert_layout(params.args.layout != Layout::kRank),
         lane(threadIdx.x % 32),
-        first(op.block + op.num_blocks * Movers::warp()),
-        step(op.num_blocks * Movers::kWarps),
+        first(op.block + op.num_blocks * PullWarps::warp()),
+        step(op.num_blocks * PullWarps::kWarps),
         memory(memory_of(op, params, shared)),
-        num_items(plan_here(op, params, shared).head->num_items),
+        num_items(plan_of_block(op, params, shared).head->num_items),
         num(first < num_items ? (num_items - 1 - first) / step + 1 : 0),
         room(pieces.num_places) {
     if (params.is_direct()) {
@@ -84,23 +84,23 @@ struct Puller {
     __syncwarp();
   }
 
-  // [warp] Find this mover's shared memory. Without a direct plan, fill in the order of the sources.
+  // [warp] Find this pull warp's shared memory. Without a direct plan, fill in the order of the sources.
   static __device__ PullMemory memory_of(const Op& op, const DispatchParams& params, char* shared) {
     Cursor c(shared + params.rings_at);
-    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, Movers::warp());
+    const PullMemory memory = PullMemory::carve(c, op.context, params.pulled, PullWarps::warp());
     if (params.is_direct()) return memory;
-    const PlanHead& head = *plan_here(op, params, shared).head;
+    const PlanHead& head = *plan_of_block(op, params, shared).head;
     memory.sources.fill(op.context, [&](int source) { return head.items_of(source); });
     return memory;
   }
 
-  // [thread] Return the mover's n-th item, once it has landed, and its origin.
+  // [thread] Return the pull warp's n-th item, once it has landed, and its origin.
   __device__ Item item_at(int n) const {
     return {reinterpret_cast<int32_t*>(memory.records.at(n)), op.context.max_copies};
   }
   __device__ Origin& origin_of(int n) const { return memory.origins[n % (2 * kBatch)]; }
 
-  // [thread] Return the position of the mover's n-th item.
+  // [thread] Return the position of the pull warp's n-th item.
   __device__ ItemOrder::Position position_of(int n) const {
     return ItemOrder(memory.sources, op.context).at(first + n * step, step);
   }
@@ -150,11 +150,11 @@ struct Puller {
       const int token = params.is_direct() ? origin.token : item_at(n).token();
       const bool at_home = origin.source == op.rank() && params.reads_own_rows();
       origin.chunk = at_home ? -1 : token >> op.context.config.log_token_chunk;
-      const char *rows = at_home ? args.rows : op.context.inbox_of(origin.source, &Inbox::staging),
+      const char *rows = at_home ? args.rows : op.context.inbox_holding(origin.source, &Inbox::staging),
                  *scales = at_home ? reinterpret_cast<const char*>(args.scales)
-                                   : op.context.inbox_of(origin.source, &Inbox::tails);
+                                   : op.context.inbox_holding(origin.source, &Inbox::metadata);
       origin.row = rows + static_cast<size_t>(token) * (at_home ? args.row_bytes : params.row_stride);
-      origin.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.tail_bytes);
+      origin.scales = scales + static_cast<size_t>(token) * (at_home ? args.scale_bytes : params.metadata_bytes);
     }
     __syncwarp();
   }
@@ -227,8 +227,8 @@ struct Puller {
     ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads
   }
 
-  // [warp] Pull all rows of this mover. Return false after an abort of this rank. Afterwards no load is under way, and
-  // all rows of this mover are written, or after an abort some.
+  // [warp] Pull all rows of this pull warp. Return false after an abort of this rank. Afterwards no load is under way,
+  // and all rows of this pull warp are written, or after an abort some.
   __device__ bool run() {
     bool ok = true;
     // Prefetch two batches of items. Meanwhile look for staged rows.

@@ -1,5 +1,5 @@
-// Staging: the helpers copy this rank's rows and tails (scales and weights) to its inbox, chunk by chunk. All ranks of
-// the node, and this rank's senders, read them there.
+// Staging: the stage warps copy this rank's rows and metadata (scales and weights) to its inbox, chunk by chunk. All
+// ranks of the node, and this rank's senders, read them there.
 #pragma once
 #include "cuda/device/copy.cuh"
 #include "cuda/dispatch/dispatch.cuh"
@@ -18,7 +18,7 @@ struct StagedChunks {
   // [warp] Begin with no chunk finished. `counters`: as in `stage`.
   __device__ StagedChunks(const Op& op, uint32_t* counters, int num_tokens)
       : op(op),
-        arrivals{counters, Helpers::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
+        arrivals{counters, StageWarps::kWarps, op.context.arrays.staged_done, uint32_t(op.num_blocks)},
         num_chunks(op.context.config.num_token_chunks(num_tokens)) {}
 
   // [warp] Finish all chunks before `end`: this warp has staged its parts of them. It counts itself in for each, also
@@ -35,8 +35,8 @@ struct StagedChunks {
   }
 };
 
-// The part of a row that a warp stages next. The helpers of the blocks from DispatchParams::first_staging_block on take
-// parts in turn. A row staged in one go has one part.
+// The part of a row that a warp stages next. The stage warps of the blocks from DispatchParams::first_staging_block on
+// take parts in turn. A row staged in one go has one part.
 struct Share {
   int token, part;
   int num_tokens, parts_of_row;
@@ -46,7 +46,7 @@ struct Share {
   __device__ Share(const Op& op, const DispatchParams& params)
       : num_tokens(params.args.num_tokens), parts_of_row(params.parts_of_row) {
     const int block = op.block - params.first_staging_block, num_blocks = op.num_blocks - params.first_staging_block;
-    const int first = block + num_blocks * Helpers::warp(), step = num_blocks * Helpers::kWarps;
+    const int first = block + num_blocks * StageWarps::warp(), step = num_blocks * StageWarps::kWarps;
     token = block < 0 ? num_tokens : first, step_tokens = step, part = step_parts = 0;
     if (parts_of_row == 1 || block < 0) return;  // a division is slow
     token = first / parts_of_row, part = first % parts_of_row;
@@ -63,75 +63,75 @@ struct Share {
   }
 };
 
-// Tails, at the caller and in the inbox. Read from the parameters once.
-struct Tails {
+// Metadata, at the caller and in the inbox. Read from the parameters once.
+struct Metadata {
   const float *from_scales, *from_weights;
   int num_scales, num_weights, weights_at, bytes;
   char* to;
 
-  __device__ Tails(const Op& op, const DispatchParams& params)
+  __device__ Metadata(const Op& op, const DispatchParams& params)
       : from_scales(params.args.scales),
         from_weights(params.args.topk_weights),
         num_scales(from_scales ? params.args.scale_bytes / 4 : 0),
         num_weights(from_weights ? op.context.config.num_topk : 0),
         weights_at(params.weights_at),
-        bytes(params.tail_bytes),
-        to(op.context.inbox_of(op.rank(), &Inbox::tails)) {}
-  // [thread] Return the tail of a token.
+        bytes(params.metadata_bytes),
+        to(op.context.inbox_holding(op.rank(), &Inbox::metadata)) {}
+  // [thread] Return the metadata of a token.
   __device__ float* of(int token) const { return reinterpret_cast<float*>(to + static_cast<size_t>(token) * bytes); }
 };
 
-// One token's scales and weights on their way to its tail, in registers. They go with the first part of the row: loaded
-// before it and stored after it, so that all loads overlap.
-struct TailCopy {
+// One token's scales and weights on their way to its metadata, in registers. They go with the first part of the row:
+// loaded before it and stored after it, so that all loads overlap.
+struct MetadataCopy {
   static constexpr int kTogether = 2;  // scales of a lane: all of them up to 64 scales, 8192 elements
 
-  const Tails& tails;
+  const Metadata& metadata;
   const int token, num_scales, num_weights;
   float scales[kTogether], weight;
 
   // [warp] Start to load.
-  __device__ TailCopy(const Tails& tails, const Share& share)
-      : tails(tails),
+  __device__ MetadataCopy(const Metadata& metadata, const Share& share)
+      : metadata(metadata),
         token(share.token),
-        num_scales(share.part == 0 ? tails.num_scales : 0),
-        num_weights(share.part == 0 ? tails.num_weights : 0) {
+        num_scales(share.part == 0 ? metadata.num_scales : 0),
+        num_weights(share.part == 0 ? metadata.num_weights : 0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
       if (lane + 32 * i < num_scales) scales[i] = __ldg(from_scales() + lane + 32 * i);
-    if (lane < num_weights) weight = __ldg(tails.from_weights + static_cast<size_t>(token) * num_weights + lane);
+    if (lane < num_weights) weight = __ldg(metadata.from_weights + static_cast<size_t>(token) * num_weights + lane);
   }
 
   // [warp] Store the loaded values. Copy further scales, if there are any.
   __device__ void store() const {
     const int lane = threadIdx.x % 32;
-    float* const tail = tails.of(token);
+    float* const token_metadata = metadata.of(token);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      if (lane + 32 * i < num_scales) tail[lane + 32 * i] = scales[i];
+      if (lane + 32 * i < num_scales) token_metadata[lane + 32 * i] = scales[i];
 #pragma unroll 1
-    for (int i = lane + 32 * kTogether; i < num_scales; i += 32) tail[i] = __ldg(from_scales() + i);
-    if (lane < num_weights) tail[tails.weights_at + lane] = weight;
+    for (int i = lane + 32 * kTogether; i < num_scales; i += 32) token_metadata[i] = __ldg(from_scales() + i);
+    if (lane < num_weights) token_metadata[metadata.weights_at + lane] = weight;
   }
 
  private:
-  __device__ const float* from_scales() const { return tails.from_scales + static_cast<size_t>(token) * num_scales; }
+  __device__ const float* from_scales() const { return metadata.from_scales + static_cast<size_t>(token) * num_scales; }
 };
 static_assert(kMaxTopk <= 32, "a lane per weight");
 
-// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, tail)` writes one of them,
-// and scales computed for it to the tail.
+// [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, token_metadata)` writes
+// one of them, and scales computed for it to the metadata.
 template <class StagePart>
 __device__ void stage_parts(const Op& op, const DispatchParams& params, Share share, StagedChunks& chunks,
                             const StagePart& stage_part) {
-  const Tails tails(op, params);
+  const Metadata metadata(op, params);
   const int log_token_chunk = op.context.config.log_token_chunk;
 #pragma unroll 1
   for (; share.has_part(); share = share.next()) {
     chunks.finish_before(share.token >> log_token_chunk);
-    const TailCopy copy(tails, share);
-    stage_part(share, tails.of(share.token));
+    const MetadataCopy copy(metadata, share);
+    stage_part(share, metadata.of(share.token));
     copy.store();
   }
   chunks.finish_before(chunks.num_chunks);
@@ -141,7 +141,7 @@ __device__ void stage_parts(const Op& op, const DispatchParams& params, Share sh
 __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& params, Share share,
                                                  StagedChunks chunks) {
   const char* const from = params.args.rows;
-  char* const to = op.context.inbox_of(op.rank(), &Inbox::staging);
+  char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = params.args.row_bytes, stride = params.row_stride;
   const bool stages_rows = params.stages_rows;
   stage_parts(op, params, share, chunks, [&](const Share& at, float*) {
@@ -152,11 +152,11 @@ __device__ __noinline__ inline void stage_copies(Op op, const DispatchParams& pa
   });
 }
 
-// [warp] Stage bfloat16 rows as float8, and their scales in the tails. The next part is loaded meanwhile.
+// [warp] Stage bfloat16 rows as float8, and their scales in the metadata. The next part is loaded meanwhile.
 __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams& params, Share share,
                                                     StagedChunks chunks) {
   const char* const from = params.args.rows;
-  char* const to = op.context.inbox_of(op.rank(), &Inbox::staging);
+  char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
   const int num_scale_blocks = op.context.config.hidden / kScaleBlock;
   const bool powers_of_two = params.args.packs_scales;
@@ -166,20 +166,21 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
     if (at.has_part()) next.load(row, at.part, num_scale_blocks);
   };
   load(share);
-  stage_parts(op, params, share, chunks, [&](const Share& at, float* tail) {
+  stage_parts(op, params, share, chunks, [&](const Share& at, float* token_metadata) {
     const RowPart part = next;
     load(at.next());
-    part.quantize(to + static_cast<size_t>(at.token) * stride, tail, at.part, num_scale_blocks, powers_of_two);
+    part.quantize(to + static_cast<size_t>(at.token) * stride, token_metadata, at.part, num_scale_blocks,
+                  powers_of_two);
   });
 }
 
-// [team] Stage rows and tails of this block's tokens, chunk by chunk. Called by the helpers of each block, after
+// [team] Stage rows and metadata of this block's tokens, chunk by chunk. Called by the stage warps of each block, after
 // wait_for_free_staging. `counters`: [max_token_chunks] in shared memory. Wait for nothing. A chunk's `staged` rises
-// once the helpers of all blocks have finished the chunk. No barrier at the end.
+// once the stage warps of all blocks have finished the chunk. No barrier at the end.
 __device__ inline void stage(const Op& op, const DispatchParams& params, uint32_t* counters) {
   // Clear the counters of this block.
-  for (int i = Helpers::thread(); i < op.context.max_token_chunks; i += Helpers::kThreads) counters[i] = 0;
-  Helpers::sync();
+  for (int i = StageWarps::thread(); i < op.context.max_token_chunks; i += StageWarps::kThreads) counters[i] = 0;
+  StageWarps::sync();
   // Stage.
   const Share share(op, params);
   const StagedChunks chunks(op, counters, params.args.num_tokens);

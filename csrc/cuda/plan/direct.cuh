@@ -1,6 +1,6 @@
 // Direct plans, for few tokens. Every rank sends its choices of experts to all ranks of the node. From them each block
 // makes the whole plan of its rank, in shared memory. Choices are tagged words, so no flag has to follow them: the
-// planners (all movers but the first warp) take them as they arrive, while the first warp waits for the Calls and
+// planners (all pull warps but the first warp) take them as they arrive, while the first warp waits for the Calls and
 // compares them. No list travels, and no block waits for another one: this takes about half the time of make_plan.
 //
 // All code here runs once per operation, and somebody waits for it: each instruction of a thread takes some 3 ns. So
@@ -11,7 +11,7 @@
 namespace ep::cuda::EP_KERNELS {
 
 // [thread] Return the plan of this dispatch, as far as this block may read it: a direct plan from its shared memory.
-__device__ inline Plan plan_here(const Op& op, const DispatchParams& params, char* shared) {
+__device__ inline Plan plan_of_block(const Op& op, const DispatchParams& params, char* shared) {
   Plan plan = params.plan;
   if (!params.is_direct()) return plan;
   const DirectPlan direct = params.direct_plan.in(shared);
@@ -21,11 +21,11 @@ __device__ inline Plan plan_here(const Op& op, const DispatchParams& params, cha
   return plan;
 }
 
-// A barrier between the movers, who arrive with a direct plan, and the helpers, who wait for it.
+// A barrier between the pull warps, who arrive with a direct plan, and the stage warps, who wait for it.
 constexpr int kDirectPlanBarrier = 3;
 
-// All movers but the first warp.
-using Planners = Team<4, 32, Movers::kThreads - 32>;
+// All pull warps but the first warp.
+using Planners = Team<4, 32, PullWarps::kThreads - 32>;
 
 // [thread] Return the choices of `source` in the memory of local rank `local`, for this operation.
 __device__ inline Tagged* choices_at(const Op& op, int local, int source) {
@@ -35,7 +35,7 @@ __device__ inline Tagged* choices_at(const Op& op, int local, int source) {
 }
 
 // [block] Write this rank's choices to every rank of the node. Tokens behind its last one have no experts: the readers
-// do not know their number yet. An invalid or repeated entry is kept as a mistake, and counts as none. Wait for
+// do not know their number yet. An invalid or repeated entry is kept as an error, and counts as none. Wait for
 // nothing: `announce` says why. Called in block 0. `aborted`: this rank has aborted. Then send nothing: its epoch has
 // not advanced, and a slow peer may still read choices of the same epoch.
 //
@@ -60,10 +60,10 @@ __device__ inline void send_choices(const Op& op, const DispatchParams& params, 
     const bool valid = given >= 0 && given < config.num_experts;
     const uint32_t same = __match_any_sync(~0u, valid ? lane / width << 16 | static_cast<int>(given) : ~lane);
     const bool repeated = (same & ((1u << lane) - 1)) != 0;
-    // Keep a mistake; invalid entries go before repeated ones.
+    // Keep an error; invalid entries go before repeated ones.
     const uint32_t invalid = __ballot_sync(~0u, !valid && given != -1), wrong = invalid | __ballot_sync(~0u, repeated);
     if (wrong != 0 && !aborted && lane == __ffs(invalid != 0 ? invalid : wrong) - 1)
-      keep_bad_entry(op.context, token, k, repeated, given);
+      record_bad_topk_idx(op.context, token, k, repeated, given);
     // Collect the choices in every fourth lane, and send them.
     const uint32_t one = valid && !repeated ? static_cast<uint32_t>(given) : 0xffff;
     const uint32_t two = one | __shfl_down_sync(~0u, one, 1) << 16;
@@ -121,9 +121,9 @@ __device__ inline void count_choices(const Op& op, const DispatchParams& params,
         const int verdict = decided();
         ptx::load_pair(from + at, epoch_of_low, low);
         ptx::load_pair(from + at + 1, epoch_of_high, high);
-        // A later epoch: a peer has masked this rank. Take none: both words must be of one operation.
+        // A later epoch means that a peer has masked this rank. Take none: both words must be of one operation.
         bool none = verdict > kAgreed || (absent >> source & 1) || max(epoch_of_low, epoch_of_high) > op.epoch;
-        if (turn % kPatientTurns == 0 && verdict == kAgreed) {
+        if (turn % kPollsBetweenChecks == 0 && verdict == kAgreed) {
           if (since == 0) since = ptx::nanoseconds();
           if (is_too_late(op, Phase::kCounts, source, from + at, 2, since)) {
             plan.post(Verdict::kAborted);
@@ -246,8 +246,8 @@ __device__ __noinline__ inline void clear_head(PlanHead& head, int num_ranks) {
   if (threadIdx.x == 0) head.num_items = head.most_items = head.num_rows = head.num_addends = head.usable = 0;
 }
 
-// [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all movers and
-// helpers. Called in the first warp of a block. `keeps` as in agree.
+// [warp] Wait for the Calls of all ranks and compare them. Write the verdict, for the planners and for all pull warps
+// and stage warps. Called in the first warp of a block. `keeps` as in agree.
 __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, bool keeps) {
   const Verdict verdict = agree(op, keeps);
   stamp(op, Step::kAgreed);
@@ -257,7 +257,7 @@ __device__ inline void decide_on_calls(const Op& op, const DirectPlan& plan, boo
 }
 
 // [warp] Copy a finished plan to device memory for later operations, and its counts to the caller. Report the rows to a
-// waiting host. Called in one warp of block 0: a helper if the launch pulls, because movers are busy then.
+// waiting host. Called in one warp of block 0: a stage warp if the launch pulls, because pull warps are busy then.
 __device__ inline void publish_plan(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const int lane = threadIdx.x % 32, num_local = op.context.num_local_experts;
   const bool usable = plan.head->usable;
@@ -290,41 +290,41 @@ __device__ inline void plan_choices(const Op& op, const DispatchParams& params, 
   if (Planners::warp() == 1) write_direct_head(op, params, plan);
 }
 
-// [team] Make a direct plan, and hand it to the helpers of this block if the launch pulls. Called by the movers of each
-// block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as make_plan.
+// [team] Make a direct plan, and hand it to the stage warps of this block if the launch pulls. Called by the pull warps
+// of each block; block 0 has sent the choices of this rank. `is_free` as in wait_for_free_staging. Return as make_plan.
 __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& params, char* shared, bool is_free) {
   const DirectPlan plan = params.direct_plan.in(shared);
-  // Block 1 announces, because block 0 is busy with the choices. With masks a rank whose Call is here counts as
-  // present: then its choices must be on their way for good, and the Call covers them.
+  // Block 1 publishes the Call, because block 0 is sending topk_idx. With masks a rank whose Call has arrived is
+  // treated as alive, so its topk_idx must have been sent first: block 0 publishes then, after a fence.
   const bool covers = has_masks(op.context);
   const bool announces = params.stages && op.block == (covers ? 0 : min(1, op.num_blocks - 1));
   // Clear the counters: `chosen` to `rank_items`.
   for (uint32_t* word = plan.chosen + threadIdx.x; word < reinterpret_cast<uint32_t*>(plan.end);
-       word += Movers::kThreads)
+       word += PullWarps::kThreads)
     *word = 0;
   if (threadIdx.x == 0) *plan.decided = 0;
-  // Announce. After an abort go on to the barrier below: the helpers wait for the movers there.
+  // Announce. After an abort go on to the barrier below: the stage warps wait for the pull warps there.
   Verdict verdict = Verdict::kAgree;
-  if (announces && !wait_for_free_staging<Movers>(op, is_free)) verdict = Verdict::kAborted;
-  Movers::sync();  // the counters are clear
+  if (announces && !wait_for_free_staging<PullWarps>(op, is_free)) verdict = Verdict::kAborted;
+  PullWarps::sync();  // the counters are clear
   if (verdict == Verdict::kAgree && announces) {
     stamp(op, Step::kFree);
-    if (Movers::warp() == 0) announce(op, call_of(params), covers);
+    if (PullWarps::warp() == 0) announce(op, call_of(params), covers);
     stamp(op, Step::kSent);
   }
   // Plan, and meanwhile compare the Calls.
   if (verdict == Verdict::kAgree) {
     if (!params.pulls && (op.block != 0 || !params.counts())) return verdict;
-    // The second launch of a counted dispatch does not keep a mistake: the first one did.
+    // The second launch of a counted dispatch does not keep an error: the first one did.
     const bool keeps = params.stages || !params.counts();
     if (Planners::has_thread())
       plan_choices(op, params, shared);
     else
       decide_on_calls(op, plan, keeps);
-    Movers::sync();
+    PullWarps::sync();
     verdict = *plan.verdict;
     // Decide in the first warp whether the plan is usable.
-    if (Movers::warp() == 0) {
+    if (PullWarps::warp() == 0) {
       bool fits = verdict == Verdict::kAgree;
       if (fits && params.args.layout != Layout::kDecode) {
         Scratch scratch{};
@@ -341,12 +341,12 @@ __device__ inline Verdict make_direct_plan(const Op& op, const DispatchParams& p
   }
   // Hand the plan over.
   if (!params.pulls) return verdict;
-  Movers::sync();
+  PullWarps::sync();
   ptx::named_barrier_arrive(kDirectPlanBarrier, kBlockThreads);
   return verdict;
 }
 
-// [team] Wait for the direct plan of this block. Return its verdict. Called by the helpers of a block that pulls.
+// [team] Wait for the direct plan of this block. Return its verdict. Called by the stage warps of a block that pulls.
 __device__ inline Verdict wait_for_direct_plan(const DispatchParams& params, char* shared) {
   ptx::named_barrier(kDirectPlanBarrier, kBlockThreads);
   return *params.direct_plan.in(shared).verdict;
@@ -377,15 +377,15 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
     // Find the local experts, and put them into ascending order.
     const bool chooses = n < num && k < num_topk;
     const int e = chooses ? plan.choices_of(op, its_source, its_token)[k] - op.rank() * num_local : -1;
-    const bool here = static_cast<unsigned>(e) < static_cast<unsigned>(num_local);
+    const bool is_local = static_cast<unsigned>(e) < static_cast<unsigned>(num_local);
     int copy = 0, num_copies = 0;
 #pragma unroll 1
     for (int other = 0; other < num_topk; ++other) {
-      const int its_e = __shfl_sync(~0u, here ? e : num_local, other, width);
+      const int its_e = __shfl_sync(~0u, is_local ? e : num_local, other, width);
       copy += its_e < e, num_copies += its_e < num_local;
     }
     if (k == 0 && n < num) item.begin(its_token, num_copies);
-    if (!here) continue;
+    if (!is_local) continue;
     const int index = (its_source * plan.source_words + its_token / 32) * num_local + e;
     const uint32_t earlier = (1u << its_token % 32) - 1;
     item.value(copy) = params.args.layout == Layout::kRank
@@ -397,12 +397,12 @@ __device__ inline void write_items(const Op& op, const DispatchParams& params, c
 }
 
 // [team] Write the table of this rank's tokens, and their columns with an expert, for later combines. Called by the
-// helpers of each block, with a usable plan.
+// stage warps of each block, with a usable plan.
 __device__ inline void keep_direct_table(const Op& op, const DispatchParams& params, const DirectPlan& plan) {
   const Context& context = op.context;
 #pragma unroll 1
-  for (int token = op.block + op.num_blocks * Helpers::thread(); token < params.args.num_tokens;
-       token += op.num_blocks * Helpers::kThreads) {
+  for (int token = op.block + op.num_blocks * StageWarps::thread(); token < params.args.num_tokens;
+       token += op.num_blocks * StageWarps::kThreads) {
     int32_t* const table = params.plan.tables + static_cast<size_t>(token) * context.table_ints;
 #pragma unroll 1
     for (int rank = 0; rank < op.num_ranks(); ++rank) {

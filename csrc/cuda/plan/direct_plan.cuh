@@ -6,10 +6,10 @@
 
 namespace ep::cuda::EP_KERNELS {
 
-// Shared memory of one block. Written by its movers, read by its movers and helpers.
+// Shared memory of one block. Written by its pull warps, read by its pull warps and stage warps.
 struct DirectPlan {
   PlanHead* head;          // as in Plan
-  Verdict* verdict;        // of the movers, for the helpers
+  Verdict* verdict;        // of the pull warps, for the stage warps
   int* decided;            // of the Calls, for the planners: 1 + its Verdict; 0: not yet known
   int32_t* expert_rows;    // as in Plan
   int32_t* expert_begin;   // as in Plan; before lay_out the rows of each group
@@ -60,7 +60,7 @@ struct DirectPlan {
     return p;
   }
 
-  // [thread] Write the verdict: for the movers and helpers, then for the planners.
+  // [thread] Write the verdict: for the pull warps and stage warps, then for the planners.
   __device__ void post(Verdict value) const {
     *verdict = value;
     ptx::fence_block();  // planners read who is absent
@@ -86,7 +86,7 @@ struct DirectPlan {
     const uint32_t* const words_of_source = received + source * source_words;
     int word = 0, left = number;
 #pragma unroll 1
-    for (int here; (here = __popc(words_of_source[word])) <= left; ++word) left -= here;
+    for (int in_word; (in_word = __popc(words_of_source[word])) <= left; ++word) left -= in_word;
     // Find the bit in the word by bisection.
     const uint32_t bits = words_of_source[word];
     int bit = 0;

@@ -1,4 +1,4 @@
-// Items: tokens of a source for one receiver. Also the order of a receiver's items, for movers and pushing blocks.
+// Items: tokens of a source for one receiver. Also the order of a receiver's items, for pull warps and pushing blocks.
 #pragma once
 #include "cuda/context.cuh"
 
@@ -23,15 +23,15 @@ struct Item {
 // [thread] Return item `number` from `source` to `receiver`, a rank of this node. It lies in the source's inbox here.
 __device__ inline int32_t* item_at_source(const Context& context, int source, int receiver, int number) {
   const size_t index = static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens + number;
-  return context.inbox_of(source, &Inbox::items) + index * context.item_ints;
+  return context.inbox_holding(source, &Inbox::items) + index * context.item_ints;
 }
 
 // [thread] Return this rank's items for `receiver`: in its inbox, or for another node in items_out. Senders take them
 // from there.
 __device__ inline int32_t* items_for(const Context& context, int receiver) {
   const int node = context.node_of(receiver);
-  int32_t* const items = node == context.node ? context.inbox_of(context.config.rank, &Inbox::items)
-                                              : context.rail_for(node, &RailArrays::items_out);
+  int32_t* const items = node == context.node ? context.inbox_holding(context.config.rank, &Inbox::items)
+                                              : context.local_rail_buffer(node, &RailArrays::items_out);
   return items + static_cast<size_t>(context.local_of(receiver)) * context.config.max_tokens * context.item_ints;
 }
 

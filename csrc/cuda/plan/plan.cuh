@@ -1,30 +1,30 @@
 // From a routing to a plan. Every rank counts, sends its counts to all ranks, finds the rows of its tokens, and lists
-// its items. The movers of the first `plan_blocks` blocks do all of it.
+// its items. The pull warps of the first `plan_blocks` blocks do all of it.
 #pragma once
 #include "cuda/plan/scan.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
 // [team] Replace counts of several parts, [num_parts, stride], by their exclusive prefix sums over the parts, in place.
-// Call total(i, sum over all parts). Called by the movers of one block. No barrier at the end. Loads go to an array
+// Call total(i, sum over all parts). Called by the pull warps of one block. No barrier at the end. Loads go to an array
 // first: the compiler cannot rule out that a store changes the next part's count, so without the array each load would
 // wait for the store before it.
 template <class Total>
-__device__ void sum_before(int* counts, int stride, int num, int num_parts, const Total& total) {
+__device__ void exclusive_scan_over_parts(int* counts, int stride, int num, int num_parts, const Total& total) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num; i += Movers::kThreads) {
+  for (int i = threadIdx.x; i < num; i += PullWarps::kThreads) {
     constexpr int kTogether = 8;  // loads under way
     int sum = 0;
 #pragma unroll 1
     for (int first = 0; first < num_parts; first += kTogether) {
       int* const from = counts + first * stride + i;
-      const int num_here = num_parts - first;
+      const int num_together = num_parts - first;
       int count[kTogether];
 #pragma unroll
-      for (int p = 0; p < kTogether; ++p) count[p] = p < num_here ? from[p * stride] : 0;
+      for (int p = 0; p < kTogether; ++p) count[p] = p < num_together ? from[p * stride] : 0;
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        if (p < num_here) from[p * stride] = sum;
+        if (p < num_together) from[p * stride] = sum;
         sum += count[p];
       }
     }
@@ -32,17 +32,17 @@ __device__ void sum_before(int* counts, int stride, int num, int num_parts, cons
   }
 }
 
-// [team] Write the counts of this block to block_num_tokens and block_num_items, for send_counts. Called by the movers
-// of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No barrier at the
-// end.
+// [team] Write the counts of this block to block_num_tokens and block_num_items, for send_counts. Called by the pull
+// warps of a planning block, after count_tokens. Afterwards the scratch holds the sums over earlier warps. No barrier
+// at the end.
 __device__ void share_counts(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int experts = op.context.config.num_experts;
   int32_t* num_tokens = op.context.arrays.block_num_tokens + static_cast<size_t>(op.block) * experts;
   int32_t* num_items = op.context.arrays.block_num_items + op.block * op.num_ranks();
-  sum_before(scratch.expert_offset, experts, experts, params.plan_warps,
-             [&](int expert, int sum) { num_tokens[expert] = sum; });
-  sum_before(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
-             [&](int rank, int sum) { num_items[rank] = sum; });
+  exclusive_scan_over_parts(scratch.expert_offset, experts, experts, params.plan_warps,
+                            [&](int expert, int sum) { num_tokens[expert] = sum; });
+  exclusive_scan_over_parts(scratch.rank_offset, op.num_ranks(), op.num_ranks(), params.plan_warps,
+                            [&](int rank, int sum) { num_items[rank] = sum; });
 }
 
 // [thread] Return the Call of this dispatch.
@@ -62,31 +62,34 @@ __device__ inline Call call_of(const DispatchParams& params) {
   return call;
 }
 
-// [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the movers of the
+// [team] Write this rank's counts to every rank of the node, and announce the dispatch. Called by the pull warps of the
 // planning block that counts last. Afterwards block_num_tokens and block_num_items hold the sums over earlier blocks.
 // The other planning blocks read them after `called` of this rank.
 __device__ void send_counts(const Op& op, const DispatchParams& params) {
   const Context& context = op.context;
   const int experts = context.config.num_experts;
   const auto counts_for = [&](int local) { return counts_at(op, local, op.rank()); };
-  sum_before(context.arrays.block_num_tokens, experts, experts, params.plan_blocks, [&](int expert, int sum) {
-    for (int local = 0; local < op.ranks_per_node(); ++local)
-      counts_for(local).num_tokens(context.config, expert) = sum;
-  });
-  sum_before(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks, [&](int to, int sum) {
-    for (int local = 0; local < op.ranks_per_node(); ++local) counts_for(local).num_items(to) = sum;
-  });
-  Movers::sync();
-  if (Movers::warp() == 0) announce(op, call_of(params), true);
+  exclusive_scan_over_parts(context.arrays.block_num_tokens, experts, experts, params.plan_blocks,
+                            [&](int expert, int sum) {
+                              for (int local = 0; local < op.ranks_per_node(); ++local)
+                                counts_for(local).num_tokens(context.config, expert) = sum;
+                            });
+  exclusive_scan_over_parts(context.arrays.block_num_items, op.num_ranks(), op.num_ranks(), params.plan_blocks,
+                            [&](int to, int sum) {
+                              for (int local = 0; local < op.ranks_per_node(); ++local)
+                                counts_for(local).num_items(to) = sum;
+                            });
+  PullWarps::sync();
+  if (PullWarps::warp() == 0) announce(op, call_of(params), true);
 }
 
-// [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the movers of a planning block, after
-// `called` of all ranks. Ends with a barrier of the movers.
+// [team] Sum each expert's tokens over all ranks and over lower ranks. Called by the pull warps of a planning block,
+// after `called` of all ranks. Ends with a barrier of the pull warps.
 __device__ void sum_sources(const Op& op, const Scratch& scratch) {
   const Context& context = op.context;
   const int32_t* const num_tokens = &own_counts(op, 0).num_tokens(context.config, 0);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < context.config.num_experts; e += Movers::kThreads) {
+  for (int e = threadIdx.x; e < context.config.num_experts; e += PullWarps::kThreads) {
     int total = 0, before = 0;
 #pragma unroll 4
     for (int source = 0; source < op.num_ranks(); ++source) {
@@ -97,7 +100,7 @@ __device__ void sum_sources(const Op& op, const Scratch& scratch) {
     scratch.expert_total[e] = total;
     scratch.expert_before[e] = before;
   }
-  Movers::sync();
+  PullWarps::sync();
 }
 
 // [thread] Return the rows of an expert group with its padding. With a large alignment they need more than 32 bits.
@@ -136,13 +139,13 @@ __device__ int64_t lay_out_experts(const Op& op, const DispatchParams& params, c
 }
 
 // [team] Find the first row of this rank's tokens at each expert, and for each rank its output rows and this rank's
-// items for it. Called by the movers of a planning block, after `called` of all ranks. Ends with a barrier of the
-// movers.
+// items for it. Called by the pull warps of a planning block, after `called` of all ranks. Ends with a barrier of the
+// pull warps.
 __device__ void find_first_rows(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   sum_sources(op, scratch);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int rank = warp; rank < op.num_ranks(); rank += Movers::kWarps) {
+  for (int rank = warp; rank < op.num_ranks(); rank += PullWarps::kWarps) {
     // Start these loads before the layout; their values are used after it.
     const auto items_of = [&](int source) {
       return source < op.num_ranks() ? __ldcg(&own_counts(op, source).num_items(rank)) : 0;
@@ -162,11 +165,11 @@ __device__ void find_first_rows(const Op& op, const DispatchParams& params, cons
       scratch.items[rank] = items_for(op.context, rank);
     }
   }
-  Movers::sync();
+  PullWarps::sync();
 }
 
 // [warp] Return whether the rows of all ranks fit into their outputs; all ranks get the same result. If not, block 0
-// keeps the mistake, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
+// keeps the error, with `keeps`. Called by warp 0 of a planning block, after find_first_rows. Read only
 // scratch.needed and scratch.max_rows.
 __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scratch& scratch, bool keeps = true) {
   const Context& context = op.context;
@@ -182,11 +185,11 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   }
   if (countable && fit) return true;
   if (op.block != 0 || !keeps) return false;
-  // Keep the mistake.
-  bool claimed = threadIdx.x == 0 && claim_mistake(context, countable ? Mistake::kTooFewRows : Mistake::kTooManyRows);
+  // Keep the error.
+  bool claimed = threadIdx.x == 0 && try_record_error(context, countable ? Error::kTooFewRows : Error::kTooManyRows);
   claimed = __shfl_sync(~0u, claimed, 0);
   if (claimed) {
-    MistakeFacts& facts = context.state->facts;
+    ErrorFacts& facts = context.state->facts;
     facts.detail[0] = params.args.expert_alignment;
 #pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) {
@@ -199,13 +202,13 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   return false;
 }
 
-// [warp] If the host waits for the counts, publish a mistake, then the number of rows, and then the ticket, which
+// [warp] If the host waits for the counts, publish an error, then the number of rows, and then the ticket, which
 // covers counted_rows too. Called in one warp of block 0; the warp has seen the counted rows.
 __device__ inline void report_rows(const Op& op, const DispatchParams& params, int num_rows) {
   if (threadIdx.x % 32 != 0 || params.args.num_rows >= 0) return;
-  // The mistake first, because the host raises it with the counts.
+  // The error first, because the host raises it with the counts.
   Report* report = op.context.report;
-  publish_mistake(op.context, kept_mistake(op.context));
+  publish_error(op.context, recorded_error(op.context));
   report->num_rows = num_rows;
   __threadfence_system();
   *static_cast<volatile uint64_t*>(&report->counted) = params.args.ticket;
@@ -247,15 +250,15 @@ __device__ void write_head(const Op& op, const DispatchParams& params, const Scr
   report_rows(op, params, head.num_rows);
 }
 
-// [team] Wait until all ranks of the node have read this rank's staging and tails of earlier operations. `is_free`:
-// they had done so when this block began (is_free_at_first_sight). Then there is no wait, and no barrier. Return false
-// after an abort of this rank. Called by the helpers of each block, and by the movers about to announce.
+// [team] Wait until all ranks of the node have read this rank's staging and metadata of earlier operations. `is_free`:
+// they had done so when this block began (poll_once). Then there is no wait, and no barrier. Return false
+// after an abort of this rank. Called by the stage warps of each block, and by the pull warps about to announce.
 template <class Team>
 __device__ bool wait_for_free_staging(const Op& op, bool is_free) {
   return is_free || team_waits<Team>(op, Phase::kFreeStaging, op.context.own.consumed, op.context.state->staged_epoch);
 }
 
-// [team] Make the plan. Called by the movers of the planning blocks, once staging is free. Return kAborted after an
+// [team] Make the plan. Called by the pull warps of the planning blocks, once staging is free. Return kAborted after an
 // abort of this rank. Return kDiffer for differing Calls: the plan is then unusable. It is unusable, too, if the rows
 // do not fit; the verdict is still kAgree. An unusable plan has no items, and the caller's counts are 0. After kAgree
 // and kDiffer the last planning block raises `listed`: by then all lists, tables and the plan's head are written.
@@ -267,10 +270,10 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
   // Count. The last block to count sends the counts.
   count_tokens(op, params, scratch);
   share_counts(op, params, scratch);
-  if (last_block<Movers>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
+  if (last_block<PullWarps>(&context.state->count_done, params.plan_blocks)) send_counts(op, params);
   stamp(op, Step::kSent);
   // Wait for all counts, and lay out the rows.
-  const Verdict verdict = first_warp_waits<Movers>([&] { return agree(op); });
+  const Verdict verdict = first_warp_waits<PullWarps>([&] { return agree(op); });
   stamp(op, Step::kAgreed);
   if (verdict == Verdict::kAborted) return verdict;
   if (verdict == Verdict::kAgree) find_first_rows(op, params, scratch);
@@ -278,18 +281,18 @@ __device__ Verdict make_plan(const Op& op, const DispatchParams& params, char* s
     const bool fits = verdict == Verdict::kAgree && rows_fit(op, params, scratch);
     if (threadIdx.x == 0) usable = fits;
   }
-  Movers::sync();
+  PullWarps::sync();
   // Write the head in the last warp: with few tokens it has none to list.
-  if (op.block == 0 && Movers::warp() == Movers::kWarps - 1) write_head(op, params, scratch, usable);
+  if (op.block == 0 && PullWarps::warp() == PullWarps::kWarps - 1) write_head(op, params, scratch, usable);
   // List the items, or clear the caller's counts.
   if (usable) {
     list_items(op, params, scratch);
   } else if (op.block == 0) {
-    for (int e = threadIdx.x; e < context.num_local_experts; e += Movers::kThreads) params.write_counts(e, 0, 0);
+    for (int e = threadIdx.x; e < context.num_local_experts; e += PullWarps::kThreads) params.write_counts(e, 0, 0);
   }
   // Raise `listed` in the last block to list.
-  if (last_block<Movers>(&context.state->list_done, params.plan_blocks))
-    team_raises<Movers>(op, context.own.listed + op.rank());
+  if (last_block<PullWarps>(&context.state->list_done, params.plan_blocks))
+    team_raises<PullWarps>(op, context.own.listed + op.rank());
   return verdict;
 }
 

@@ -38,7 +38,7 @@ struct PlanHead : PlanSizes {
 #endif
 };
 
-// Written by the planning blocks and helpers of one dispatch, read by this and later operations. The arrays of an
+// Written by the planning blocks and stage warps of one dispatch, read by this and later operations. The arrays of an
 // unusable plan may be unwritten.
 struct Plan {
   PlanHead* head;

@@ -1,5 +1,5 @@
-// Scans of a rank's own routing, by the movers of the planning blocks. There are two scans: count_tokens counts, then
-// list_items writes the items.
+// Scans of a rank's own routing, by the pull warps of the planning blocks. There are two scans: count_tokens counts,
+// then list_items writes the items.
 //
 //   tokens of the rank   | block 0                   | block 1                   | ...
 //   tokens of a block    | warp 0 | warp 1 | ...     | in ascending order, so that prefix sums keep the order of tokens
@@ -19,7 +19,7 @@ namespace ep::cuda::EP_KERNELS {
 
 constexpr int kChoices = 8;  // int16 in a vector of 16 bytes
 
-// Shared memory of a planning block. Written and read by its movers.
+// Shared memory of a planning block. Written and read by its pull warps.
 struct Scratch {
   int* expert_offset;  // [plan_warps, num_experts] in turn: tokens of each warp; tokens of the block before the warp;
                        // the row of the warp's next token
@@ -102,7 +102,7 @@ struct Scan {
 
   // [warp] Load a batch into shared memory, beginning with token `first`, and mark its experts. The marks are 0 before.
   // Return the ranks of the lane's token. An invalid or repeated entry counts as -1. With `checks` it is kept as a
-  // mistake.
+  // error.
   __device__ RankSet load(int first, bool checks) const {
     const int lane = threadIdx.x % 32, num_topk = context.config.num_topk, num = min(32, end - first);
     const int64_t* from = topk_idx + static_cast<int64_t>(first) * num_topk;
@@ -120,7 +120,7 @@ struct Scan {
       for (int i = 0; i < kTogether; ++i) {
         if (32 * i >= left) break;
         const bool bad = given[i] < -1 || given[i] >= context.config.num_experts;
-        if (bad && checks) keep_bad_entry(context, first + token, k, false, given[i]);
+        if (bad && checks) record_bad_topk_idx(context, first + token, k, false, given[i]);
         choices[token * choices_per_token + k] = static_cast<int16_t>(bad ? -1 : given[i]);
         token += step_tokens, k += step_k;
         if (k >= num_topk) k -= num_topk, ++token;
@@ -135,7 +135,7 @@ struct Scan {
         const int expert = lane_choices()[k];
         if (expert < 0) continue;
         if (atomicOr(marks + expert, 1u << lane) >> lane & 1) {
-          if (checks) keep_bad_entry(context, first + lane, k, true, expert);
+          if (checks) record_bad_topk_idx(context, first + lane, k, true, expert);
           lane_choices()[k] = -1;
         } else {
           ranks.add(rank_of(expert));
@@ -190,7 +190,7 @@ __device__ inline uint32_t other_nodes(const Context& context, const RankSet& ra
 }
 
 // [team] Count the tokens of each expert and the items of each rank, by warp, into the scratch. Write sent_nodes to the
-// plan. Called by the movers of a planning block. Ends with a barrier of the movers.
+// plan. Called by the pull warps of a planning block. Ends with a barrier of the pull warps.
 __device__ void count_tokens(const Op& op, const DispatchParams& params, const Scratch& scratch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < params.plan_warps) {
@@ -208,15 +208,15 @@ __device__ void count_tokens(const Op& op, const DispatchParams& params, const S
       scan.finish(first);
 #pragma unroll 1
       for (int rank = 0; rank < op.num_ranks(); ++rank) {
-        const int num_here = __popc(__ballot_sync(~0u, ranks.has(rank)));
-        if (lane == rank % 32) add_to(num_items, rank / 32, num_here);
+        const int num_together = __popc(__ballot_sync(~0u, ranks.has(rank)));
+        if (lane == rank % 32) add_to(num_items, rank / 32, num_together);
       }
     }
 #pragma unroll
     for (int word = 0; word < kRankWords; ++word)
       if (32 * word + lane < op.num_ranks()) scan.rank_offset[32 * word + lane] = num_items[word];
   }
-  Movers::sync();
+  PullWarps::sync();
 }
 
 // [thread] Count a token's experts in [first, expert). `choices`: of the token, in num_vectors vectors.
@@ -247,7 +247,7 @@ __device__ inline void list_nodes(const Scan& scan, const Plan& plan, int token)
   }
 }
 
-// [team] Write the items and tables of this rank's tokens. Called by the movers of a planning block, after
+// [team] Write the items and tables of this rank's tokens. Called by the pull warps of a planning block, after
 // find_first_rows and with a usable plan. Items go to the own inbox, and for other nodes to items_out. Tables go to the
 // plan, and for other nodes to table_out. The plan also gets sent_k and k_node. `agree` has freed all this memory.
 // No barrier at the end.
@@ -283,7 +283,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
     for (int node = 0; node < op.context.num_nodes(); ++node) {
       int32_t* const table = (node == context.node ? params.plan.tables + static_cast<size_t>(node) *
                                                                               config.max_tokens * context.table_ints
-                                                   : context.rail_for(node, &RailArrays::table_out)) +
+                                                   : context.local_rail_buffer(node, &RailArrays::table_out)) +
                              static_cast<size_t>(token) * context.table_ints;
 #pragma unroll 1
       for (int local = 0; local < locals; ++local) {

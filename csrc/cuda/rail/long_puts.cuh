@@ -32,7 +32,7 @@ struct LongPuts {
   static_assert(kPlaces * (sizeof(uint64_t) + sizeof(Piece)) <= kHeader);
 
   // [warp] Create the mbarriers in `shared`: this warp's memory, aligned to 128. It has room for places of 16 bytes and
-  // more: a dispatch gives all that a block has, a combine the memory of its bays.
+  // more: a dispatch gives all that a block has, a combine the memory of its smem stages.
   __device__ LongPuts(const Context& context, char* shared, uint32_t bytes)
       : wire{context},
         full(reinterpret_cast<uint64_t*>(shared)),

@@ -5,11 +5,11 @@
 //   sender                                           relay for node m, on the receiving rank
 //   `inbox_free` -> rail peers                       (senders wait for it)
 //   Call (and counts) -> rail peers                  Counts, then Call -> ranks of the node
-//   rows and tails, chunk by chunk -> rail peers     `staged`
+//   rows and metadata, chunk by chunk -> rail peers     `staged`
 //   items and tables, between two chunks             `listed`
-//   sums and weights, chunk by chunk -> rail peers   `sums_here`, for this rank alone
+//   sums and weights, chunk by chunk -> rail peers   `sums_relayed`, for this rank alone
 //
-// Before all ranks agree, only `inbox_free`, Calls, counts, rows and tails are sent.
+// Before all ranks agree, only `inbox_free`, Calls, counts, rows and metadata are sent.
 #pragma once
 #include "cuda/rail/long_puts.cuh"
 #include "cuda/rail/pace.cuh"
@@ -47,13 +47,13 @@ struct RailWarp {
   // [thread] Return a wire flag to be raised at the rail peer on `node`, as an address in the own region: flags
   // [num_others, max_chunks]. Its index is that of this rank's node at the peer, where the peer's node has no entry.
   __device__ uint64_t* flag_at(int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
-    return flags + static_cast<size_t>(context.other(node, context.node)) * max_chunks + chunk;
+    return flags + static_cast<size_t>(context.index_without(context.node, node)) * max_chunks + chunk;
   }
 
   // [warp] Wait for a wire flag of the rail peer on `node`. Return false after an abort of this rank. Otherwise the
   // data covered by the flag may be read, by this warp. Called in relays, and in senders for `inbox_free`.
   __device__ bool wait_for_peer(Phase phase, int node, uint64_t* flags, int max_chunks = 1, int chunk = 0) const {
-    uint64_t* const flag = flags + static_cast<size_t>(context.other(node)) * max_chunks + chunk;
+    uint64_t* const flag = flags + static_cast<size_t>(context.other_node_idx(node)) * max_chunks + chunk;
     flush();
     if (!wait_for_one(op, phase, flag, op.epoch, context.rail_peer(node), context.rail_peer(node))) return false;
     if (lane == 0) wire().arrived(node, flag, op.epoch);
@@ -67,21 +67,21 @@ struct RailWarp {
   // would report this rank as late. Called in senders, and in relays for `listed`.
   __device__ bool wait_for_self(const uint64_t* flag) const {
     if (pace.holds_share() && !__all_sync(~0u, ptx::load_acquire(flag) >= op.epoch)) flush();
-    bool here;
-    do here = ptx::load_acquire(flag) >= op.epoch;
-    while (!here && !has_aborted(context));
-    here = __all_sync(~0u, here);
+    bool arrived;
+    do arrived = ptx::load_acquire(flag) >= op.epoch;
+    while (!arrived && !has_aborted(context));
+    arrived = __all_sync(~0u, arrived);
     ptx::fence_before_bulk();
-    return here;
+    return arrived;
   }
 
   // [warp] Raise flags [0, num) at every rank of the node. They cover all data seen or copied by this warp before.
   // Called in relays.
-  __device__ void raise(uint64_t* flags_here, int num = 1) const {
+  __device__ void raise(uint64_t* local_flags, int num = 1) const {
     __syncwarp();
     if (lane < op.ranks_per_node()) {
       ptx::fence_system();
-      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(flags_here + i, lane), op.epoch);
+      for (int i = 0; i < num; ++i) ptx::store_relaxed(context.peers.at(local_flags + i, lane), op.epoch);
     }
     __syncwarp();
   }
@@ -123,7 +123,7 @@ struct RailWarp {
     pace.flush([&](const SentShare& share) { count_in(share); });
   }
 
-  // [warp] Wait until the ranks of this node have read the rows and tails of earlier operations. Then raise
+  // [warp] Wait until the ranks of this node have read the rows and metadata of earlier operations. Then raise
   // `inbox_free` at the rail peers: theirs may come. The senders take the peers in turn. If a peer is in another kind
   // of operation, it may send rows all the same, but nobody reads them. `is_free` as in wait_for_free_staging. Return
   // false after an abort of this rank. Called in senders, once per operation.
@@ -138,11 +138,11 @@ struct RailWarp {
   }
 
   // [warp] Raise a wire flag that covers the puts of this sender alone.
-  __device__ void signal_alone(int node, uint64_t* flag_there) const {
+  __device__ void signal_alone(int node, uint64_t* remote_flag) const {
     __syncwarp();
     if (lane == 0) {
       pace.wait();
-      wire().signal(node, flag_there, op.epoch);
+      wire().signal(node, remote_flag, op.epoch);
     }
   }
 
@@ -164,7 +164,7 @@ struct RailWarp {
       int32_t* const counts = own_counts(op, op.rank()).data;
       count_bytes(context.state->lists_sent, node(i), counts_bytes + kCallBytes);
       if (has_counts) wire().put(node(i), counts, counts, counts_bytes);
-      wire().put(node(i), arriving_call(op.context.rail_at_peer(node(i), &RailArrays::call)), call, kCallBytes);
+      wire().put(node(i), arriving_call(op.context.remote_rail_buffer(node(i), &RailArrays::call)), call, kCallBytes);
       signal_alone(node(i), flag_at(node(i), context.own.call_arrived));
     }
     return true;
@@ -185,7 +185,7 @@ struct RailWarp {
     }
     __syncwarp();
     if (lane < Call::kNumWords) {  // a lane for each word
-      const uint64_t data = __ldcg(&arriving_call(context.rail_for(node, &RailArrays::call))[lane].data);
+      const uint64_t data = __ldcg(&arriving_call(context.local_rail_buffer(node, &RailArrays::call))[lane].data);
       Tagged* const to = call_at(op, source) + lane;
       ptx::fence_system();
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// The rail blocks of a dispatch: they send and relay items, and rows and tails, chunk by chunk.
+// The rail blocks of a dispatch: they send and relay items, and rows and metadata, chunk by chunk.
 #pragma once
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/rail/rail.cuh"
@@ -35,13 +35,15 @@ struct DispatchRailWarp : RailWarp {
         const int num = __ldcg(&own_counts(op, op.rank()).num_items(to * op.ranks_per_node() + local));
         const size_t begin = static_cast<size_t>(local) * config.max_tokens * context.item_ints;
         // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
-        send_share(to, context.inbox_for(context.node, &Inbox::items) + begin,
-                   context.rail_for(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
+        send_share(to, context.my_inbox(context.node, &Inbox::items) + begin,
+                   context.local_rail_buffer(to, &RailArrays::items_out) + begin, num * context.item_ints * 4, piece);
       }
       if (usable)
-        send_share(to, context.rail_at_peer(to, &RailArrays::table_in), context.rail_for(to, &RailArrays::table_out),
+        send_share(to, context.remote_rail_buffer(to, &RailArrays::table_in),
+                   context.local_rail_buffer(to, &RailArrays::table_out),
                    params.args.num_tokens * context.table_ints * 4, piece);
-      finish_sending(context.arrays.items_sent + context.other(to), to, flag_at(to, context.own.items_arrived));
+      finish_sending(context.arrays.items_sent + context.other_node_idx(to), to,
+                     flag_at(to, context.own.items_arrived));
     }
   }
 
@@ -53,7 +55,7 @@ struct DispatchRailWarp : RailWarp {
   }
 
   // [thread] Return whether a token has an expert on a node. Early rows of a new plan look at the choices themselves:
-  // the movers may not have counted them yet.
+  // the pull warps may not have counted them yet.
   __device__ bool goes_to(const DispatchParams& params, int token, int node) const {
     if (!params.new_plan || !sends_early(params)) return __ldcg(params.plan.sent_nodes + token) >> node & 1;
     const Config& config = context.config;
@@ -68,14 +70,14 @@ struct DispatchRailWarp : RailWarp {
     return goes;
   }
 
-  // [warp] Put this sender's share of rows and tails of tokens [begin, end) to a node: of tokens with experts there.
-  // Row and tail of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not staged
-  // come from the caller's tensor. Called in senders, after `staged` of this rank.
+  // [warp] Put this sender's share of rows and metadata of tokens [begin, end) to a node: of tokens with experts there.
+  // Row and metadata of a token have the same offset in the rail peer's inbox as in the own one. Rows that are not
+  // staged come from the caller's tensor. Called in senders, after `staged` of this rank.
   __device__ void send_tokens(const DispatchParams& params, LongPuts& puts, int to, int begin, int end) const {
-    char* const staging = context.inbox_for(context.node, &Inbox::staging);
+    char* const staging = context.my_inbox(context.node, &Inbox::staging);
     const char* const rows = params.stages_rows ? staging : params.args.rows;
     const size_t stride = params.stages_rows ? params.row_stride : params.args.row_bytes;
-    char* const tails = context.inbox_for(context.node, &Inbox::tails);
+    char* const metadata = context.my_inbox(context.node, &Inbox::metadata);
     for (int first = begin + sender(); first < end; first += 32 * num_senders) {
       // Each lane looks at one token; the warp then puts the tokens with experts there, one by one.
       const int lane_token = first + lane * num_senders;
@@ -83,12 +85,12 @@ struct DispatchRailWarp : RailWarp {
       uint32_t lanes = __ballot_sync(~0u, goes);
       if (lanes == 0) continue;
       // Count once for all: an atomic access takes as long as a short put.
-      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.tail_bytes));
+      count_bytes(context.state->bytes_sent, to, __popc(lanes) * (params.args.row_bytes + params.metadata_bytes));
       for (; lanes != 0; lanes &= lanes - 1) {
         const size_t token = first + (__ffs(lanes) - 1) * num_senders;
-        char* const tail = tails + token * params.tail_bytes;
+        char* const token_metadata = metadata + token * params.metadata_bytes;
         puts.put(to, {staging + token * params.row_stride, rows + token * stride, params.args.row_bytes},
-                 {tail, tail, params.tail_bytes});
+                 {token_metadata, token_metadata, params.metadata_bytes});
       }
     }
     puts.drain();
@@ -97,11 +99,11 @@ struct DispatchRailWarp : RailWarp {
   // [thread] Return whether rows cross in this dispatch, on all ranks: not with an old plan that is unusable.
   __device__ bool sends_rows(const DispatchParams& params) const { return params.new_plan || params.plan.head->usable; }
 
-  // [warp] Send this rank's items, rows and tails to all rail peers. A chunk of rows goes once this rank has staged it,
-  // and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when they
-  // are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not known yet
-  // whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads them. Return
-  // what `agree` found, or kAborted after an abort of this rank. Called in senders.
+  // [warp] Send this rank's items, rows and metadata to all rail peers. A chunk of rows goes once this rank has staged
+  // it, and the peer's inbox is free. A new plan is rarely made by then. So rows go first, and the items follow when
+  // they are listed, behind at most kChunksAhead chunks; each sender decides for itself behind how many. It is not
+  // known yet whether the ranks agree, or whether the new plan will be usable. So all rows go; if not, nobody reads
+  // them. Return what `agree` found, or kAborted after an abort of this rank. Called in senders.
   __device__ Verdict send_rows(const DispatchParams& params, char* shared) const {
     if (!sends_early(params) || !sends_rows(params)) {
       const Verdict verdict = agree(op, false);
@@ -135,7 +137,7 @@ struct DispatchRailWarp : RailWarp {
           ptx::fence_before_bulk();
         }
         send_tokens(params, puts, node(i), begin, end);
-        finish_sending(context.arrays.rows_sent + context.other(node(i)) * max_chunks + chunk, node(i),
+        finish_sending(context.arrays.rows_sent + context.other_node_idx(node(i)) * max_chunks + chunk, node(i),
                        flag_at(node(i), context.own.rows_arrived, max_chunks, chunk));
       }
       if (chunk == 0) stamp(op, Step::kFirstSent);

@@ -1,5 +1,5 @@
 // The rail blocks of a combine: they send this node's sums of rail peers' tokens, with weights, chunk by chunk, and
-// relay those sent to this rank. In decode layout factors are sent and relayed first.
+// relay those sent to this rank. In decode layout combine weights are sent and relayed first.
 #pragma once
 #include "cuda/combine/combine.cuh"
 #include "cuda/rail/rail.cuh"
@@ -27,36 +27,36 @@ struct CombineRailWarp : RailWarp {
       count_bytes(context.state->bytes_sent, to, __popc(lanes) * (context.row_bytes + weight_bytes));
       for (; !context.is_direct(to) && lanes != 0; lanes &= lanes - 1) {
         const size_t offset = (first + (__ffs(lanes) - 1) * num_senders) * static_cast<size_t>(context.slot_stride);
-        puts.put(to, {context.rail_at_peer(to, &RailArrays::sums) + offset,
-                      context.inbox_for(to, &Inbox::staging) + offset, context.row_bytes});
+        puts.put(to, {context.remote_rail_buffer(to, &RailArrays::sums) + offset,
+                      context.my_inbox(to, &Inbox::staging) + offset, context.row_bytes});
       }
       if (weight_bytes > 0) {
         const size_t offset = static_cast<size_t>(lane_token) * config.num_topk;
-        wire().put_each(to, goes, context.rail_at_peer(to, &RailArrays::weights) + offset,
-                        context.inbox_for(to, &Inbox::weights) + offset, config.num_topk);
+        wire().put_each(to, goes, context.remote_rail_buffer(to, &RailArrays::weights) + offset,
+                        context.my_inbox(to, &Inbox::weights) + offset, config.num_topk);
       }
     }
     puts.drain();
   }
 
-  // [warp] Put the factors of this rank's tokens to the rail peers; the senders take the peers in turn. All ranks have
-  // begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
-  __device__ void send_factors(const CombineParams& params) const {
-    float* const factors = context.inbox_for(context.node, &Inbox::weights);
+  // [warp] Put the combine weights of this rank's tokens to the rail peers; the senders take the peers in turn. All
+  // ranks have begun this combine, so nobody there uses the memory any more. Called in senders, once all ranks agree.
+  __device__ void send_combine_weights(const CombineParams& params) const {
+    float* const combine_weights = context.my_inbox(context.node, &Inbox::weights);
     // Whole vectors: up to 12 bytes more go to the padding behind the array.
     const int num = params.args.num_tokens * context.config.num_topk;
     const auto bytes = static_cast<uint32_t>(round_up(num * sizeof(float), kVector));
     for (int i = sender(); i < num_others; i += num_senders) {
       // There, the inbox for this rank's node is this rank's inbox. So the own address for context.node names it.
       count_bytes(context.state->lists_sent, node(i), bytes);
-      wire().put(node(i), factors, factors, bytes);
+      wire().put(node(i), combine_weights, combine_weights, bytes);
       signal_alone(node(i), flag_at(node(i), context.own.rows_arrived, context.max_token_chunks));
     }
   }
 
-  // [warp] Wait for the factors of the rail peer on `node`, and raise its first `staged` flag at every rank of this
-  // node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
-  __device__ bool relay_factors(int node) const {
+  // [warp] Wait for the combine weights of the rail peer on `node`, and raise its first `staged` flag at every rank of
+  // this node. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  __device__ bool relay_combine_weights(int node) const {
     if (!wait_for_peer(Phase::kWeights, node, context.own.rows_arrived, context.max_token_chunks)) return false;
     raise(context.own.staged + static_cast<size_t>(context.rail_peer(node)) * context.max_token_chunks);
     return true;
@@ -65,7 +65,7 @@ struct CombineRailWarp : RailWarp {
   // [warp] Send the sums of all rail peers' tokens, chunk by chunk. Wait for each chunk until this rank has summed it.
   // Return false after an abort of this rank. Called in senders, once all ranks agree.
   __device__ bool send_sums(const CombineParams& params, char* shared) const {
-    LongPuts puts = long_puts(shared, params.memory.pipeline.num_bays * params.memory.pipeline.bay_bytes);
+    LongPuts puts = long_puts(shared, params.memory.pipeline.num_smem_stages * params.memory.pipeline.smem_stage_bytes);
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk < max_chunks; ++chunk)
       for (int i = 0; i < num_others; ++i) {
@@ -73,10 +73,11 @@ struct CombineRailWarp : RailWarp {
         const int end = min(field_of(op, context.rail_peer(to), Field::kNumTokens), begin + length);
         if (begin >= end) continue;
         // Wait for the chunk of the window with the last of these tokens.
-        const int summed = context.other(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
+        const int summed =
+            context.other_node_idx(to) * context.num_far_chunks() + (end - 1) / context.config.window_chunk;
         if (!wait_for_self(context.own.summed + summed)) return false;
         send_sums_of(params, puts, to, begin, end);
-        finish_sending(context.arrays.sums_sent + context.other(to) * max_chunks + chunk, to,
+        finish_sending(context.arrays.sums_sent + context.other_node_idx(to) * max_chunks + chunk, to,
                        flag_at(to, context.own.sums_arrived, max_chunks, chunk));
         if (chunk == 0) stamp(op, Step::kFirstSent);
       }
@@ -85,15 +86,16 @@ struct CombineRailWarp : RailWarp {
     return true;
   }
 
-  // [warp] Wait for each chunk of sums from the rail peer on `node`, and raise `sums_here`: at this rank alone, because
-  // no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks agree.
+  // [warp] Wait for each chunk of sums from the rail peer on `node`, and raise `sums_relayed`: at this rank alone,
+  // because no other rank reads them. Return false after an abort of this rank. Called in a relay, once all ranks
+  // agree.
   __device__ bool relay_sums(const CombineParams& params, int node) const {
     const int max_chunks = context.max_sum_chunks;
     for (int chunk = 0; chunk << context.config.log_sum_chunk < params.args.num_tokens; ++chunk) {
       if (!wait_for_peer(Phase::kNodeSums, node, context.own.sums_arrived, max_chunks, chunk)) return false;
       if (lane == 0) {
         ptx::fence_system();
-        ptx::store_relaxed(context.own.sums_here + context.other(node) * max_chunks + chunk, op.epoch);
+        ptx::store_relaxed(context.own.sums_relayed + context.other_node_idx(node) * max_chunks + chunk, op.epoch);
       }
     }
     stamp(op, Step::kRelayed);
@@ -101,20 +103,20 @@ struct CombineRailWarp : RailWarp {
   }
 };
 
-// [warp] Do one rail warp's part of a combine: begin, agree, send or relay factors, then sums. Called in all
+// [warp] Do one rail warp's part of a combine: begin, agree, send or relay combine weights, then sums. Called in all
 // warps of rail blocks. Return what `agree` found, or kAborted after an abort of this rank.
 __device__ __noinline__ inline Verdict run_rail(Op op, const CombineParams& params, char* shared) {
   const CombineRailWarp warp(op);
   if (params.pushes && !warp.begin_combine()) return Verdict::kAborted;
   stamp(op, Step::kBegun);
-  if (!params.reduces && !params.shares_factors()) return Verdict::kAgree;
+  if (!params.reduces && !params.shares_combine_weights()) return Verdict::kAgree;
   const Verdict verdict = agree(op, false);
   if (verdict != Verdict::kAgree) return verdict;
   if (!params.plan.head->usable) return verdict;  // on all ranks: nothing is sent
-  if (params.shares_factors()) {
+  if (params.shares_combine_weights()) {
     if (!warp.relays())
-      warp.send_factors(params);
-    else if (!warp.relay_factors(warp.node(warp.warp)))
+      warp.send_combine_weights(params);
+    else if (!warp.relay_combine_weights(warp.node(warp.warp)))
       return Verdict::kAborted;
   }
   if (!params.reduces) return verdict;

@@ -40,14 +40,14 @@ struct NvshmemWire {
 
   // [thread] Raise a flag at the peer, after the puts of all threads counted in before: the fence covers every queue of
   // this rank.
-  __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
-    if (maps(node)) return stores().signal(node, flag_there, value);
+  __device__ void signal(int node, uint64_t* remote_flag, uint64_t value) const {
+    if (maps(node)) return stores().signal(node, remote_flag, value);
     ptx::fence_system();
 #ifdef EP_TEST_NO_RAIL_FENCE  // docs/tests.md. Flags of rows and sums are the last arrays of flags
-    if (flag_there < context.own.rows_arrived)
+    if (remote_flag < context.own.rows_arrived)
 #endif
       nvshmem_fence();
-    nvshmemx_signal_op(flag_there, value, NVSHMEM_SIGNAL_SET, context.wire.pe[node]);
+    nvshmemx_signal_op(remote_flag, value, NVSHMEM_SIGNAL_SET, context.wire.pe[node]);
   }
 
   // [thread] Make the data covered by the flag visible, through NVSHMEM's own wait. The flag has arrived: no real wait.

@@ -33,9 +33,9 @@ struct PeerWire {
   }
 
   // [thread] Raise a flag at the peer, after all stores of this thread and those seen by it.
-  __device__ void signal(int node, uint64_t* flag_there, uint64_t value) const {
+  __device__ void signal(int node, uint64_t* remote_flag, uint64_t value) const {
     ptx::fence_system();
-    ptx::store_relaxed(at(node, flag_there), value);
+    ptx::store_relaxed(at(node, remote_flag), value);
   }
 
   // [thread] Do nothing: a copy has read its source when it returns, bulk copies when they are drained.

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/device/team.cuh"
 #include "cuda/engine.h"
-#include "cuda/sync/mistake.cuh"
+#include "cuda/sync/error.cuh"
 
 namespace ep::cuda::EP_KERNELS {
 
@@ -36,7 +36,7 @@ __device__ inline Counts own_counts(const Op& op, int source) { return counts_at
 // a fence, and 1 to 2 us.
 //
 // A Call overwrites that of operation e - 2 without a wait. This rank has completed e - 1, so all ranks have begun
-// e - 1, and completed e - 2. The same holds for counts, choices and factors.
+// e - 1, and completed e - 2. The same holds for counts, choices and combine weights.
 __device__ inline void announce(const Op& op, const Call& call, bool covers) {
   const Context& context = op.context;
   const int local = threadIdx.x % 32;
@@ -134,11 +134,11 @@ __device__ inline Difference find_difference(const Op& op) {
 }
 
 // [warp] Wait for every rank's Call and compare them. Return the same verdict on all ranks, except kAborted. With
-// `keeps`, block 0 keeps a difference as the operation's mistake.
+// `keeps`, block 0 keeps a difference as the operation's error.
 // After kAgree every rank has begun this operation: memory of earlier operations is free, on every node.
-// After kDiffer all partial sums pushed to this rank have arrived. Only early rows and tails may still arrive. No rank
-// reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags of
-// its own pushes first.
+// After kDiffer all partial sums pushed to this rank have arrived. Only early rows and metadata may still arrive. No
+// rank reads any of it. Without `drains` return before the partial sums have arrived: a pushing warp has to raise flags
+// of its own pushes first.
 __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drains = true) {
   const Context& context = op.context;
   if (has_masks(context) ? !decide(op) : !wait_for_calls(op)) return Verdict::kAborted;
@@ -148,7 +148,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
   // Keep the difference.
   const int lane = threadIdx.x % 32, local_rank = op.first_local_rank() + lane;
   const int chunks = lane < op.ranks_per_node() ? field_of(op, local_rank, Field::kNumChunks) : 0;
-  if (keeps && op.block == 0 && lane == 0 && claim_mistake(context, Mistake::kDiffer)) {
+  if (keeps && op.block == 0 && lane == 0 && try_record_error(context, Error::kDiffer)) {
     int32_t* detail = context.state->facts.detail;
     detail[0] = found.field;
     detail[1] = found.rank;
@@ -165,7 +165,7 @@ __device__ __noinline__ inline Verdict agree(Op op, bool keeps = true, bool drai
 // [block] With masks: abort this rank if another one has masked it, because that rank may have overwritten memory read
 // here. Return whether it has aborted. Called in the last block, before `complete`.
 template <class Block>
-__device__ bool comes_too_late(const Op& op) {
+__device__ bool was_masked_by_a_peer(const Op& op) {
   if (!has_masks(op.context)) return false;
   bool excluded = false;
   if (Block::thread() < 32) {
@@ -194,8 +194,8 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     if (Block::thread() == 0) Wire{context}.quiet();
     Block::sync();
   }
-  // Raise the flags. The mistake is read meanwhile.
-  const int32_t mistake = kept_mistake(context);
+  // Raise the flags. The error is read meanwhile.
+  const int32_t error = recorded_error(context);
   const auto raise = [&](uint64_t* flag) {
     if (!one_node)
       team_raises<Block>(op, flag);
@@ -215,7 +215,7 @@ __device__ void complete(const Op& op, uint64_t* Region::* released, uint64_t St
     state->staged_epoch = state->pushed_epoch = op.epoch;
   else
     state->*released_epoch = op.epoch;
-  publish_mistake(context, mistake);
+  publish_error(context, error);
   state->next_token = 0;
   state->epoch = op.epoch;
 }

@@ -1,4 +1,4 @@
-// The Call: arguments of one rank for one operation. All ranks compare all Calls, so all find the same mistake.
+// The Call: arguments of one rank for one operation. All ranks compare all Calls, so all find the same error.
 #pragma once
 #include <cstdint>
 

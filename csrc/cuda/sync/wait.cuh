@@ -1,5 +1,6 @@
 // Waits for peers. They go through wait_until: a wait ends after the limit, and reports the late ranks. Only the waits
-// for choices and factors do not (count_choices, load_factor): the wait for Calls or is_too_late ends them.
+// for choices and combine weights do not (count_choices, load_combine_weight): the wait for Calls or is_too_late ends
+// them.
 #pragma once
 #include "cuda/context.cuh"
 #include "cuda/device/ptx.cuh"
@@ -30,9 +31,9 @@ __device__ __forceinline__ bool has_aborted(const Context& context) {
 }
 
 // [thread] Raise a flag at every rank of the node. The caller runs fence_system before.
-__device__ inline void raise_on_node(const Context& context, uint64_t* flag_here, uint64_t value) {
+__device__ inline void raise_on_node(const Context& context, uint64_t* local_flag, uint64_t value) {
   for (int local = 0; local < context.config.ranks_per_node; ++local)
-    ptx::store_relaxed(context.peers.at(flag_here, local), value);
+    ptx::store_relaxed(context.peers.at(local_flag, local), value);
 }
 
 // [thread] Return the bit of one rank. A set of ranks has 64 bits.
@@ -104,8 +105,9 @@ __device__ inline bool aborts_if_excluded(const Op& op, Phase phase) {
 }
 
 // [thread] Return whether this warp adds its waits to Context::wait_ns. One warp at a time does. In a dispatch it is
-// the first mover of block 0, which plans. In a combine it is a warp of the last block, which mostly reduces from the
-// start: warp 0 waits for free slots, then a summing or the preparing warp for Calls, then the preparing warp for sums.
+// the first pull warp of block 0, which plans. In a combine it is a warp of the last block, which mostly reduces from
+// the start: warp 0 waits for free slots, then a summing or the preparing warp for Calls, then the preparing warp for
+// sums.
 __device__ inline bool measures_waits(const Op& op) {
   if (!kExtras || op.context.wait_ns == nullptr) return false;
   return op.operation == Operation::kDispatch ? op.block == 0 && threadIdx.x < 32 : op.block == op.num_blocks - 1;
@@ -127,7 +129,7 @@ __device__ inline uint64_t limit_ns(const Context& context, Phase phase, bool is
 // missing. `waits`: the lane's flag, about `rank`, is missing; `is_over`: for too long. Lanes that may still wait blame
 // nobody: their ranks may be slow, not late. If raisers name only this rank, it may be waiting itself: then the ranks
 // of its waiting lanes are late.
-__device__ inline uint64_t blame(const Op& op, bool waits, bool is_over, int rank, int raiser) {
+__device__ inline uint64_t find_late_ranks(const Op& op, bool waits, bool is_over, int rank, int raiser) {
   const uint64_t others = ~bit_of(op.rank());
   const uint64_t named = waits ? ptx::load_acquire(op.context.own.aborted + raiser) : 0;  // by the raiser; 0: no abort
   uint64_t late = bits_of_all(named != 0 ? named : is_over ? bit_of(rank) : 0);
@@ -185,7 +187,7 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
     }
     if (over) {
       // Abort. Without a late rank all flags have arrived by now.
-      const uint64_t late = blame(op, waits, is_over, rank, raiser);
+      const uint64_t late = find_late_ranks(op, waits, is_over, rank, raiser);
       if (late != 0 && threadIdx.x % 32 == 0) abort_rank(op, phase, late, waited);
       __syncwarp();
       return late == 0;
@@ -196,7 +198,7 @@ __device__ __noinline__ inline bool wait_until(Op op, Phase phase, const uint64_
 }
 
 // Looks at a tagged word between two looks at the clock. After kAgree a word is on its way.
-constexpr uint32_t kPatientTurns = 1024;
+constexpr uint32_t kPollsBetweenChecks = 1024;
 
 // [thread] Return whether a wait for `num` tagged words of `rank` has to end: this rank has aborted, the limit is over,
 // or the other rank has aborted. In the last two cases abort this rank, unless the words have arrived by now. Called
@@ -234,10 +236,10 @@ __device__ inline bool wait_for_node(const Op& op, Phase phase, const uint64_t* 
   return wait_until(op, phase, local < op.ranks_per_node() ? flags + local : nullptr, expected, rank, rank);
 }
 
-// [thread] Return whether this thread's flag about a rank of the node has arrived; true in threads without one. Once
-// all of them return true and have met at a barrier, no wait_for_node for these flags is needed. The load overlaps with
-// others at the start of a kernel. flags [ranks_per_node].
-__device__ inline bool is_free_at_first_sight(const Op& op, const uint64_t* flags, uint64_t expected) {
+// [thread] Poll once, without waiting: return whether this thread's flag about a rank of the node has arrived, and true
+// in threads without one. The load overlaps with others at kernel start. If all threads return true and have met at a
+// barrier, no wait_for_node for these flags is needed. flags [ranks_per_node].
+__device__ inline bool poll_once(const Op& op, const uint64_t* flags, uint64_t expected) {
   const int local = threadIdx.x;
   return local >= op.ranks_per_node() || ptx::load_acquire(flags + local) >= expected;
 }

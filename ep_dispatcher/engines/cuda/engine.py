@@ -377,7 +377,7 @@ class CudaEngine:
             weights_out = topk_weights.new_empty(num_tokens, self._config.num_topk)
             args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)
         if weights is not None:
-            args.factors = address_of(weights)
+            args.combine_weights = address_of(weights)
         if self._wait_ns:
             args.wait_ns = address_of(self._wait_ns.get("combine"))
         combined = Combined(x, weights_out)

@@ -35,7 +35,7 @@ class KernelReports:
         """Raise what kernels have found. reason: further facts for the error of a late peer."""
         if not self._health.ended:
             late = self._engine.late()
-            mistake = self._take_mistake()  # after `late`: the mistake came first, and led to the other
+            mistake = self._take_error()  # after `late`: the mistake came first, and led to the other
             if mistake is None and late is None:
                 return
             if mistake is not None and late is None and not ends:
@@ -64,9 +64,9 @@ class KernelReports:
         error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks, waited_s, reason)
         self._health.end(error)
 
-    def _take_mistake(self) -> ValueError | None:
+    def _take_error(self) -> ValueError | None:
         """Return the error of the caller's mistake, once for each."""
-        found = self._engine.take_mistake()
+        found = self._engine.take_error()
         if found is None:
             return None
         kind, detail, value, rows = found
