@@ -79,7 +79,8 @@ def tables():
     versions = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", TEXTS[ROOT / "CHANGELOG.md"], re.MULTILINE)
     if versions[:1] != [__version__]:
         yield f"CHANGELOG.md: begins with {versions[:1]}, the package is {__version__}"
-    phases = {name.replace("_", " ") for name in source(r'\.value\("(\w+)", Phase::', "csrc/bindings_cuda.cpp")}
+    names = re.search(r"kPhaseNames\[\] = \{(.*?)\}", (ROOT / "csrc/cuda/state.h").read_text(), re.DOTALL)
+    phases = set(re.findall(r'"([^"]+)"', names[1]))
     phases |= source(
         r'(?:wait_for|meet)\([^;"]*"([^"]+)"', *(f"csrc/cpu/{n}.cpp" for n in ("plan", "dispatch", "combine"))
     )

@@ -52,32 +52,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
 
   ep::bind_types(m);
 
-  py::enum_<Operation>(m, "Operation", py::module_local())
-      .value("dispatch", Operation::kDispatch)
-      .value("combine", Operation::kCombine);
-  py::enum_<Phase>(m, "Phase", py::module_local())
-      .value("free_staging", Phase::kFreeStaging)
-      .value("counts", Phase::kCounts)
-      .value("lists", Phase::kLists)
-      .value("rows", Phase::kRows)
-      .value("free_slots", Phase::kFreeSlots)
-      .value("partial_sums", Phase::kSums)
-      .value("weights", Phase::kWeights)
-      .value("sums_between_nodes", Phase::kNodeSums);
-  py::enum_<Error>(m, "Error", py::module_local())
-      .value("bad_entry", Error::kBadEntry)
-      .value("too_few_rows", Error::kTooFewRows)
-      .value("too_many_rows", Error::kTooManyRows)
-      .value("differ", Error::kDiffer);
-  py::enum_<Field>(m, "Field", py::module_local())
-      .value("operation", Field::kOperation)
-      .value("handle", Field::kPlan)
-      .value("layout", Field::kLayout)
-      .value("expert_alignment", Field::kAlignment)
-      .value("topk_weights", Field::kWeights)
-      .value("row_bytes", Field::kRowBytes)
-      .value("scale_bytes", Field::kScaleBytes);
-
   ep::bind_cuda_config(m, "Config");
 
   py::class_<DispatchArgs> dispatch(m, "DispatchArgs", py::module_local());
@@ -116,6 +90,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
   address(combine, "out_weights", &CombineArgs::out_weights);
   address(combine, "wait_ns", &CombineArgs::wait_ns);
 
+  m.attr("COMPARED") = std::vector<std::string>(std::begin(kComparedNames), std::end(kComparedNames));
   m.attr("max_nodes") = kMaxNodes;
   m.attr("counted_rows_offset") = sizeof(Report);  // in the report: int64 [num_local_experts]
   m.def("region_bytes", &region_bytes);
@@ -211,7 +186,7 @@ PYBIND11_MODULE(EP_MODULE, m) {
              return *static_cast<const volatile uint32_t*>(&report.aborted) != 0 ||
                     *static_cast<const volatile int32_t*>(&report.error) != 0;
            })
-      // Return None, or after an abort (Operation, Phase, epoch, [ranks waited for], seconds waited).
+      // Return None, or after an abort (operation, phase, epoch, [ranks waited for], seconds waited).
       .def("late",
            [](const Engine& e) -> py::object {
              const Report& report = e.report();
@@ -220,10 +195,10 @@ PYBIND11_MODULE(EP_MODULE, m) {
              std::vector<int> ranks;
              for (int rank = 0; rank < kMaxRanks; ++rank)
                if (report.late[rank / 32] >> rank % 32 & 1) ranks.push_back(rank);
-             return py::make_tuple(static_cast<Operation>(report.operation), static_cast<Phase>(report.phase),
-                                   report.epoch, ranks, report.waited_ms / 1e3);
+             return py::make_tuple(kOperationNames[report.operation], kPhaseNames[report.phase], report.epoch, ranks,
+                                   report.waited_ms / 1e3);
            })
-      // Return None, or an error found by a kernel: (Error, detail, value, [(needed, given) by rank]). Clear it.
+      // Return None, or an error found by a kernel: (its name, detail, value, [(needed, given) by rank]). Clear it.
       .def("take_error", [](const Engine& e) -> py::object {
         const Report& report = e.report();
         const int32_t kind = *static_cast<const volatile int32_t*>(&report.error);
@@ -236,6 +211,6 @@ PYBIND11_MODULE(EP_MODULE, m) {
         for (int rank = 0; rank < e.config().num_ranks(); ++rank)
           rows.emplace_back(facts.rows[rank][0], facts.rows[rank][1]);
         const std::vector<int32_t> detail(facts.detail, facts.detail + 4);
-        return py::make_tuple(static_cast<Error>(kind), detail, facts.value, rows);
+        return py::make_tuple(kErrorNames[kind], detail, facts.value, rows);
       });
 }

@@ -6,6 +6,7 @@ Addresses and streams are ``int``; an address of 0 stands for None.
 from collections.abc import Sequence
 from typing import ClassVar
 
+COMPARED: list[str]
 bytes_read_offset: int
 bytes_sent_offset: int
 bytes_written_offset: int
@@ -35,54 +36,6 @@ class Layout:
     decode: ClassVar[Layout]
     expert: ClassVar[Layout]
     rank: ClassVar[Layout]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class Operation:
-    combine: ClassVar[Operation]
-    dispatch: ClassVar[Operation]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class Phase:
-    counts: ClassVar[Phase]
-    experts: ClassVar[Phase]
-    free_slots: ClassVar[Phase]
-    free_staging: ClassVar[Phase]
-    lists: ClassVar[Phase]
-    partial_sums: ClassVar[Phase]
-    weights: ClassVar[Phase]
-    rows: ClassVar[Phase]
-    sums_between_nodes: ClassVar[Phase]
-    multiprocessors: ClassVar[Phase]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class Error:
-    bad_entry: ClassVar[Error]
-    differ: ClassVar[Error]
-    too_few_rows: ClassVar[Error]
-    too_many_rows: ClassVar[Error]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-
-class Field:
-    expert_alignment: ClassVar[Field]
-    handle: ClassVar[Field]
-    layout: ClassVar[Field]
-    operation: ClassVar[Field]
-    row_bytes: ClassVar[Field]
-    scale_bytes: ClassVar[Field]
-    topk_weights: ClassVar[Field]
-    def __init__(self, value: int) -> None: ...
     @property
     def name(self) -> str: ...
     @property
@@ -164,8 +117,8 @@ class Engine:
     def stamp_into(self, stamps: int, num_blocks: int) -> None: ...
     def wait_for_counts(self, ticket: int, slice_s: float) -> int: ...
     def has_report(self) -> bool: ...
-    def late(self) -> tuple[Operation, Phase, int, list[int], float] | None: ...
-    def take_error(self) -> tuple[Error, list[int], int, list[tuple[int, int]]] | None: ...
+    def late(self) -> tuple[str, str, int, list[int], float] | None: ...
+    def take_error(self) -> tuple[str, list[int], int, list[tuple[int, int]]] | None: ...
 
 def aborted_offset(config: Config) -> int: ...
 def excluded_offset(config: Config) -> int: ...

@@ -533,7 +533,7 @@ class Operation:
         self.raise_at_neighbours(agent, "staged", (node, self.local), 0)
 
     def begin_combine(self, agent: Agent) -> None:
-        """Announce, then push all weights. Or give the combine weights, announce, agree and wait for those of others."""
+        """Announce, then push all weights. Or give combine weights, announce, agree and wait for those of others."""
         self.wait_for_slots(agent)
         for chunk in self.chunks if self.has_combine_weights else ():
             for cell in self.combine_weights(self.me, self.node, chunk):

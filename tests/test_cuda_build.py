@@ -108,8 +108,6 @@ def host_side():
 
 @needs_module
 def test_the_host_reads_what_kernels_report(host_side):
-    from ep_dispatcher import _C_cuda
-
     engine, words, longs, _ = host_side
     assert engine.late() is None and engine.take_error() is None
     assert engine.wait_for_counts(7, 0.01) == -2  # nothing yet
@@ -117,13 +115,13 @@ def test_the_host_reads_what_kernels_report(host_side):
     assert engine.wait_for_counts(7, 0.01) == 123
     words[5], words[6], words[7], words[8], words[9], longs[5] = 0b10, 0b100, 1, 5, 2500, 42
     words[4] = 1
-    assert engine.late() == (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1, 34], 2.5)
+    assert engine.late() == ("combine", "partial sums", 42, [1, 34], 2.5)
     assert engine.wait_for_counts(8, 10.0) == -1  # at once: a kernel has aborted
     words[12] = 4
     words[14:18] = torch.tensor([3, 1, 0, 2])
     longs[9] = 2**40
     longs[10:14] = torch.tensor([5, 6, 7, 8])
-    assert engine.take_error() == (_C_cuda.Error.differ, [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
+    assert engine.take_error() == ("differ", [3, 1, 0, 2], 2**40, [(5, 6), (7, 8)])
     assert engine.take_error() is None
 
 
@@ -189,9 +187,7 @@ def reports_of(late=None, mistake=None, masks=False):
 
 
 def late_report():
-    from ep_dispatcher import _C_cuda
-
-    return _C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 42, [1], 2.5
+    return "combine", "partial sums", 42, [1], 2.5
 
 
 HANDLES = "handle: rank 1 gave the plan of epoch 2, rank 0 gave the plan of epoch 1; all ranks must give the same"
@@ -224,7 +220,7 @@ MISTAKES = [  # kind, detail, value, rows by rank
         "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same",
     ),
     (
-        ("differ", ["row_bytes", 1, 64, 128], 0, []),
+        ("differ", ["x: bytes per row", 1, 64, 128], 0, []),
         "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same",
     ),
     (("differ", ["handle", 1, 2, 1], 0, []), HANDLES),
@@ -236,8 +232,8 @@ def report_of(kind, detail, value, rows):
     from ep_dispatcher import _C_cuda
 
     if kind == "differ":
-        detail = [int(getattr(_C_cuda.Field, detail[0])), *detail[1:]]
-    return getattr(_C_cuda.Error, kind), detail, value, rows
+        detail = [_C_cuda.COMPARED.index(detail[0]), *detail[1:]]
+    return kind, detail, value, rows
 
 
 @needs_module
@@ -295,7 +291,7 @@ def test_every_field_that_ranks_give_alike_has_words():
     """The order of checks.AGREED is that of no enum: fields are found by name."""
     from ep_dispatcher import _C_cuda
 
-    for field in _C_cuda.Field.__members__.values():
-        reports, _ = reports_of(mistake=(_C_cuda.Error.differ, [int(field), 1, 0, 1], 0, []))
+    for field in range(len(_C_cuda.COMPARED)):
+        reports, _ = reports_of(mistake=("differ", [field, 1, 0, 1], 0, []))
         with pytest.raises(ValueError, match="all ranks must (give|call) the same"):
             reports.raise_found(ends=False)

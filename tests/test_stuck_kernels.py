@@ -60,10 +60,9 @@ def test_the_thread_ends_with_the_engine():
 @pytest.fixture
 def engine(monkeypatch):
     """An engine on the NVSHMEM wire whose stream never becomes idle. Its kernel has reported rank 2."""
-    from ep_dispatcher import _C_cuda
     from ep_dispatcher.engines.cuda import engine as cuda
 
-    late = (_C_cuda.Operation.combine, _C_cuda.Phase.partial_sums, 7, [2], 1.5)
+    late = ("combine", "partial sums", 7, [2], 1.5)
     made = object.__new__(cuda.CudaEngine)
     made._reports, made.aborts = reports_of(late)
     made._health, made._stream = made._reports._health, SimpleNamespace(query=lambda: False)

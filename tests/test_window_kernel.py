@@ -1,10 +1,10 @@
 """Search a model of the combine kernel between nodes: its blocks, queues and progress flags, with windows of slots.
 
 tests/test_node_windows.py says why a window of one chunk cannot deadlock, for agents that go chunk by chunk. Here are
-the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them in
-turn. All blocks count themselves in for each progress flag (csrc/cuda/combine/progress_flags.h), and these come in one
-order for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find that they
-differ.
+the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them
+in turn. All blocks count themselves in for each progress flag (csrc/cuda/combine/progress_flags.h), and these come in
+one order for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find
+that they differ.
 """
 
 import shutil

@@ -4,19 +4,13 @@
 
 namespace ep::cuda {
 
-// The purpose of a wait, for PeerTimeoutError. bindings_cuda.cpp names the values.
-enum class Phase : int32_t {
-  kFreeStaging = 0,
-  kCounts = 1,
-  kLists = 2,
-  kRows = 3,
-  kFreeSlots = 4,
-  kSums = 5,
-  kWeights = 6,
-  kNodeSums = 7
-};
-// Errors of the caller, as found by kernels. bindings_cuda.cpp names the values.
-enum class Error : int32_t { kNone = 0, kBadEntry = 1, kTooFewRows = 2, kTooManyRows = 3, kDiffer = 4 };
+// The purpose of a wait, and its words in a PeerTimeoutError.
+enum class Phase : int32_t { kFreeStaging, kCounts, kLists, kRows, kFreeSlots, kSums, kWeights, kNodeSums };
+constexpr const char* kPhaseNames[] = {"free staging", "counts",       "lists",   "rows",
+                                       "free slots",   "partial sums", "weights", "sums between nodes"};
+// Errors of the caller, as found by kernels, and their names for KernelReports.
+enum class Error : int32_t { kNone, kBadEntry, kTooFewRows, kTooManyRows, kDiffer };
+constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ"};
 
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //

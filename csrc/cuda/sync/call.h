@@ -7,9 +7,10 @@
 namespace ep::cuda {
 
 enum class Operation : int32_t { kDispatch = 0, kCombine = 1 };
+constexpr const char* kOperationNames[] = {"dispatch", "combine"};
 
-// Fields of a Call. The first kNumCompared must be equal on all ranks, compared in this order; bindings_cuda.cpp names
-// them for error messages.
+// Fields of a Call. The first kNumCompared must be equal on all ranks, compared in this order. kComparedNames has
+// their names, as those of checks.AGREED.
 enum class Field : int32_t {
   kOperation = 0,
   kPlan = 1,  // epoch of the plan's dispatch, as in PlanHead::made; 0: a new plan. Errors call it "handle"
@@ -22,7 +23,9 @@ enum class Field : int32_t {
   kNumTokens = 8,  // tokens of the rank as a source
   kNumChunks = 9,  // combine: the rank raises `pushed` for this many chunks, at every rank of its node
 };
-constexpr int kNumCompared = 7;
+constexpr const char* kComparedNames[] = {
+    "operation", "handle", "layout", "expert_alignment", "topk_weights", "x: bytes per row", "x: bytes of scales"};
+constexpr int kNumCompared = sizeof(kComparedNames) / sizeof(kComparedNames[0]);
 
 // A Call before it is written. It travels as kNumWords Tagged words of two fields each.
 struct Call {

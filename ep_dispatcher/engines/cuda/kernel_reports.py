@@ -11,9 +11,6 @@ from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional.masks import Masks
 from ep_dispatcher.errors import PeerTimeoutError, again
 
-# Names of the fields that all ranks give alike, as errors show them; the others are called as in checks.AGREED.
-_SHOWN = {"row_bytes": "x: bytes per row", "scale_bytes": "x: bytes of scales"}
-
 
 class KernelReports:
     """Raise what kernels have found: a caller's mistake (ValueError) or a late peer (PeerTimeoutError).
@@ -49,19 +46,19 @@ class KernelReports:
 
     def _end_late(
         self,
-        operation: _C_cuda.Operation,
-        phase: _C_cuda.Phase,
+        operation: str,
+        phase: str,
         epoch: int,
         waited_for: list[int],
         waited_s: float,
         reason: str,
     ) -> None:
-        rank, name = self._config.topology.rank, phase.name.replace("_", " ")
+        rank = self._config.topology.rank
         if self._masks is not None and waited_for == [rank]:
-            self._masks.end(operation.name, epoch, name, rank, waited_s)
+            self._masks.end(operation, epoch, phase, rank, waited_s)
             return
         late_ranks = find_late_ranks(self._config.store, rank, waited_for)
-        error = partial(PeerTimeoutError, operation.name, epoch, name, rank, late_ranks, waited_s, reason)
+        error = partial(PeerTimeoutError, operation, epoch, phase, rank, late_ranks, waited_s, reason)
         self._health.end(error)
 
     def _take_error(self) -> ValueError | None:
@@ -70,14 +67,13 @@ class KernelReports:
         if found is None:
             return None
         kind, detail, value, rows = found
-        if kind.name == "bad_entry":
+        if kind == "bad_entry":
             token, k, repeated, _ = detail
             return checks.bad_entry((token, k, value, bool(repeated)), self._config.num_experts)
-        if kind.name == "too_few_rows":
+        if kind == "too_few_rows":
             return checks.too_few_rows(rows)
-        if kind.name == "too_many_rows":
+        if kind == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
             return checks.too_many_rows(detail[0], rank, rows[rank][0])
         field, rank, theirs, others = detail
-        name = _C_cuda.Field(field).name
-        return checks.disagreement(_SHOWN.get(name, name), rank, theirs, value, others)
+        return checks.disagreement(_C_cuda.COMPARED[field], rank, theirs, value, others)
