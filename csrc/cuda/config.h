@@ -8,7 +8,7 @@
 
 // The kernels are compiled three times: for several nodes, for one node (dispatch_one_node.cu, combine_one_node.cu),
 // and with extras for any number of nodes (dispatch_extras.cu, combine_extras.cu). Code for one node is shorter, so it
-// starts sooner. Extras are masks and the time of waits. Few launches need them, and they take registers.
+// starts sooner. The `extras` build adds masking and wait timing. Few launches use these, and they cost registers.
 #if defined(EP_WITH_EXTRAS)
 #define EP_KERNELS extras
 #elif defined(EP_ONE_NODE)

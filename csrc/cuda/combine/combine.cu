@@ -269,7 +269,7 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
   params.own_batch = share(blocks * batches_of_block);
   params.pushes = pushes;
   params.reduces = reduces;
-  // Choose the size of a smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
+  // Choose the size of an smem stage: a row, or a piece of it. Use as few pieces as leave room for some tasks at once.
   const int max_addends = std::max(config.max_copies(), config.ranks_per_node + config.num_others());
   int num_smem_stages = 0;
   uint32_t smem_stage_bytes = 0;

@@ -4,7 +4,7 @@
 //   prepare --prepared--> issue --full--> sum and store --empty--> issue
 //           <--issued---
 //
-// Tasks are in a queue, a ring of kQueue places; team t sums the tasks t, t + num_teams, ... A smem stage is room in
+// Tasks are in a queue, a ring of kQueue places; team t sums the tasks t, t + num_teams, ... An smem stage is room in
 // shared memory for one row of a task, or for one piece of a long row. The smem stages of a task are adjacent, in a
 // ring of num_smem_stages.
 #pragma once
@@ -331,10 +331,9 @@ struct Issuer {
 };
 
 // [team] Sum the team's tasks, until the one with `stops`. Wait for each task's rows. Called in summing warps.
-//   sums(): whether to make sums and to reach progress flags, the same in all lanes; asked once for each task. Once it
-//   is
-//     false it stays so
-//   finish(progress flag): called by lane 0 of each warp for each progress flag in turn, after the warp's stores for it
+//   sums(): whether to make sums and to reach progress flags, the same in all lanes; asked once for each task. Once
+//     it is false it stays so
+//   finish(flag): called by lane 0 of each warp for each progress flag in turn, after the warp's stores for it
 template <class Summing, class Sums, class Finish>
 __device__ void consume(const Pipeline& pipeline, const Sums& sums, const Finish& finish) {
   const int team = (threadIdx.x - Pipeline::kFirstSummingThread) / Summing::kThreads;

@@ -96,8 +96,8 @@ struct NoCombineWeights {};
 // zeros. No barrier.
 //   thread: number of this thread in its team
 //   row(j): address of row j
-//   combine weights: `const float*` in shared memory, one for each row; products are rounded to float32. Or
-//   NoCombineWeights release(): called once by every thread, after its last read of the rows and before its last stores
+//   combine_weights: `const float*` in shared memory, one for each row; products are rounded to float32. Or none
+//   release(): called once by every thread, after its last read of the rows and before its last stores
 template <class Summing, class Row, class CombineWeights, class Release>
 __device__ __forceinline__ void sum_rows(const Row& row, const CombineWeights& combine_weights, int num_rows,
                                          int num_vectors, uint4* to, int thread, const Release& release) {

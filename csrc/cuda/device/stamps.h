@@ -26,7 +26,7 @@ enum class Step {
 constexpr const char* kStepNames[] = {
     "dispatch", "combine", "memory free", "announced", "choices counted", "agreed", "rows counted", "planned", "items known",
     "items fetched", "rows staged by all", "first row landed", "rows landed", "rows stored", "staged", "table kept",
-    "tails delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
+    "metadata delivered", "padding cleared", "pushes queued", "loads issued", "pushes stored", "pushes signalled",
     "partial sums here", "sums queued", "sums stored", "calls exchanged", "first chunk sent",
     "items sent", "all chunks sent", "all chunks relayed", "block ended", "last block", "complete"};
 // clang-format on
