@@ -2,8 +2,8 @@
 
     python benchmarks/megatron_in_turn.py --ranks 2 --rounds 3 --at-once 3 --out runs/megatron \\
         --job 'alltoall: --moe-token-dispatcher-type alltoall' \\
-        --job 'ep_dispatcher: EP_DISPATCHER_GROUPED_EXPERTS=1 --moe-token-dispatcher-type flex \\
-               --moe-flex-dispatcher-backend ep_dispatcher' \\
+        --job 'ep_dispatcher: --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher \\
+               --ep-dispatcher-experts auto' \\
         pretrain_gpt.py --num-layers 4 --train-iters 30 --log-interval 1 ...
 
 Machines and hours differ more than dispatchers, so compared jobs take turns on one machine. The start of a job takes

@@ -82,8 +82,8 @@ class Buffer:
     timeout_s            limit in seconds of every operation (CUDA engine: of each wait in it) and of each step of
                          making the buffer; None: EP_DISPATCHER_TIMEOUT_S, by default 100. Ranks may give different
                          limits: the shortest ends the wait of all
-    num_sms              the most multiprocessors the CUDA engine uses at a time; None: EP_DISPATCHER_NUM_SMS, or 24 if
-                         that is unset. The CPU engine ignores it
+    num_sms              the most multiprocessors the CUDA engine uses at a time; None: 24. The CPU engine ignores
+                         it
     suspendable          True: suspend() and resume() can be called. The same on all ranks. The CUDA engine then takes
                          its memory through NVIDIA's package cuda-bindings instead of PyTorch's symmetric memory. Not
                          possible with the NVSHMEM wire between hosts
@@ -832,13 +832,13 @@ def _own_config(
     **sizes: Any,
 ) -> dict[str, Any]:
     """Check the arguments of a buffer, and return this rank's part. Entries of "same" must be equal on all ranks."""
+    envs.refuse_removed()
     name = engines.choose(envs.engine() if engine == "auto" else engine)
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
     if per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
     limit_s = envs.timeout_s() if timeout_s is None else timeout_s
-    sms = envs.num_sms() if num_sms is None else num_sms
-    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=sms, dtype=dtype, **sizes)
+    sizes = checks.buffer_config(timeout_s=limit_s, num_sms=num_sms, dtype=dtype, **sizes)
     same = dict(
         engine=name,
         ranks_per_node=per_node,
@@ -852,7 +852,7 @@ def _own_config(
         sizes=sizes,
         same=sizes | same | dict(dtype=str(dtype)),
         timeout_s=limit_s,
-        num_sms=None if sms is None else int(sms),
+        num_sms=None if num_sms is None else int(num_sms),
         host=host_id(),
         buffer_id=secrets.randbits(62),
     )
@@ -865,7 +865,7 @@ def _limit_s(timeout_s: float | None) -> float:
         checks.seconds("timeout_s", limit_s)
         return limit_s
     except ValueError:
-        return envs.default("EP_DISPATCHER_TIMEOUT_S")
+        return envs.timeout_s.default
 
 
 def _check_same(everyone: list[dict[str, Any]]) -> None:

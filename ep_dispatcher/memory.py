@@ -167,7 +167,6 @@ def buffer_bytes(
     per_node = envs.ranks_per_node() if ranks_per_node is None else ranks_per_node
     if per_node is not None:
         per_node = checks.integer("ranks_per_node", per_node, 1)
-    num_sms = envs.num_sms() if num_sms is None else num_sms
     sizes = checks.buffer_config(
         num_ranks=num_ranks,
         hidden=hidden,
@@ -175,7 +174,7 @@ def buffer_bytes(
         num_topk=num_topk,
         max_tokens_per_rank=max_tokens_per_rank,
         dtype=dtype,
-        timeout_s=envs.default("EP_DISPATCHER_TIMEOUT_S"),
+        timeout_s=envs.timeout_s.default,
         num_sms=num_sms,
     )
     num_experts = sizes.pop("num_experts")

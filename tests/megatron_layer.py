@@ -209,10 +209,17 @@ def tokens_of(rank: int, step: int = 0, length: int = SEQUENCE, dtype=torch.floa
 
 
 @contextlib.contextmanager
-def environment(**variables: str | None) -> Iterator[None]:
+def environment(**values) -> Iterator[None]:
+    """Variables of the environment, and settings of register(), which are in lower case; None: not set."""
+    from ep_dispatcher.integrations.megatron import register
+
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+        for name, value in values.items():
+            if name.islower():
+                settings = register().settings
+                patch.setitem(settings, name, value)
+            else:
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
         yield
 
 

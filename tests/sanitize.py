@@ -4,7 +4,6 @@ compute-sanitizer --tool racecheck python tests/sanitize.py          # one rank 
 python tests/sanitize.py RANK NUM_RANKS RANKS_PER_NODE FILE          # one of several, which meet in a new FILE
 """
 
-import os
 import sys
 import tempfile
 
@@ -90,7 +89,10 @@ def run_layer(num_ranks: int, ranks_per_node: int, rank: int, engine: str) -> No
 
 def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str = "", engine: str = "cuda") -> None:
     file = file or tempfile.mkdtemp() + "/store"
-    os.environ["EP_DISPATCHER_NUM_SMS"] = "4"  # of run_decode; tools watch every block
+    if engine == "cuda":
+        from ep_dispatcher.engines.cuda import engine as cuda_engine
+
+        cuda_engine.DEFAULT_SMS = 4  # of run_decode; tools watch every block
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     for kind in KINDS:
         run(Case(num_ranks, ranks_per_node, **kind), rank, engine)

@@ -143,14 +143,14 @@ def first_size(rank: int) -> None:
         use_layout(Layout(ep=2))
         forward(make_layer(make_config()), rank, pair[rank])
         assert sizes() == [24]
-    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"):
+    with environment(max_tokens_per_rank=40):
         use_layout(Layout(ep=2))
         layer = make_layer(make_config())
         forward(layer, rank, 12)
         forward(layer, rank, (20, 3)[rank])
         assert sizes() == [40]
         text = error_of(lambda: forward(layer, rank, 21))
-        assert "hidden_states: given 42 tokens" in text and "EP_DISPATCHER_MAX_TOKENS_PER_RANK=40" in text
+        assert "hidden_states: given 42 tokens" in text and "--ep-dispatcher-max-tokens-per-rank 40" in text
         forward(layer, rank, 12)  # nothing was sent, and nobody waits
     arguments = dict(seq_length=33, micro_batch_size=2, context_parallel_size=2, tensor_model_parallel_size=4)
     for sequence_parallel, length, size in [(False, 12, 34), (True, 3, 10), (True, 12, 24)]:
@@ -180,7 +180,7 @@ def size_at_registration(rank: int) -> None:
         for wrong in (0, 2.0, "40"):
             assert error_of(lambda wrong=wrong: register(max_tokens_per_rank=wrong)).startswith("max_tokens_per_rank:")
         registration = register(max_tokens_per_rank=40)
-        assert "40 tokens per rank" in str(registration) and register() is registration
+        assert "'max_tokens_per_rank': 40" in str(registration) and register() is registration
         layer = make_layer(make_config())
         with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # a default, which what a caller passes overrides
             forward(layer, rank, 3)
@@ -188,12 +188,12 @@ def size_at_registration(rank: int) -> None:
         forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
         assert sizes() == [40]
         text = error_of(lambda: forward(layer, rank, 21))
-        assert text == "hidden_states: given 42 tokens, allowed: register(max_tokens_per_rank=40)", text
+        assert text == "hidden_states: given 42 tokens, allowed: --ep-dispatcher-max-tokens-per-rank 40", text
         register(max_tokens_per_rank=50)
         forward(layer, rank, (21, 3)[rank])
         assert sizes() == [40, 50]
         unregister()
-        assert register().max_tokens_per_rank is None, "the size goes with the registration"
+        assert register().settings == {}, "the size goes with the registration"
     finally:
         unregister()
         register()
@@ -212,7 +212,7 @@ def warn_of_a_guess(rank: int) -> None:
     buffers.logger.addHandler(handler)
     try:
         use_layout(Layout(ep=2))
-        with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"):
+        with environment(max_tokens_per_rank=40):
             forward(make_layer(make_config()), rank, 12)
         use_layout(Layout(ep=2))
         forward(make_layer(make_config(variable_seq_lengths=True)), rank, 12)
@@ -232,7 +232,7 @@ def warn_of_a_guess(rank: int) -> None:
         for settings in ({}, dict(moe_router_topk=3)):  # two buffers
             forward(make_layer(make_config(**settings)), rank, (12, 3)[rank])
         assert len(lines) == (rank == 0), lines
-        for word in ("24 tokens per rank", "register(max_tokens_per_rank=...)", "EP_DISPATCHER_MAX_TOKENS_PER_RANK"):
+        for word in ("24 tokens per rank", "--ep-dispatcher-max-tokens-per-rank"):
             assert all(word in line for line in lines), lines
     finally:
         buffers.logger.removeHandler(handler)
@@ -340,28 +340,24 @@ def choose_sms(rank: int) -> None:
     fields = make_config().__dataclass_fields__
     flag = next(name for name in limits.SMS_FIELDS if name in fields)
     assert sms_of_a_new_buffer() is None, "Megatron's default is another backend's"
-    with environment(EP_DISPATCHER_NUM_SMS="10"):
-        assert sms_of_a_new_buffer() == 10
-        assert sms_of_a_new_buffer(**{flag: 12}) == 12, "a flag that was given wins over the switch"
+    assert sms_of_a_new_buffer(**{flag: 12}) == 12
+    with environment(num_sms=10):
+        assert sms_of_a_new_buffer(**{flag: 12}) == 10, "ours wins over another backend's"
 
 
-def test_multiprocessors_are_the_flag_or_the_switch():
+def test_multiprocessors_are_those_of_the_flags():
     run(choose_sms)
 
 
-def sms_of_a_buffer(rank: int) -> None:
+def a_removed_switch(rank: int) -> None:
     sizes = dict(hidden=32, num_experts=4, num_topk=2, max_tokens_per_rank=8, dtype=torch.float32)
-    with environment(EP_DISPATCHER_NUM_SMS="10"):
-        for given, wanted in [(None, 10), (12, 12)]:
-            with ep.Buffer(num_sms=given, **sizes) as buffer:
-                assert buffer._config.num_sms == wanted
-    with environment(EP_DISPATCHER_NUM_SMS=("10", "none")[rank]):
+    with environment(EP_DISPATCHER_NUM_SMS=(None, "10")[rank]):
         text = error_of(lambda: ep.Buffer(**sizes))
-        assert text == "EP_DISPATCHER_NUM_SMS: given 'none', allowed: an integer of at least 1 (on rank 1)", text
+        assert text.startswith("EP_DISPATCHER_NUM_SMS: given '10'") and "--ep-dispatcher-num-sms" in text, text
 
 
-def test_the_switch_is_the_default_of_every_buffer():
-    run(sms_of_a_buffer)
+def test_a_removed_switch_that_is_set_is_an_error_on_every_rank():
+    run(a_removed_switch)
 
 
 # ---- growing --------------------------------------------------------------------------------------------------------
@@ -370,7 +366,7 @@ def test_the_switch_is_the_default_of_every_buffer():
 def grow(rank: int, settings: dict, lengths: list, expected: list[int]) -> None:
     """All microbatches forward, then all backward: plans of old buffers are in flight while new ones are made."""
     use_layout(Layout(ep=2))
-    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="300"):  # one buffer large enough for all
+    with environment(max_tokens_per_rank=300):  # one buffer large enough for all
         layer = make_layer(make_config())
         wanted = [backward(layer, *one(layer, rank, step, pair)) for step, pair in enumerate(lengths)]
         assert sizes() == [300]
@@ -448,8 +444,7 @@ def bring_more_alone(rank: int, greedy: int) -> None:
                 "hidden_states",
             ]
             ways_out = (
-                "register(max_tokens_per_rank=...)",
-                "EP_DISPATCHER_MAX_TOKENS_PER_RANK",
+                "--ep-dispatcher-max-tokens-per-rank",
                 "variable_seq_lengths",
             )
             for word in (*words, *ways_out):

@@ -21,7 +21,8 @@ from megatron_layer import (
     use_layout,
 )
 from test_megatron_experts import GROUPED, SWITCH, make_grouped_layer, step, switched_on
-from test_megatron_waves import WAVES, two_parts
+from test_megatron_experts import OVERLAP as WAVES
+from test_megatron_waves import two_parts
 from torch.nn.modules import module as torch_module
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
@@ -199,7 +200,7 @@ def test_a_change_is_seen_and_undone(make, settings, switch, parts):
 def change_after_the_dispatch(rank: int) -> str:
     """All ranks hook their experts while the rows are on their way, which are more than the counts say."""
     use_layout(EP2)
-    with switched_on(SWITCH), environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR="2"):
+    with switched_on(SWITCH), environment(rank_capacity_factor=2):
         layer = make_grouped_layer(make_config(**GROUPED), 3)
         outcome(layer, rank)
         dispatch = layer.token_dispatcher.token_dispatch

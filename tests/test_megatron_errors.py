@@ -122,12 +122,12 @@ def other_errors(rank: int) -> None:
     repeated, negative = (checks.bad_entry((0, 1, *entry), 8) for entry in ((5, True), (-2, False)))
     for error in (ValueError("topk_idx[0, 1]: given 8, allowed: 7"), checks.too_few_rows([(5, 4)]), repeated, negative):
         assert overfull.explained(error, 2) is error
-    with environment(EP_DISPATCHER_GROUPED_EXPERTS="1", EP_DISPATCHER_RANK_CAPACITY_FACTOR="1"):
+    with environment(experts="auto", rank_capacity_factor=1):
         for error in (ValueError("rank 0 needs 5 rows, given 4"), repeated):
-            assert limits.explained(error, 4) is error
+            assert limits.explained(error, 4, make_config()) is error
         ended = again(checks.too_few_rows([(5, 4), (7, 4)]), ". It ends")
-        assert str(limits.explained(ended, 4)).endswith(
-            "It ends. EP_DISPATCHER_RANK_CAPACITY_FACTOR=1.75 is enough for this routing"
+        assert str(limits.explained(ended, 4, make_config())).endswith(
+            "It ends. --ep-dispatcher-rank-capacity-factor 1.75 is enough for this routing"
         )
 
 
@@ -245,7 +245,7 @@ def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
     name = f"megatron/first/{size}"
     others = [f"{name}/{other}" for other in range(3)]
     store = dist.distributed_c10d._get_default_store()
-    with environment(EP_DISPATCHER_TIMEOUT_S="2", EP_DISPATCHER_MAX_TOKENS_PER_RANK=size):
+    with environment(EP_DISPATCHER_TIMEOUT_S="2", max_tokens_per_rank=size):
         use_layout(Layout(ep=4))
         layer = make_layer(make_config(), layer_number=3)
         if rank == 3:
@@ -262,7 +262,7 @@ def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
         if size is not None:
             assert error.operation == "buffer" and error.phase == "configuration"
     dist.barrier()
-    with environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="64"):  # the next attempt of all ranks
+    with environment(max_tokens_per_rank=64):  # the next attempt of all ranks
         layer(tokens_of(rank).requires_grad_())[0].sum().backward()
 
 

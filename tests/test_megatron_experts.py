@@ -33,36 +33,30 @@ from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
-SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
+SWITCH, OVERLAP = "experts", "overlap"
 EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
 
 
 @contextlib.contextmanager
 def switched_on(switch: str = SWITCH):
     """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone."""
-    from ep_dispatcher.integrations.megatron import eligibility, register, unregister
+    from ep_dispatcher.integrations.megatron import eligibility
 
-    unregister()
-    printed = io.StringIO()
-    try:
-        with (
-            environment(**{SWITCH: None, switch: "1"}),
-            contextlib.redirect_stdout(printed),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.float32,))
-            for kind in (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear):
-                patch.setitem(eligibility.plain_forwards(), kind, kind.forward)
-            register()
-            yield printed
-    finally:
-        unregister()
-        register()
+    printed, settings = io.StringIO(), {SWITCH: dict(experts="auto"), OVERLAP: dict(overlap=True)}
+    with (
+        environment(**settings[switch]),
+        contextlib.redirect_stdout(printed),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.float32,))
+        for kind in (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear):
+            patch.setitem(eligibility.plain_forwards(), kind, kind.forward)
+        yield printed
 
 
 def said(printed: io.StringIO) -> str:
     """The one line about experts; nothing on ranks but the first."""
-    lines = [line for line in printed.getvalue().splitlines() if SWITCH in line]
+    lines = [line for line in printed.getvalue().splitlines() if "MoE layers in grouped GEMMs" in line]
     assert len(lines) == (torch.distributed.get_rank() == 0), lines
     return lines[0] if lines else ""
 
@@ -97,7 +91,7 @@ def with_and_without(rank: int, case: Case) -> None:
     with switched_on() as printed:
         got = run_layer(rank, case, dispatcher).tensors()
     assert_agree(got, wanted, "grouped and one by one")
-    assert said(printed).endswith("1 of 1 MoE layers in grouped GEMMs (EP_DISPATCHER_GROUPED_EXPERTS=1)" * (rank == 0))
+    assert said(printed).endswith("1 of 1 MoE layers in grouped GEMMs" * (rank == 0))
 
 
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
@@ -137,10 +131,10 @@ def test_counts_stay_on_the_device():
 def limited_rows(rank: int) -> None:
     """Rows that arrive are as many as the limit, and those beyond the counts count for nothing."""
     lengths = (12, 0, 3, 17)
-    case = Case(layout=EP4, lengths=lengths, environment=dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="40"))
+    case = Case(layout=EP4, lengths=lengths, environment=dict(max_tokens_per_rank=40))
     use_layout(EP4)
     wanted = run_layer(rank, case, OURS).tensors()
-    limit = dict(EP_DISPATCHER_RANK_CAPACITY_FACTOR="2.5", **case.environment)
+    limit = dict(rank_capacity_factor=2.5, **case.environment)
     with environment(**limit), switched_on():
         seen = []
         layer = make_layer(make_config())
@@ -154,7 +148,7 @@ def limited_rows(rank: int) -> None:
         unlimited.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
         unlimited(tokens_of(rank, length=lengths[rank]))
         assert seen[1][0] == int(seen[1][1].sum()), "Megatron's own experts take no other rows"
-    with environment(**limit | dict(EP_DISPATCHER_RANK_CAPACITY_FACTOR="0.01")), switched_on():
+    with environment(**limit | dict(rank_capacity_factor=0.01)), switched_on():
         text = error_of(lambda: make_layer(make_config())(tokens_of(rank, length=lengths[rank])))
         assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
 
@@ -163,16 +157,12 @@ def test_limited_rows():
     megatron_pool(4).run(limited_rows)
 
 
-def test_the_limit_is_never_more_than_ranks_can_send(monkeypatch):
+def test_the_limit_is_never_more_than_ranks_can_send():
     from ep_dispatcher.integrations.megatron import limits
 
-    monkeypatch.setenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "100")
-    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) == 4 * 10 * 2
-    assert limits.max_rows_of_grouped_experts(10, 4, 8, 2) == 4 * 10 * 2
-    monkeypatch.setenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR", "1.01")
-    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) == 21
-    monkeypatch.delenv("EP_DISPATCHER_RANK_CAPACITY_FACTOR")
-    assert limits.max_rows_of_grouped_experts(10, 4, 2, 8) is None
+    assert limits.max_rows_of_grouped_experts(100, 10, 4, 2, 8) == 4 * 10 * 2
+    assert limits.max_rows_of_grouped_experts(100, 10, 4, 8, 2) == 4 * 10 * 2
+    assert limits.max_rows_of_grouped_experts(1.01, 10, 4, 2, 8) == 21
 
 
 # ---- TEGroupedMLP, with stand-ins for its linear layers -------------------------------------------------------------
@@ -553,7 +543,7 @@ def test_delayed_gradients_of_several_microbatches():
     megatron_pool(2).run(delayed_order)
 
 
-def plain_main_grad(rank: int, switch: str = SWITCH, change=lambda config: config, **variables: str) -> None:
+def plain_main_grad(rank: int, switch: str = SWITCH, change=lambda config: config, **variables) -> None:
     """A script that makes main_grad by itself, without a DistributedDataParallel, finds the sums there.
 
     ``change``: of the config of the layer in grouped GEMMs, which runs under these variables
@@ -718,7 +708,7 @@ def refusals(rank: int) -> None:
         line = said(printed)
     if rank == 0:
         head, _, others = line.partition(". Megatron's own way: ")
-        assert head == f"ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs ({SWITCH}=1)"
+        assert head == "ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs"
         reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(changes, 1)]
         reasons += ["layer 16, 17: gated_linear_unit is False", "layer 18: offload_modules has moe_act"]
         found = others.split("; ")
@@ -754,31 +744,29 @@ def registered(rank: int) -> None:
 
     from ep_dispatcher.integrations.megatron import plugin, register, unregister
 
-    few = len(plugin.active().replaced)
     unregister()
     owners = [DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP, moe_layer.MoELayer]
-    before = [dict(vars(owner)) for owner in owners]
-    with switched_on():
-        text = str(plugin.active())
-        assert len(plugin.active().replaced) == few + 5
-        for name in (
-            "DistributedDataParallel.__init__",
-            "TEGroupedMLP.forward",
-            "SequentialMLP.forward",
-            "backward_dw",
-        ):
-            assert name in text
-        layer = make_layer(make_config())
-        wanted = step(layer, tokens_of(rank))
-    assert_agree(step(layer, tokens_of(rank)), wanted)  # a layer that was built goes on, Megatron's way
+    before, forward = [dict(vars(owner)) for owner in owners], experts.SequentialMLP.forward
+    register()
+    for wanted in ("auto", "grouped"):
+        with switched_on(), environment(experts=wanted):
+            layer = make_layer(make_config())
+            grads = step(layer, tokens_of(rank))
+        unregister()
+        assert_agree(step(layer, tokens_of(rank)), grads)  # a layer that was built goes on, Megatron's way
+        assert [dict(vars(owner)) for owner in owners] == before
+        register()
     unregister()
-    assert [dict(vars(owner)) for owner in owners] == before
-    with environment(**{SWITCH: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts.SequentialMLP, "forward", lambda self, rows: rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts.SequentialMLP, "forward", lambda self, *given: forward(self, *given))
         patch.delattr(DistributedDataParallel, "_make_backward_post_hook")
-        text = error_of(register, plugin.UnknownMegatronError)
-        assert "SequentialMLP.forward takes ['self', 'rows']" in text and "_make_backward_post_hook" in text
-        assert plugin.active() is None
+        register(experts="auto")
+        text = error_of(lambda: make_layer(make_config()), plugin.UnknownMegatronError)
+        assert "SequentialMLP.forward takes ['self', 'given']" in text and "_make_backward_post_hook" in text
+        config = make_config()
+        config.ep_dispatcher_experts = "megatron"
+        make_layer(config)(tokens_of(rank))
+        unregister()
     register()
 
 

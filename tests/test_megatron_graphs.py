@@ -33,13 +33,15 @@ from test_megatron_experts import (
     step,
     switched_on,
 )
+from test_megatron_experts import (
+    OVERLAP as WAVES,
+)
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
-FACTOR = "EP_DISPATCHER_RANK_CAPACITY_FACTOR"
-WAVES = "EP_DISPATCHER_EXPERT_WAVES"
-LIMIT = {FACTOR: "3"}
-LIMITED = {"EP_DISPATCHER_GROUPED_EXPERTS": "1"} | LIMIT  # where `switched_on` does not set the switch
+FACTOR = "--ep-dispatcher-rank-capacity-factor"
+LIMIT = dict(rank_capacity_factor=3)
+LIMITED = dict(experts="auto") | LIMIT  # where `switched_on` does not set the switch
 OVERLAP = dict(overlap_moe_expert_parallel_comm=True)
 EP2 = Layout(ep=2)
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="what stands for a capture is for CPUs; GPUs have graphs")
@@ -207,7 +209,7 @@ def warm_up_and_overfill(rank: int, switch: str) -> None:
 
     from ep_dispatcher.integrations.megatron import graphs
 
-    with environment(**{FACTOR: "1"}), switched_on(switch):
+    with environment(rank_capacity_factor=1), switched_on(switch):
         layer = make_layer(with_graphs(make_config()))
         with torch.no_grad():
             layer.router.weight.zero_()
@@ -220,9 +222,9 @@ def warm_up_and_overfill(rank: int, switch: str) -> None:
         cuda_graphs._set_warmup_end()  # 0.16.1 forgets to take it back
         assert not graphs.is_warm_up()
         text = error_of(lambda: layer(alike))
-        (enough,) = re.findall(FACTOR + r"=([\d.]+) is enough for this routing$", text)
+        (enough,) = re.findall(FACTOR + r" ([\d.]+) is enough for this routing$", text)
         assert text.startswith("max_recv_rows: too small: rank 0 needs 96 rows, given 48") and enough == "2"
-    with environment(**{FACTOR: enough}), switched_on(switch):
+    with environment(rank_capacity_factor=float(enough)), switched_on(switch):
         layer(alike)
 
 
@@ -434,7 +436,7 @@ def replayed(rank: int) -> None:
 
     use_layout(EP2)
     x = tokens_of(rank, dtype=torch.bfloat16)
-    limit = {FACTOR: "1.6", "EP_DISPATCHER_MAX_TOKENS_PER_RANK": str(x[..., 0].numel())}
+    limit = dict(rank_capacity_factor=1.6, max_tokens_per_rank=x[..., 0].numel())
     with environment(**LIMIT | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
         eager, layer = make_bfloat16_layer(graphs=False), make_bfloat16_layer(graphs=True)
@@ -472,7 +474,7 @@ def replayed(rank: int) -> None:
             weight[:2] = 1
         graphed(alike.requires_grad_()).sum().backward()
         text = error_of(graphs.check_replays)
-        assert "rank 0 needs 96 rows, given 77" in text and f"{FACTOR}=2 is enough" in text, text
+        assert "rank 0 needs 96 rows, given 77" in text and f"{FACTOR} 2 is enough" in text, text
         with torch.no_grad():
             weight.copy_(kept)
         forget_grads(layer)

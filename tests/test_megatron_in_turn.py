@@ -91,9 +91,9 @@ def test_what_is_a_job_of_ep_dispatcher():
     plain = in_turn.Job.parse("alltoall: A=1 --moe-token-dispatcher-type alltoall")
     assert (plain.variables, plain.arguments) == ({"A": "1"}, ["--moe-token-dispatcher-type", "alltoall"])
     assert plain.launcher is None
-    for ours in ("x: EP_DISPATCHER_GROUPED_EXPERTS=1", "x: --moe-flex-dispatcher-backend ep_dispatcher"):
+    for ours in ("x: EP_DISPATCHER_TIMEOUT_S=1", "x: --moe-flex-dispatcher-backend ep_dispatcher"):
         assert in_turn.Job.parse(ours).launcher == "ep_dispatcher.integrations.megatron"
-    other = in_turn.Job.parse("x: EP_DISPATCHER_NUM_SMS=8 -m a.launcher --moe-flex-dispatcher-backend deepep")
+    other = in_turn.Job.parse("x: EP_DISPATCHER_TIMEOUT_S=8 -m a.launcher --moe-flex-dispatcher-backend deepep")
     assert other.launcher == "a.launcher" and other.arguments == ["--moe-flex-dispatcher-backend", "deepep"]
 
 

@@ -8,7 +8,6 @@ import torch
 from megatron_layer import (
     NO_MEGATRON,
     Layout,
-    environment,
     make_config,
     make_layer,
     megatron_pool,
@@ -20,7 +19,8 @@ pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 from ep_dispatcher.integrations.megatron import buffers, margins
 
-SWITCH, TE = margins.SWITCH, margins.TE_VARIABLE
+TE = margins.TE_VARIABLE
+ON, OFF = types.SimpleNamespace(ep_dispatcher_gemm_sm_margin=True), types.SimpleNamespace()
 GPU_SMS, SMS_IN_USE = 132, 24
 
 
@@ -53,63 +53,50 @@ def now(carveout: Carveout) -> tuple:
     return os.environ.get(TE), carveout.value
 
 
-@pytest.mark.parametrize("given, margin", [("auto", SMS_IN_USE), ("16", 16)])
-def test_the_margin_is_set_and_set_back(monkeypatch, capsys, carveout, given, margin):
-    monkeypatch.setenv(SWITCH, given)
+def test_the_margin_is_set_and_set_back(capsys, carveout):
     for _ in range(2):
-        with margins.margin():
-            assert now(carveout) == (str(margin), margin)
-            with margins.margin():
+        with margins.margin(ON):
+            assert now(carveout) == (str(SMS_IN_USE), SMS_IN_USE)
+            with margins.margin(ON):
                 pass
-            assert now(carveout) == (str(margin), margin), "until the outermost ends"
+            assert now(carveout) == (str(SMS_IN_USE), SMS_IN_USE), "until the outermost ends"
         assert now(carveout) == (str(GPU_SMS), None), "what stands for none: a target of 0 multiprocessors"
-    with pytest.raises(KeyError), margins.margin():
+    with pytest.raises(KeyError), margins.margin(ON):
         raise KeyError
     assert now(carveout) == (str(GPU_SMS), None)
     line = (
-        f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {margin} multiprocessors ({SWITCH}={given}). "
+        f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {SMS_IN_USE} multiprocessors. "
         f"Libraries: Transformer Engine ({TE}) and PyTorch's cuBLASLt (SM carve-out)\n"
     )
     assert capsys.readouterr().out == line, "once"
 
 
-@pytest.mark.parametrize("given", [None, "0"])
-def test_without_the_switch_nothing_is_set(monkeypatch, capsys, carveout, given):
-    if given is not None:
-        monkeypatch.setenv(SWITCH, given)
-    with margins.margin():
+@pytest.mark.parametrize("config, sms_in_use", [(OFF, SMS_IN_USE), (ON, 0)], ids=["not asked for", "without a GPU"])
+def test_nothing_is_set(monkeypatch, capsys, carveout, config, sms_in_use):
+    monkeypatch.setattr(buffers, "most_sms", lambda: sms_in_use)
+    with margins.margin(config):
         assert now(carveout) == (None, None)
     assert now(carveout) == (None, None) and capsys.readouterr().out == ""
 
 
-def test_without_a_gpu_nothing_is_set(monkeypatch, carveout):
-    for given in ("auto", "16"):
-        monkeypatch.setenv(SWITCH, given)
-        monkeypatch.setattr(buffers, "most_sms", lambda: 0)
-        with margins.margin():
-            assert now(carveout) == (None, None)
-
-
 def test_what_the_user_has_set_stays(monkeypatch, capsys, carveout):
-    monkeypatch.setenv(SWITCH, "auto")
     monkeypatch.setenv(TE, "8")
-    with margins.margin():
+    with margins.margin(ON):
         assert now(carveout) == ("8", SMS_IN_USE)
     assert now(carveout) == ("8", None)
     assert capsys.readouterr().out.endswith("Libraries: PyTorch's cuBLASLt (SM carve-out)\n")
 
     margins._free_margins.cache_clear()
     carveout.value = 4
-    with margins.margin():
+    with margins.margin(ON):
         assert now(carveout) == ("8", 4)
     assert now(carveout) == ("8", 4)
     assert capsys.readouterr().out.endswith("Libraries: none, where the user has set their margins\n")
 
 
 def test_pytorch_without_a_carveout(monkeypatch, carveout):
-    monkeypatch.setenv(SWITCH, "auto")
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with margins.margin():
+    with margins.margin(ON):
         assert now(carveout) == (str(SMS_IN_USE), None)
 
 
@@ -118,31 +105,21 @@ def overlapped_layers(rank: int) -> None:
     use_layout(Layout(ep=2))
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 
-    from ep_dispatcher.integrations.megatron import plugin, register, unregister
+    from ep_dispatcher.integrations.megatron import register, unregister
 
     unregister()
-    own = vars(TransformerLayerSchedulePlan)["run"]
     with pytest.MonkeyPatch.context() as patch:
         carveout, seen = stand_in_for_a_gpu(patch), []
-        try:
-            register()
-            assert vars(TransformerLayerSchedulePlan)["run"] is own, "the switch is off"
-            few = len(plugin.active().replaced)
-            unregister()
-            patch.setenv(SWITCH, "auto")
-            look = staticmethod(lambda f_layer, b_layer, f_input=None, b_grad=None: seen.append(now(carveout)))
-            patch.setattr(TransformerLayerSchedulePlan, "run", look)
-            register()
-            assert len(plugin.active().replaced) == few + 1
-            for layers in ((1, 1), (1, None), (None, 1)):
-                TransformerLayerSchedulePlan.run(*layers, f_input=3)
-            assert seen == [(str(SMS_IN_USE), SMS_IN_USE)] + 2 * [(str(GPU_SMS), None)]
-            unregister()
-            assert vars(TransformerLayerSchedulePlan)["run"] is look
-        finally:
-            unregister()
+        look = staticmethod(lambda f_layer, b_layer, f_input=None, b_grad=None: seen.append(now(carveout)))
+        patch.setattr(TransformerLayerSchedulePlan, "run", look)
+        register()
+        one = types.SimpleNamespace(config=ON)
+        for layers in ((one, one), (one, None), (None, one)):
+            TransformerLayerSchedulePlan.run(*layers, f_input=3)
+        assert seen == [(str(SMS_IN_USE), SMS_IN_USE)] + 2 * [(str(GPU_SMS), None)]
+        unregister()
+        assert vars(TransformerLayerSchedulePlan)["run"] is look
     margins._free_margins.cache_clear()
-    assert vars(TransformerLayerSchedulePlan)["run"] is own
     register()
 
 
@@ -155,7 +132,8 @@ def shared_experts(rank: int) -> None:
     use_layout(Layout(ep=2))
     settings = dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
     layer, seen = make_layer(make_config(**settings)), []
-    with pytest.MonkeyPatch.context() as patch, environment(**{SWITCH: "20"}):
+    layer.config.ep_dispatcher_gemm_sm_margin = True
+    with pytest.MonkeyPatch.context() as patch:
         carveout = stand_in_for_a_gpu(patch)
         for name in ("linear_fc1", "linear_fc2"):
             hook = getattr(layer.shared_experts, name).register_forward_pre_hook
@@ -163,7 +141,7 @@ def shared_experts(rank: int) -> None:
         layer.experts.register_forward_pre_hook(lambda module, given: seen.append(now(carveout)))
         layer(tokens_of(rank))
     margins._free_margins.cache_clear()
-    assert seen == [("20", 20), (str(GPU_SMS), None), ("20", 20)]
+    assert seen == [(str(SMS_IN_USE), SMS_IN_USE), (str(GPU_SMS), None), (str(SMS_IN_USE), SMS_IN_USE)]
 
 
 def test_overlapped_shared_experts_leave_multiprocessors():

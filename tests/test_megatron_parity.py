@@ -27,10 +27,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_main(rank: int, argv: list[str], bug: str | None, switch: str) -> tuple[int, str]:
+def run_main(rank: int, argv: list[str], bug: str | None) -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in ("GROUPED_EXPERTS", "EXPERT_WAVES"):
-        os.environ[f"EP_DISPATCHER_{name}"] = "1" if name == switch else "0"
     from megatron_layer import end_groups
 
     from ep_dispatcher.tools.parity import compare as parity
@@ -55,8 +53,8 @@ def pool():
 def parity(pool):
     """parity("--bf16", ...) -> (exit code of every rank, what rank 0 printed); the other ranks print nothing."""
 
-    def run(*flags: str, bug: str | None = None, switch: str = "") -> tuple[int, str]:
-        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug, switch)
+    def run(*flags: str, bug: str | None = None) -> tuple[int, str]:
+        (code, output), *others = pool.run(run_main, [*SMALL, *flags], bug)
         assert others == [(code, "")] * 3
         return code, output
 
@@ -120,14 +118,14 @@ def test_low_precision_is_compared_with_float32_too(parity, dtype):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_experts_in_grouped_gemms(parity, dtype):
     """Ours alone takes the switch: Megatron's layer is what it is compared with."""
-    code, output = parity(*(["--bf16"] if dtype == "bf16" else []), switch="GROUPED_EXPERTS")
+    code, output = parity(*(["--bf16"] if dtype == "bf16" else []), "--ep-dispatcher-experts", "grouped")
     assert (code, verdict(output)) == (0, SAME)
     assert output.count("in grouped GEMMs\n") == 1
 
 
 def test_experts_that_run_dispatch_and_combine(parity):
     """Also where the experts are left out, and where each step is profiled."""
-    code, output = parity("--timed-steps", "1", "--profiled-steps", "1", switch="EXPERT_WAVES")
+    code, output = parity("--timed-steps", "1", "--profiled-steps", "1", "--ep-dispatcher-overlap")
     assert (code, verdict(output)) == (0, SAME)
     assert "without its experts" in output and "token_combine" in output
 

@@ -1,5 +1,6 @@
 """Registration in Megatron: what it replaces, undoes and refuses; settings that are refused; the launcher."""
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -43,13 +44,16 @@ def run(test, *args) -> None:
 
 def what_megatron_has() -> dict:
     """All that register() may replace."""
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
     from megatron.core.models.gpt import fine_grained_callables
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.moe import experts, moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    owners: list = [FullCudaGraphWrapper, schedules]
+    owners: list = [FullCudaGraphWrapper, schedules, argparse.ArgumentParser, TransformerLayerSchedulePlan]
+    owners += [DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP]
     owners += [fine_grained_callables, experts, moe_layer, moe_layer.MoELayer, token_dispatcher, TransformerConfig]
     owners += [MLATransformerConfig, token_dispatcher.MoETokenDispatcher, token_dispatcher.MoEFlexTokenDispatcher]
     if not hasattr(fine_grained_callables, "should_free_input"):  # 0.19
@@ -95,12 +99,13 @@ def register_and_undo(rank: int) -> None:
         assert registration.megatron_version == megatron.core.__version__
         replaced = differing(before)
         expected = {"type", "__post_init__", "set_layer_number", "should_free_input", "__call__", *SCHEDULES}
+        expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args"}
         if hasattr(experts, "skip_routed_expert_padding"):
             expected.add("skip_routed_expert_padding")
         assert set(replaced) == expected
-        assert len(registration.replaced) == len(expected) + 1  # the class's __new__
-        for name in (*(expected - {"type"}), "moe_flex_dispatcher_backend", "__new__"):
-            assert sum(name in line for line in registration.replaced) == 1, name
+        assert len(registration.replaced) == len(replaced) + 1  # the class's __new__
+        for name in (*replaced, "moe_flex_dispatcher_backend", "__new__"):
+            assert any(name in line for line in registration.replaced), name
         text = str(registration)
         assert text.startswith("ep_dispatcher is a backend of Megatron-core") and megatron.core.__version__ in text
         assert text.count("\n") == len(registration.replaced)
@@ -188,7 +193,7 @@ def unknown_layouts(rank: int) -> None:
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from ep_dispatcher.integrations.megatron import plugin, register, unregister
+    from ep_dispatcher.integrations.megatron import plugin, register, registration, unregister
 
     unregister()
     flex = token_dispatcher.MoEFlexTokenDispatcher
@@ -209,7 +214,7 @@ def unknown_layouts(rank: int) -> None:
         return lambda patch: patch.delattr(owner, name)
 
     changes = {
-        "should_free_input": delete(scheduler, "should_free_input"),
+        "should_free_input is missing": delete(scheduler, "should_free_input"),
         r"should_free_input takes \['name'\]": set_attribute(scheduler, "should_free_input", lambda name: True),
         r"MoEFlexTokenDispatcher takes \['self', 'num_local_experts', 'config', 'more'\]": set_attribute(
             flex, "__init__", other_init
@@ -217,8 +222,8 @@ def unknown_layouts(rank: int) -> None:
         "no Literal": set_attribute(field, "type", str),
         "no step token_combine": delete(token_dispatcher.MoETokenDispatcher, "token_combine"),
         "moe_layer does not use MoEFlexTokenDispatcher": set_attribute(moe_layer, "MoEFlexTokenDispatcher", object),
-        "MoEFlexTokenDispatcher is missing": delete(token_dispatcher, "MoEFlexTokenDispatcher"),
-        "no set_layer_number": delete(numbered, "set_layer_number"),
+        "MoEFlexTokenDispatcher.__new__ is missing": delete(token_dispatcher, "MoEFlexTokenDispatcher"),
+        "set_layer_number is missing": delete(numbered, "set_layer_number"),
         "given 0.15.0, allowed: 0.16 or newer": set_attribute(megatron.core, "__version__", "0.15.0"),
         "given unknown, allowed": set_attribute(megatron.core, "__version__", "unknown"),
         # a module that is gone
@@ -236,7 +241,7 @@ def unknown_layouts(rank: int) -> None:
             assert re.search(pattern, message), f"{pattern}: {message}"
             if "allowed" not in pattern:
                 assert "nothing was replaced" in message
-            assert flex.__dict__.get("__new__") is replaced and plugin.active() is None and not plugin._undo
+            assert flex.__dict__.get("__new__") is replaced and registration.active() is None and not plugin._undo
         assert not differing(before), pattern
     register()  # and in the layout that is known it works
 
@@ -513,7 +518,6 @@ def test_fields_that_would_be_ignored_are_refused_by_their_flags():
 def parsers(rank: int) -> None:
     """The parser that Megatron's training makes of TransformerConfig's fields; 0.16's package has no training."""
     use_layout(Layout(ep=2))
-    import argparse
     import typing
 
     if not hasattr(typing, "override"):  # 0.18's training wants Python 3.12
@@ -557,8 +561,8 @@ HELPER = "VALUE = 42\n"
 SCRIPT = """
 import argparse, json, os, sys
 import helper
-from ep_dispatcher.integrations.megatron import plugin
-assert plugin.active() is not None, "the launcher has registered it"
+from ep_dispatcher.integrations.megatron import registration
+assert registration.active() is not None, "the launcher has registered it"
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument("--moe-token-dispatcher-type")
 parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"))  # as a fork may have written it
@@ -717,11 +721,11 @@ print("REPORT", json.dumps([asked[1:], type(layer.token_dispatcher).__name__]), 
 """
 
 
-@pytest.mark.parametrize("switches", [{}, dict(EP_DISPATCHER_EXPERT_WAVES="1", EP_DISPATCHER_GEMM_SM_MARGIN="auto")])
+@pytest.mark.parametrize("switches", ["", "overlap=True, gemm_sm_margin=True"])
 def test_transformer_engine_and_apex_are_looked_for_by_megatron_alone(switches):
     """Registration, all modules of the integration, and a pass of a layer with local specs."""
-    environment = os.environ | {"TESTS": TESTS, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"} | switches
-    command = [sys.executable, "-c", OPTIONAL_SCRIPT]
+    environment = os.environ | {"TESTS": TESTS, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", OPTIONAL_SCRIPT.replace("m.register()", f"m.register({switches})")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     asked, dispatcher = report_of(done.stdout)

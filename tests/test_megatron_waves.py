@@ -1,4 +1,4 @@
-"""Experts that run dispatch and combine in two parts of the tokens (EP_DISPATCHER_EXPERT_WAVES=1).
+"""Experts that run dispatch and combine in two parts of the tokens (--ep-dispatcher-overlap).
 
 On a CPU the parts take their steps in turn: what is tested there is the way of the tokens through Megatron's six steps.
 """
@@ -50,12 +50,14 @@ from test_megatron_experts import (
     step,
     switched_on,
 )
+from test_megatron_experts import (
+    OVERLAP as WAVES,
+)
 from test_megatron_schedule import OVERLAPPED, run_nodes
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
-WAVES = "EP_DISPATCHER_EXPERT_WAVES"
 HEAD = "ep_dispatcher runs dispatch and combine under the experts' GEMMs in"
 NO_WAVES_HERE = "its engine is cpu"
 
@@ -76,7 +78,7 @@ def two_parts():
 
 def said(printed) -> str:
     """The line about waves; nothing on ranks but the first."""
-    lines = [line for line in printed.getvalue().splitlines() if WAVES in line]
+    lines = [line for line in printed.getvalue().splitlines() if HEAD in line]
     assert len(lines) == (torch.distributed.get_rank() == 0), lines
     return lines[0] if lines else ""
 
@@ -97,9 +99,7 @@ LAYERS = {name: case for name, case in CASES.items() if len(case.references) == 
         )
     ),
     "shared expert": Case(settings=dict(moe_shared_expert_intermediate_size=40)),
-    "limited rows": Case(
-        environment=dict(EP_DISPATCHER_RANK_CAPACITY_FACTOR="4", EP_DISPATCHER_MAX_TOKENS_PER_RANK="40")
-    ),
+    "limited rows": Case(environment=dict(rank_capacity_factor=4, max_tokens_per_rank=40)),
     "capacity factor": Case(settings=dict(moe_expert_capacity_factor=0.7)),
     "tensor parallel": Case(layout=Layout(ep=2, tp=2)),
 }
@@ -147,10 +147,10 @@ def test_without_gradients():
 def mistakes(rank: int) -> None:
     """Errors are those of the dispatch, and the next pass is right."""
     use_layout(EP2)
-    with switched_on(WAVES), two_parts(), environment(EP_DISPATCHER_MAX_TOKENS_PER_RANK="30"):
+    with switched_on(WAVES), two_parts(), environment(max_tokens_per_rank=30):
         layer = make_layer(make_config())
         wanted = step(layer, tokens_of(rank))["output"]
-        with environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR="0.01"):
+        with environment(rank_capacity_factor=0.01):
             text = error_of(lambda: layer(tokens_of(rank)))
             assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
         if not on_gpu():
@@ -246,7 +246,7 @@ def test_a_refusal_is_said_in_its_group():
 
 
 def switched_on_here(rank: int) -> None:
-    """Grouped experts on all ranks, EP_DISPATCHER_EXPERT_WAVES on rank 0 alone: it asks, and hears no."""
+    """Grouped experts on all ranks, overlap on rank 0 alone: it asks, and hears no."""
     use_layout(EP2)
     with switched_on(WAVES if rank == 0 else SWITCH), two_parts() as runs:
         run_layer(rank, Case(layout=EP2), OURS)
@@ -322,7 +322,7 @@ def in_the_schedule(rank: int) -> None:
         patch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
         run_nodes(rank, OURS, {}, OVERLAPPED)
     assert not runs
-    lines = [line for line in printed.getvalue().splitlines() if WAVES in line]
+    lines = [line for line in printed.getvalue().splitlines() if HEAD in line]
     assert rank > 0 or "layer 1: overlap_moe_expert_parallel_comm overlaps it with another microbatch" in lines[0]
 
 
@@ -361,7 +361,7 @@ def refusals(rank: int) -> None:
             "layer 5: its dispatcher is MoEAlltoAllTokenDispatcher",
             "layer 6: its experts run Megatron's way",
         ]
-        assert line == f"{HEAD} 0 of 6 MoE layers ({WAVES}=1). One after the other: {'; '.join(reasons)}"
+        assert line == f"{HEAD} 0 of 6 MoE layers. One after the other: {'; '.join(reasons)}"
 
 
 def test_what_cannot_run_so_is_named_with_its_reason():
@@ -373,16 +373,17 @@ def lines_of_a_gpu(rank: int) -> None:
     from ep_dispatcher.moe import overlap
 
     use_layout(EP2)
-    for factor in (None, "4"):
+    for factor in (None, 4):
         with (
             switched_on(WAVES) as printed,
-            environment(EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor),
+            environment(rank_capacity_factor=factor),
             pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(overlap, "why_not", lambda buffer: None)
             make_layer(make_config())(tokens_of(rank))
-            waits = ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
-            line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens ({WAVES}=1)" + waits * (factor is None)
+            waits = ". The host waits for the counts of each dispatch: --ep-dispatcher-rank-capacity-factor"
+            waits += " is not given"
+            line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens" + waits * (factor is None)
             assert said(printed) == line * (rank == 0)
 
 
@@ -402,8 +403,7 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
     calls, call = [], overlap.mlp_in_parts
     results = []
     large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
-    variables = dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="3000", EP_DISPATCHER_RANK_CAPACITY_FACTOR=factor)
-    variables |= dict(EP_DISPATCHER_RANKS_PER_NODE="1")
+    variables = dict(max_tokens_per_rank=3000, rank_capacity_factor=factor, EP_DISPATCHER_RANKS_PER_NODE="1")
     for switch in (SWITCH, WAVES):
         with switched_on(switch) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
             from ep_dispatcher.integrations.megatron import eligibility

@@ -21,8 +21,7 @@ EP64 = EP8 | dict(num_ranks=64, ranks_per_node=8)
 
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch):
-    for name in ("EP_DISPATCHER_RANKS_PER_NODE", "EP_DISPATCHER_NUM_SMS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("EP_DISPATCHER_RANKS_PER_NODE", raising=False)
 
 
 def random_sizes(seed: int) -> dict:
@@ -131,8 +130,7 @@ def test_arguments_left_at_their_defaults(monkeypatch):
         **EP8, ranks_per_node=8, dtype=torch.bfloat16, num_sms=24, engine="cuda"
     )
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "4")
-    monkeypatch.setenv("EP_DISPATCHER_NUM_SMS", "8")
-    assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(**EP8, ranks_per_node=4, num_sms=8)
+    assert ep.buffer_bytes(**EP8) == ep.buffer_bytes(**EP8, ranks_per_node=4)
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "3")
     with pytest.raises(ValueError, match="ranks_per_node: given 3, allowed: a divisor of the number of ranks"):
         ep.buffer_bytes(**EP8)

@@ -40,7 +40,7 @@ def narrow(rank: int, chunk: int, chunks: int, num_sms: int | None, run, *given)
         patch.setattr(memory.Shape, "window_chunk", property(lambda shape: chunk))
         patch.setattr(memory.Shape, "window_chunks", property(lambda shape: chunks))
         if num_sms is not None:
-            patch.setenv("EP_DISPATCHER_NUM_SMS", str(num_sms))
+            patch.setattr("ep_dispatcher.engines.cuda.engine.DEFAULT_SMS", num_sms)
         return run(rank, *given)
 
 

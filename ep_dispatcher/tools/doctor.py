@@ -175,11 +175,15 @@ def find_cores() -> str:
 
 
 def find_switches() -> str:
-    given, wrong = [], []
-    for switch in _load("envs").SWITCHES:
+    envs, given, wrong = _load("envs"), [], []
+    try:
+        envs.refuse_removed()
+    except ValueError as error:
+        wrong.append(str(error))
+    for switch in envs.SWITCHES:
         if os.environ.get(switch.name):
             try:
-                given.append(f"{switch.name}={switch.read()}")
+                given.append(f"{switch.name}={switch()}")
             except ValueError as error:
                 wrong.append(str(error))
     if wrong:

@@ -72,7 +72,7 @@ def num_sms(device: str, num_ranks: int) -> int | None:
     if device == "cpu" or ranks_per_gpu(num_ranks) == 1:
         return None
     there = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return min(envs.num_sms() or DEFAULT_SMS, there // ranks_per_gpu(num_ranks))
+    return min(DEFAULT_SMS, there // ranks_per_gpu(num_ranks))
 
 
 def default_ranks(device: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_dispatcher import _C_cpu, checks, envs, float8
+from ep_dispatcher import _C_cpu, checks, float8
 from ep_dispatcher.engines.base import (
     COMBINE_ARGUMENTS,
     DISPATCH_ARGUMENTS,
@@ -104,7 +104,7 @@ class CpuEngine:
         c.num_nodes, c.ranks_per_node = topology.num_nodes, topology.ranks_per_node
         c.num_experts, c.num_topk = config.num_experts, config.num_topk
         c.max_tokens, c.hidden, c.dtype = config.max_tokens_per_rank, config.hidden, _DTYPES[config.dtype]
-        c.spin_us, c.masks = envs.spin_us(), config.mask_late_ranks
+        c.masks = config.mask_late_ranks
         if config.mask_late_ranks:
             self.layouts = ("decode",)
         self.summary = "CPU engine, shared memory" + (", gloo between nodes" if topology.num_nodes > 1 else "")

@@ -65,8 +65,7 @@ def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
     check_cuda_sms(topology, num_sms)
     if topology.num_nodes == 1:
         return dict.fromkeys(_RAIL_SHARES, 0)
-    given = envs.rail_sms()
-    return {layout: min(given or max(1, num_sms // share), num_sms - 1) for layout, share in _RAIL_SHARES.items()}
+    return {layout: max(1, num_sms // share) for layout, share in _RAIL_SHARES.items()}
 
 
 def _late_ranks(engine: _C_cuda.Engine) -> list[int]:

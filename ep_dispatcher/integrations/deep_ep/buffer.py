@@ -374,7 +374,7 @@ class Buffer(LowLatency):
     @staticmethod
     def _say_of_config(config: Config | None) -> None:
         if config is not None:
-            say_without_effect("config", "Buffer.set_num_sms and EP_DISPATCHER_NUM_SMS have one")
+            say_without_effect("config", "Buffer.set_num_sms has one")
 
 
 def _flat(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from importlib import import_module
 _HOMES = {
     "register": "plugin",
     "unregister": "plugin",
-    "Registration": "plugin",
+    "Registration": "registration",
     "MoEEPTokenDispatcher": "dispatcher",
     "destroy_buffers": "buffers",
 }

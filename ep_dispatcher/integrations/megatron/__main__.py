@@ -4,12 +4,12 @@ torchrun ... -m ep_dispatcher.integrations.megatron pretrain_gpt.py <arguments o
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ep_dispatcher
 torchrun ... -m ep_dispatcher.integrations.megatron -m package.module <arguments of the module>
 
-The two flags choose this dispatcher. Rank 0 prints a line at the first MoE layer if it is in use.
+The two flags choose this dispatcher. Rank 0 prints a line at the first MoE layer if it is in use. The script's own
+--help also has the arguments --ep-dispatcher-...
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
@@ -28,27 +28,10 @@ def _value(argv: list[str], flag: str) -> str | None:
     return value
 
 
-def _allow_name_in_parsers() -> None:
-    """Also where a Megatron of one's own has written the choices of the flag by hand."""
-    from ep_dispatcher.integrations.megatron.plugin import NAME
-
-    add_argument = argparse._ActionsContainer.add_argument
-
-    def add(container, *names, **options):
-        choices = options.get("choices")
-        flags = [name.replace("_", "-") for name in names]  # Megatron-Bridge writes it with underscores
-        if "--moe-flex-dispatcher-backend" in flags and choices is not None and NAME not in choices:
-            options["choices"] = (*choices, NAME)
-        return add_argument(container, *names, **options)
-
-    argparse._ActionsContainer.add_argument = add  # type: ignore[assignment,method-assign]  # Megatron has no hook
-
-
 def prepare() -> None:
     from ep_dispatcher.integrations.megatron.plugin import register
 
     registration = register()
-    _allow_name_in_parsers()
     if os.environ.get("RANK", "0") == "0":
         print(registration, flush=True)
         wrong = [f"{flag} {value}" for flag, value in FLAGS.items() if _value(sys.argv, flag) != value]

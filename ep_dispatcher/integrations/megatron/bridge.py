@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ep_dispatcher.integrations.megatron import plugin
+from ep_dispatcher.integrations.megatron import registration
 
 MODULE = "megatron.bridge.training.flex_dispatcher_backend"
 NAME = "apply_flex_dispatcher_backend"
@@ -66,8 +66,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if given != PARAMETERS:
             warnings.warn(
                 f"this Megatron-Bridge's {NAME} takes {given}, not {PARAMETERS}, and was not replaced: it does not "
-                f'know {plugin.NAME}. Set moe_token_dispatcher_type = "flex" and moe_flex_dispatcher_backend = '
-                f'"{plugin.NAME}" in the recipe instead.',
+                f'know {registration.NAME}. Set moe_token_dispatcher_type = "flex" and moe_flex_dispatcher_backend = '
+                f'"{registration.NAME}" in the recipe instead.',
                 stacklevel=2,
             )
             return
@@ -90,10 +90,10 @@ def _exchange(old: Any, new: Any) -> None:
 def _take_our_name(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def apply(model_config: Any, moe_flex_dispatcher_backend: str | None = None) -> None:
-        if moe_flex_dispatcher_backend != plugin.NAME or not getattr(model_config, "num_moe_experts", None):
+        if moe_flex_dispatcher_backend != registration.NAME or not getattr(model_config, "num_moe_experts", None):
             return old(model_config, moe_flex_dispatcher_backend)
         # Overlapped shared experts stay as they are: other backends need them switched off, this one does not.
-        model_config.moe_token_dispatcher_type, model_config.moe_flex_dispatcher_backend = "flex", plugin.NAME
+        model_config.moe_token_dispatcher_type, model_config.moe_flex_dispatcher_backend = "flex", registration.NAME
         return None
 
     return apply

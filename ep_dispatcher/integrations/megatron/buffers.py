@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import limits, overfull, plugin
+from ep_dispatcher.integrations.megatron import arguments, limits, overfull, registration
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import registered_group
 
@@ -29,12 +30,13 @@ logger = logging.getLogger(__name__)
 class MegatronBuffer(ep.Buffer):
     """A buffer whose errors speak of Megatron's routing map."""
 
-    router_topk: int = 0
+    config: Any = None  # the TransformerConfig of the first layer
 
     def _explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
             num_choices = self._config.max_tokens_per_rank * self._config.num_topk
-            error = overfull.explained(limits.explained(error, num_choices), self.router_topk)
+            error = limits.explained(error, num_choices, self.config)
+            error = overfull.explained(error, self.config.moe_router_topk)
         return super()._explained(error)
 
 
@@ -45,6 +47,7 @@ class _Shared:
 
 
 _shared: dict[tuple, _Shared] = {}
+_SIZE = arguments.flag("max_tokens_per_rank")
 _has_warned = False
 _has_announced = False
 
@@ -52,8 +55,8 @@ _has_announced = False
 def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
     """Return the buffer for these tokens [num_tokens, hidden]. The first use makes it, and is collective.
 
-    Its size is that of ``register(max_tokens_per_rank=...)``, else EP_DISPATCHER_MAX_TOKENS_PER_RANK. If neither is
-    set, it is the larger of two numbers: the tokens by Megatron's arguments (sequence length x micro batch size), if
+    Its size is max_tokens_per_rank of the arguments, else EP_DISPATCHER_MAX_TOKENS_PER_RANK. If neither is set, it is
+    the larger of two numbers: the tokens by Megatron's arguments (sequence length x micro batch size), if
     there are any, and the most tokens of a rank in the first forward pass. Such a buffer grows when all ranks bring
     more tokens at once, and with ``variable_seq_lengths`` when any rank does. Raises ValueError on a rank that alone
     brings more, PeerTimeoutError (with the note) if a rank does not arrive.
@@ -63,7 +66,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
     num_topk = topk_idx.shape[1]
     num_experts = config.num_moe_experts * num_topk // config.moe_router_topk  # times the expert tensor parallel size
     key = (group, hidden, hidden_states.dtype, num_experts, num_topk)
-    shared, given = _shared.get(key), _size_up_front()
+    shared, given = _shared.get(key), arguments.max_tokens_per_rank(config)
     if shared is not None and given is not None and num_tokens <= given == shared.max_tokens:
         return shared.buffers[-1]  # the usual case, with few checks
     if shared is None:
@@ -85,7 +88,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             error.note = note
             raise
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
-        buffer.router_topk = config.moe_router_topk
+        buffer.config = config
         shared.buffers.append(buffer)
         _announce(buffer)
     return shared.buffers[-1]
@@ -95,9 +98,7 @@ def _tokens_to_hold(shared: _Shared, group: ProcessGroup, config, num_tokens: in
     """Return the tokens per rank that the buffer in use has to hold; collective where ``shared_buffer`` says so."""
     if given is not None:
         if num_tokens > given:
-            by_call = plugin.registered_size() is not None
-            where = "register(max_tokens_per_rank={})" if by_call else "EP_DISPATCHER_MAX_TOKENS_PER_RANK={}"
-            checks.fail("hidden_states", f"{num_tokens} tokens", where.format(given))
+            checks.fail("hidden_states", f"{num_tokens} tokens", f"{_SIZE} {given}")
         return given
     needed = num_tokens
     if not shared.buffers or config.variable_seq_lengths:
@@ -152,21 +153,16 @@ def destroy_buffers() -> None:
 atexit.register(destroy_buffers)
 
 
-def _size_up_front() -> int | None:
-    """Return the tokens per rank that the user has asked for."""
-    given = plugin.registered_size()
-    return envs.max_tokens_per_rank() if given is None else given
-
-
 def _warn_of_a_guess(num_tokens: int) -> None:
     global _has_warned
     if not _has_warned:
         _has_warned = True
         logger.warning(
             "ep_dispatcher: the buffers hold %d tokens per rank, which is what this first forward pass brings: no size "
-            "was given. A rank that alone brings more later is an error. Call register(max_tokens_per_rank=...) or set "
-            "EP_DISPATCHER_MAX_TOKENS_PER_RANK, or use variable_seq_lengths where lengths vary.",
+            "was given. A rank that alone brings more later is an error. Give %s, or use variable_seq_lengths where "
+            "lengths vary.",
             num_tokens,
+            _SIZE,
         )
 
 
@@ -178,8 +174,8 @@ def _announce(buffer: ep.Buffer) -> None:
     _has_announced = True
     import megatron.core
 
-    registration, config = plugin.active(), buffer._config
-    replaced = 0 if registration is None else len(registration.replaced)
+    active, config = registration.active(), buffer._config
+    replaced = 0 if active is None else len(active.replaced)
     memory = ep.buffer_bytes(
         num_ranks=config.topology.num_ranks,
         ranks_per_node=config.topology.ranks_per_node,
@@ -234,7 +230,6 @@ def _agree_to_grow(group: ProcessGroup, shared: _Shared, num_tokens: int) -> int
             "hidden_states",
             f"{num_tokens} tokens on rank {rank}, and in {limit_s:g} s at most {shared.max_tokens} on rank {missing}",
             f"up to the {shared.max_tokens} that the buffers hold; where ranks bring different numbers of tokens, give "
-            "the largest to register(max_tokens_per_rank=...) or EP_DISPATCHER_MAX_TOKENS_PER_RANK, or use "
-            "variable_seq_lengths",
+            f"the largest to {_SIZE}, or use variable_seq_lengths",
         )
     return max(int(store.get(r)) for r in ranks)

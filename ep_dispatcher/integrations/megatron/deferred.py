@@ -1,4 +1,4 @@
-"""A dispatch that the experts run themselves, with communication under their GEMMs: EP_DISPATCHER_EXPERT_WAVES=1.
+"""A dispatch that the experts run themselves, with communication under their GEMMs.
 
 Megatron calls dispatch, experts and combine one after the other. To overlap, all three have to be one call, that of the
 experts. So the other steps only pass on what they get:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import buffers, graphs, limits, margins, recompute
+from ep_dispatcher.integrations.megatron import arguments, buffers, graphs, limits, margins, recompute
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.routing import Routing, columns
 
@@ -124,7 +124,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             waited = {"wait_current_stream": False} if self._shared_experts_wait_apart else {}
             self.shared_experts.pre_forward_comm(hidden_states, **waited)
-            with margins.margin():
+            with margins.margin(self.config):
                 self.shared_experts.linear_fc1_forward_and_act(arriving)
         return rows, row_probs
 
@@ -149,15 +149,17 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def _max_rows(self, num_tokens: int) -> int | None:
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
-        if limit is None and self._gives_to_grouped:
+        factor = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped else None
+        if limit is None and factor is not None:
             most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
-            limit = limits.max_rows_of_grouped_experts(most, ranks, self.topk_idx.shape[1], self.num_local_experts)
+            choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
+            limit = limits.max_rows_of_grouped_experts(factor, most, ranks, choices, num_experts)
         if limit is None and graphs.is_capturing():
             checks.fail(
                 "--cuda-graph-impl",
                 f"{self.config.cuda_graph_impl}, whose graphs contain layer {self.layer_number}'s dispatch",
-                "EP_DISPATCHER_RANK_CAPACITY_FACTOR, and experts that run in grouped GEMMs (rank 0 has said which do): "
-                "no host can wait for counts while a graph is captured",
+                f"{limits.FACTOR}, and experts that run in grouped GEMMs (rank 0 has said which do): no host can wait "
+                "for counts while a graph is captured",
             )
         return limit
 
@@ -201,7 +203,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add the output of overlapped shared experts: [num_tokens, hidden] -> the shape of the layer's input."""
         if self.shared_experts is not None:
-            with margins.margin():
+            with margins.margin(self.config):
                 self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
             hidden_states = hidden_states + self.shared_experts.get_output()

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 from torch.utils.module_tracker import ModuleTracker
 
-from ep_dispatcher.integrations.megatron import graphs, limits, plugin
+from ep_dispatcher.integrations.megatron import graphs, limits, registration
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import grouped_gemm
 
@@ -153,7 +153,7 @@ def _why_not_settings(config, kind: str) -> str | None:
         if names:
             return f"offload_modules has {' and '.join(names)}"
     captured = limits.captured_experts(config)
-    if captured is not None and not plugin.is_ours(config):
+    if captured is not None and not registration.is_ours(config):
         return f"CUDA graphs contain the experts ({captured[0]}), and their rows come by another dispatcher"
     overlaps_wgrad = limits.overlaps_wgrad(config)
     if kind == "SequentialMLP" and (overlaps_wgrad or getattr(config, "delay_wgrad_compute", False)):

@@ -1,19 +1,18 @@
-"""Runs Megatron's routed experts in a few grouped GEMMs: EP_DISPATCHER_GROUPED_EXPERTS=1.
+"""Runs Megatron's routed experts in a few grouped GEMMs: --ep-dispatcher-experts.
 
 A layer keeps Megatron's experts module, with its parameters and its checkpoints. Only its forward is replaced, if
 possible. The first forward pass decides for which layers. Each later one sees what has changed since then: LoRA on a
 linear layer, another module, class or forward, a hook, a parameter. Then it decides anew, and prints a line.
 
-With EP_DISPATCHER_EXPERT_WAVES=1 dispatch and combine of these layers run under the GEMMs, if possible: deferred.py.
+With --ep-dispatcher-overlap dispatch and combine of these layers run under the GEMMs, if possible: deferred.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from ep_dispatcher import envs
+from ep_dispatcher import checks
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import eligibility, graphs, limits
+from ep_dispatcher.integrations.megatron import arguments, eligibility, graphs, limits, registration
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import overlap
@@ -32,12 +31,9 @@ from ep_dispatcher.moe.grouped_mlp import WriteGrads, empty_grads, grouped_swigl
 from ep_dispatcher.moe.overlap import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
-SWITCH = "EP_DISPATCHER_GROUPED_EXPERTS"
-WAVES_SWITCH = "EP_DISPATCHER_EXPERT_WAVES"
 
 _layers: weakref.WeakKeyDictionary[Module, Experts] = weakref.WeakKeyDictionary()  # by the experts module
 _forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # forwards of experts that take a Deferred
-_leave_alone = False
 
 
 class Experts:
@@ -47,9 +43,10 @@ class Experts:
     fc2: list[Module]  # those with w2
     bypassed: list[Module]  # every module that grouped GEMMs leave uncalled
 
-    def __init__(self, layer: Any, may_overlap: bool):
-        self.layer, self.may_overlap = weakref.ref(layer), may_overlap
-        self.config = layer.config
+    def __init__(self, layer: Any):
+        self.layer, self.config = weakref.ref(layer), layer.config
+        self.may_overlap = bool(arguments.given(layer.config, "overlap"))
+        self.must_be_grouped = arguments.experts(layer.config) == "grouped"
         self.ddp: Callable[[], Any] = lambda: None  # Megatron's DistributedDataParallel around them, once there is one
         self.why_not: str | None = None  # why they run Megatron's way
         self.why_no_overlap: str | None = None  # why the steps cannot overlap, whatever the buffer
@@ -203,14 +200,15 @@ class Experts:
 
         They are there if the experts have changed since the dispatch.
         """
-        if envs.rank_capacity_factor() is None or getattr(self.config, "moe_expert_rank_capacity_factor", None):
+        factor = arguments.rank_capacity_factor(self.config)
+        if factor is None or getattr(self.config, "moe_expert_rank_capacity_factor", None):
             return
         if rows.shape[0] > int(counts.sum()):
             layer = self.layer()
             raise RuntimeError(
                 f"layer {getattr(layer, 'layer_number', None)}: its experts have changed between the dispatch and "
-                f"their forward ({self.why_not}), and EP_DISPATCHER_RANK_CAPACITY_FACTOR has given them more rows than "
-                "Megatron's own experts take. Change them between two forward passes"
+                f"their forward ({self.why_not}), and {limits.FACTOR} has given them more rows than Megatron's own "
+                "experts take. Change them between two forward passes"
             )
 
     def all_run_in_parts(self, here: bool) -> bool:
@@ -279,7 +277,7 @@ def communicates(experts: Module, buffer: Any) -> bool:
     if one is None:
         return False
     can = one.is_decided and one.why_not is None and one.may_overlap
-    # A rank without EP_DISPATCHER_EXPERT_WAVES takes part, and says no.
+    # A rank without overlap takes part, and says no.
     return num_parts_of(buffer) > 1 and one.all_run_in_parts(can and one.why_no_overlap is None)
 
 
@@ -295,6 +293,9 @@ def is_grouped(experts: Module) -> bool:
         _decide_all()
     elif found.has_changed(experts):
         _decide_again()
+    if found.why_not is not None and found.must_be_grouped and registration.active() is not None:
+        number = getattr(found.layer(), "layer_number", None)
+        checks.fail(arguments.flag("experts"), "grouped", f"auto or megatron with layer {number}: {found.why_not}")
     return found.why_not is None
 
 
@@ -339,7 +340,7 @@ def _said_of_changes(layers: Sequence[Experts]) -> str:
 def _said(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers run in grouped GEMMs, and why the others do not."""
     grouped, others = _reasons((one, one.why_not) for one in layers)
-    line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs ({SWITCH}=1)"
+    line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs"
     return f"{line}. Megatron's own way: {others}" if others else line
 
 
@@ -350,10 +351,10 @@ def _said_of_waves(layers: Sequence[Experts]) -> str:
     overlapped, others = _reasons((one, one.why_no_overlap or of_buffer) for one in layers)
     line = (
         f"ep_dispatcher runs dispatch and combine under the experts' GEMMs in {overlapped} of {len(layers)} MoE layers"
-        f"{', in two parts of the tokens' if overlapped else ''} ({WAVES_SWITCH}=1)"
+        f"{', in two parts of the tokens' if overlapped else ''}"
     )
-    if overlapped and envs.rank_capacity_factor() is None:
-        line += ". The host waits for the counts of each dispatch: EP_DISPATCHER_RANK_CAPACITY_FACTOR is unset"
+    if overlapped and any(one.may_overlap and arguments.rank_capacity_factor(one.config) is None for one in layers):
+        line += f". The host waits for the counts of each dispatch: {limits.FACTOR} is not given"
     return f"{line}. One after the other: {others}" if others else line
 
 
@@ -383,28 +384,21 @@ def forget_parts() -> None:
         one.parts_agreed = None
 
 
-@contextlib.contextmanager
-def left_alone() -> Iterator[None]:
-    """Layers that are built inside this context run their experts Megatron's way."""
-    global _leave_alone
-    before, _leave_alone = _leave_alone, True
-    try:
-        yield
-    finally:
-        _leave_alone = before
-
-
 # ---- what the plugin puts into Megatron -----------------------------------------------------------------------------
 
 
-def note_layer(old: Callable[..., None], *, may_overlap: bool) -> Callable[..., None]:
+def note_layer(old: Callable[..., None]) -> Callable[..., None]:
     """Wrap MoELayer.__init__."""
 
     @functools.wraps(old)
-    def init(layer, *args, **kwargs):
-        old(layer, *args, **kwargs)
-        if not _leave_alone:
-            _layers[layer.experts] = Experts(layer, may_overlap)
+    def init(layer, config, *args, **kwargs):
+        arguments.check(config)
+        wanted, active = arguments.experts(config), registration.active()
+        if wanted != "megatron" and active is not None and active.why_no_grouped:
+            raise registration.UnknownMegatronError(f"{arguments.flag('experts')} {wanted}: {active.why_no_grouped}")
+        old(layer, config, *args, **kwargs)
+        if wanted != "megatron":
+            _layers[layer.experts] = Experts(layer)
             if isinstance(layer.token_dispatcher, MoEEPTokenDispatcher):
                 layer.token_dispatcher.experts_are_grouped = functools.partial(is_grouped, layer.experts)
                 layer.token_dispatcher.experts_communicate = functools.partial(communicates, layer.experts)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import checks
 from ep_dispatcher.errors import TooFewRowsError
+from ep_dispatcher.integrations.megatron import arguments
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
 SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -24,6 +25,7 @@ UNSUPPORTED = {
     "moe_hybridep_num_sms_preprocessing": "it is for hybridep",
 }
 OVERLAPS_WGRAD = "overlap_dispatch_backward_with_experts_wgrad"  # 0.18 and newer
+FACTOR = arguments.flag("rank_capacity_factor")
 PROBS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -98,13 +100,13 @@ def overlaps_wgrad(config) -> bool:
 
 def _check_capture(config, flag: str, value: str) -> None:
     """Raise ValueError for settings that dispatch and experts do not support inside a CUDA graph."""
-    grouped = envs.grouped_experts() and envs.rank_capacity_factor() is not None
-    if not grouped and getattr(config, "moe_expert_rank_capacity_factor", None) is None:
+    factors = arguments.rank_capacity_factor(config), getattr(config, "moe_expert_rank_capacity_factor", None)
+    if factors == (None, None):
         checks.fail(
             flag,
             value,
-            "attn, moe_router, moe_preprocess; this too with EP_DISPATCHER_GROUPED_EXPERTS=1 and "
-            "EP_DISPATCHER_RANK_CAPACITY_FACTOR: no host can wait for counts while a graph is captured",
+            f"attn, moe_router, moe_preprocess; this too with {arguments.flag('experts')} auto and {FACTOR}: no host "
+            "can wait for counts while a graph is captured",
         )
     if config.variable_seq_lengths:
         checks.fail("--variable-seq-lengths", True, f"False with {flag} {value}: a graph has one number of tokens")
@@ -117,6 +119,9 @@ def num_sms(config) -> int | None:
 
     Those defaults (20 for DeepEP, 16 for HybridEP in 0.16) are for other backends, not for this one.
     """
+    ours = arguments.given(config, "num_sms")
+    if ours is not None:
+        return ours
     given = _changed(config, SMS_FIELDS)
     for name, value in given.items():
         flag = _flag(name)
@@ -162,26 +167,25 @@ def max_rows(config, num_tokens: int, expert_tp: int, alignment: int) -> int | N
     return -(-int(num_tokens * config.moe_router_topk * expert_tp * factor) // alignment) * alignment
 
 
-def explained(error: ValueError, num_choices: int) -> ValueError:
+def explained(error: ValueError, num_choices: int, config) -> ValueError:
     """Return the error. If the factor allowed too few rows, return one that names a factor for this routing.
 
     num_choices: the most tokens of a rank x choices of a token. The limit is num_choices x factor
     """
     needed = error.needed_rows if isinstance(error, TooFewRowsError) else 0
-    if not needed or envs.rank_capacity_factor() is None or not envs.grouped_experts():
+    if not needed or arguments.rank_capacity_factor(config) is None:
         return error
     enough = math.ceil(100 * needed / num_choices) / 100
-    told = ValueError(f"{error}. EP_DISPATCHER_RANK_CAPACITY_FACTOR={enough:g} is enough for this routing")
+    told = ValueError(f"{error}. {FACTOR} {enough:g} is enough for this routing")
     told.__cause__ = error
     return told
 
 
-def max_rows_of_grouped_experts(max_tokens: int, num_ranks: int, choices: int, num_local_experts: int) -> int | None:
-    """Return the rows of a rank by EP_DISPATCHER_RANK_CAPACITY_FACTOR, for experts in grouped GEMMs; None without it.
+def max_rows_of_grouped_experts(
+    factor: float, max_tokens: int, num_ranks: int, choices: int, num_local_experts: int
+) -> int:
+    """Return the rows of a rank by --ep-dispatcher-rank-capacity-factor, for experts in grouped GEMMs.
 
     They are max_tokens x choices x factor, but never more than the ranks can send.
     """
-    factor = envs.rank_capacity_factor()
-    if factor is None:
-        return None
     return min(math.ceil(max_tokens * choices * factor), num_ranks * max_tokens * min(choices, num_local_experts))

@@ -1,4 +1,4 @@
-"""Margins: multiprocessors that GEMMs leave to a dispatch or combine beside them (EP_DISPATCHER_GEMM_SM_MARGIN).
+"""Margins: multiprocessors that GEMMs leave to a dispatch or combine beside them (--ep-dispatcher-gemm-sm-margin).
 
 A GEMM of a library has one block for each multiprocessor of the GPU, with a fixed share of the work. Blocks without a
 free multiprocessor begin when others end, so the GEMM takes up to twice as long. With a margin fewer blocks share the
@@ -7,7 +7,7 @@ work. The margin is set while the host launches GEMMs that run beside communicat
     TransformerLayerSchedulePlan.run   a layer of a forward and one of a backward pass, with 1F1B overlap
     MoEEPTokenDispatcher               the forward of overlapped shared experts
 
-Grouped GEMMs of EP_DISPATCHER_GROUPED_EXPERTS need no margin: each of their blocks has one tile of the result, and
+Experts in grouped GEMMs need no margin: each of their blocks has one tile of the result, and
 starts on any free multiprocessor.
 """
 
@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_dispatcher import envs
+from ep_dispatcher.integrations.megatron import arguments, buffers
 
-SWITCH = "EP_DISPATCHER_GEMM_SM_MARGIN"
 TE_VARIABLE = "NVTE_EXT_MARGIN_SM"
 
 
@@ -69,30 +68,21 @@ def _free_margins() -> tuple[TransformerEngineMargin | PyTorchMargin, ...]:
     if not dist.is_initialized() or dist.get_rank() == 0:
         where = " and ".join(margin.shown for margin in made) or "none, where the user has set their margins"
         print(
-            f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {_num_sms()} multiprocessors "
-            f"({SWITCH}={envs.read(SWITCH)}). Libraries: {where}",
+            f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {buffers.most_sms()} multiprocessors. "
+            f"Libraries: {where}",
             flush=True,
         )
     return made
-
-
-def _num_sms() -> int:
-    """Return the margin that the switch asks for; 0 before there is a buffer on a GPU."""
-    from ep_dispatcher.integrations.megatron import buffers  # it imports Megatron
-
-    given = envs.gemm_sm_margin()
-    in_use = buffers.most_sms()
-    return in_use if given == "auto" or in_use == 0 else given
 
 
 _is_set = False
 
 
 @contextlib.contextmanager
-def margin() -> Iterator[None]:
-    """Let GEMMs that are launched inside leave multiprocessors to communication, if the switch says so."""
+def margin(config: Any) -> Iterator[None]:
+    """Let GEMMs that are launched inside leave multiprocessors to communication, if the config asks for it."""
     global _is_set
-    num_sms = 0 if _is_set or envs.gemm_sm_margin() == 0 else _num_sms()
+    num_sms = buffers.most_sms() if arguments.given(config, "gemm_sm_margin") and not _is_set else 0
     if num_sms == 0:
         yield
         return
@@ -113,7 +103,8 @@ def around_overlap(old: Callable[..., Any]) -> Any:
 
     @functools.wraps(old)
     def run(f_layer, b_layer, *args, **kwargs):
-        with margin() if f_layer is not None and b_layer is not None else contextlib.nullcontext():
+        both = f_layer is not None and b_layer is not None
+        with margin(f_layer.config) if both else contextlib.nullcontext():
             return old(f_layer, b_layer, *args, **kwargs)
 
     return staticmethod(run)

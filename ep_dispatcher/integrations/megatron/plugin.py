@@ -1,12 +1,15 @@
 """Makes ep_dispatcher a backend of Megatron's flex dispatcher.
 
 All patches of ``register()`` are here, except that of Megatron-Bridge (``bridge.py``). ``unregister()`` takes them
-back. Two others stay: the launcher patches argparse (``__main__.py``), and on a machine without a GPU ``cpu.py``
-patches what Megatron takes from CUDA.
+back. On a machine without a GPU ``cpu.py`` patches what Megatron takes from CUDA, for good.
+
+Megatron is imported in functions alone, and so are our modules that import it: until register() is called, a launcher
+may still choose which Megatron that is.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -15,12 +18,13 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from ep_dispatcher import checks, envs
+from ep_dispatcher import envs
+from ep_dispatcher.integrations.megatron import arguments, bridge, registration
+from ep_dispatcher.integrations.megatron.registration import NAME, Registration, UnknownMegatronError, is_ours
 
-NAME = "ep_dispatcher"
 OLDEST, NEWEST_RUN = (0, 16), (0, 20)
 STEPS = (
     "dispatch_preprocess",
@@ -40,98 +44,73 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Registration:
-    """What register() did: Megatron's version, a line for each replacement, and the size that it was given."""
-
-    megatron_version: str
-    replaced: tuple[str, ...]
-    max_tokens_per_rank: int | None = None
-
-    def __str__(self) -> str:
-        size = (
-            "" if self.max_tokens_per_rank is None else f" Its buffers hold {self.max_tokens_per_rank} tokens per rank."
-        )
-        head = f"ep_dispatcher is a backend of Megatron-core {self.megatron_version}'s flex dispatcher.{size} Replaced:"
-        return "\n  ".join([head, *self.replaced])
-
-
-class UnknownMegatronError(RuntimeError):
-    """This Megatron is not laid out as register() needs it; nothing was replaced."""
-
-
-@dataclass(frozen=True)
 class _Patch:
-    owner: Any
+    owner: Any  # None: this Megatron does not have it
     name: str
     make: Callable[[Any], Any]  # the old value -> the new one
-    text: str
+    text: str  # begins with what is replaced
+    parameters: tuple[str, ...] = ()  # the first ones that the old value has to take
+
+    def why_not(self) -> str | None:
+        """Say what this Megatron lacks for the patch."""
+        shown = self.text.partition(":")[0]
+        old = None if self.owner is None else getattr(self.owner, self.name, None)
+        if old is None:
+            return f"{shown} is missing"
+        given = tuple(inspect.signature(old).parameters)[: len(self.parameters)] if self.parameters else ()
+        return f"{shown} takes {list(given)}, not {list(self.parameters)}" if given != self.parameters else None
 
 
-_active: Registration | None = None
 _undo: list[Callable[[], None]] = []
 
 
-def is_ours(config) -> bool:
-    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == NAME
-
-
-def active() -> Registration | None:
-    """Return what register() did, or None before it and after unregister()."""
-    return _active
-
-
-def registered_size() -> int | None:
-    """Return the tokens per rank that register() was given for the buffers, or None."""
-    return None if _active is None else _active.max_tokens_per_rank
-
-
-def register(*, max_tokens_per_rank: int | None = None) -> Registration:
+def register(
+    *,
+    experts: str | None = None,
+    rank_capacity_factor: float | None = None,
+    overlap: bool | None = None,
+    num_sms: int | None = None,
+    max_tokens_per_rank: int | None = None,
+    gemm_sm_margin: bool | None = None,
+) -> Registration:
     """Let ``moe_token_dispatcher_type="flex"`` with ``moe_flex_dispatcher_backend="ep_dispatcher"`` choose ours.
 
-    Call it on every rank before Megatron parses its arguments. A second call only changes the size, if it gives one.
-    ``unregister()`` undoes it.
+    Call it on every rank, alike, before Megatron parses its arguments. A second call only changes the settings that it
+    gives. ``unregister()`` undoes it.
 
-    max_tokens_per_rank  the most tokens that a rank brings to an MoE layer in one microbatch, the same on all ranks:
-                         sequence length x micro batch size / (context parallel size, with sequence parallel x tensor
-                         parallel size). None: the first that is there of EP_DISPATCHER_MAX_TOKENS_PER_RANK,
-                         Megatron's arguments, the first forward pass
+    The arguments are defaults for the job: ``arguments.py`` says what they mean, and what wins over them.
 
-    It reads three switches. With EP_DISPATCHER_GROUPED_EXPERTS=1 the experts of layers that are built later run in
-    grouped GEMMs where they can, whichever dispatcher brings their rows. With EP_DISPATCHER_EXPERT_WAVES=1 they also
-    overlap with dispatch and combine, where they can. EP_DISPATCHER_GEMM_SM_MARGIN: margins.py.
-
-    Raises UnknownMegatronError, and changes nothing, if Megatron is older than 0.16 or not laid out as expected. Warns
-    if it is newer than the newest version that the tests ran with.
+    Raises UnknownMegatronError, and changes nothing, if Megatron is older than 0.16 or not laid out as expected;
+    ValueError for a wrong argument. Warns if Megatron is newer than the newest version that the tests ran with.
     """
-    global _active
-    if max_tokens_per_rank is not None:
-        checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1)
-    if _active is None:
+    settings = {name: value for name, value in locals().items() if value is not None}
+    for name, value in settings.items():
+        arguments.ARGUMENTS[name].check(name, value)
+    active = registration.active()
+    if active is None:
+        envs.refuse_removed()
         import megatron.core
 
         version = megatron.core.__version__
         _check_version(version)
-        patches = _patches()
-        if envs.grouped_experts():  # forget what ranks agreed on before the patches
-            from ep_dispatcher.integrations.megatron.experts import forget_parts
+        patches, why_no_grouped = _patches()
+        from ep_dispatcher.integrations.megatron.experts import forget_parts
 
-            forget_parts()
-            _undo.append(forget_parts)
+        forget_parts()  # what ranks agreed on before the patches
+        _undo.append(forget_parts)
         for patch in patches:
             old = getattr(patch.owner, patch.name)
             _undo.append(_undoing(patch.owner, patch.name, old))
             setattr(patch.owner, patch.name, patch.make(old))
         texts = [patch.text for patch in patches]
-        from ep_dispatcher.integrations.megatron import bridge
-
         if bridge.is_installed():
             _undo.append(bridge.watch())
             texts.append(bridge.TEXT)
-        _active = Registration(version, tuple(texts))
-        logger.info("%s", _active)
-    if max_tokens_per_rank is not None:
-        _active = replace(_active, max_tokens_per_rank=max_tokens_per_rank)
-    return _active
+        active = Registration(version, tuple(texts), why_no_grouped=why_no_grouped)
+        registration.set_active(active)
+        logger.info("%s", active)
+    active.settings |= settings
+    return active
 
 
 def _undoing(owner: Any, name: str, old: Any) -> Callable[[], None]:
@@ -149,20 +128,13 @@ def unregister() -> None:
 
     Experts in grouped GEMMs run Megatron's way again.
     """
-    global _active
     while _undo:
         _undo.pop()()
-    _active = None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return major and minor number. If there are none to read, return (), which is older than all."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, numbers.groups())) if numbers else ()
+    registration.set_active(None)
 
 
 def _check_version(version: str) -> None:
-    numbers = _numbers(version)
+    numbers = registration.numbers(version)
     if numbers < OLDEST:
         raise UnknownMegatronError(f"megatron-core: given {version}, allowed: {OLDEST[0]}.{OLDEST[1]} or newer")
     if numbers > NEWEST_RUN:
@@ -173,35 +145,27 @@ def _check_version(version: str) -> None:
         )
 
 
-def _patches() -> list[_Patch]:
-    """Return what has to be replaced in this Megatron, after checking everything that the patches rely on."""
+def _patches() -> tuple[list[_Patch], str]:
+    """Return what has to be replaced in this Megatron, and why its experts cannot run in grouped GEMMs, or "".
+
+    Everything that the patches rely on is checked first.
+    """
     try:
         from megatron.core import full_cuda_graph
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
         from megatron.core.models.gpt import fine_grained_callables
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins
+        from ep_dispatcher.integrations.megatron import experts as ours
     except ImportError as error:
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
 
-    unexpected: list[str] = []
-
-    def expect(true: Any, text: str) -> None:
-        if not true:
-            unexpected.append(text)
-
     flex = getattr(token_dispatcher, "MoEFlexTokenDispatcher", None)
-    expect(flex is not None, "token_dispatcher.MoEFlexTokenDispatcher is missing")
-    expect(getattr(moe_layer, "MoEFlexTokenDispatcher", None) is flex, "moe_layer does not use MoEFlexTokenDispatcher")
-    wanted = ["self", "num_local_experts", "local_expert_indices", "config", "pg_collection"]
-    given = list(inspect.signature(flex.__init__).parameters) if flex else []
-    expect(given == wanted, f"MoEFlexTokenDispatcher takes {given}, not {wanted}")
-    base = getattr(token_dispatcher, "MoETokenDispatcher", None)
-    for step in STEPS:
-        expect(hasattr(base, step), f"MoETokenDispatcher has no step {step}")
     backend = TransformerConfig.__dataclass_fields__.get("moe_flex_dispatcher_backend")
-    expect(backend is not None, "TransformerConfig has no moe_flex_dispatcher_backend")
-    expect(backend and get_origin(backend.type) is Literal, "moe_flex_dispatcher_backend is no Literal")
     # The schedule that overlaps microbatches frees inputs by the backend's name. 0.19 moved that function.
     scheduler = fine_grained_callables
     if not hasattr(scheduler, "should_free_input"):
@@ -209,27 +173,17 @@ def _patches() -> list[_Patch]:
             from megatron.core.models.common import utils
 
             scheduler = utils
-    free = getattr(scheduler, "should_free_input", None)
-    given = list(inspect.signature(free).parameters)[:3] if free else []
-    expect(given == ["name", "is_moe", "config"], f"should_free_input takes {given}, not ['name', 'is_moe', 'config']")
-    expect(hasattr(moe_layer.MoELayer, "set_layer_number"), "MoELayer has no set_layer_number")
-    skips = hasattr(moe_utils, "skip_routed_expert_padding")  # 0.18 and newer
-    if skips:
-        expect(hasattr(experts, "skip_routed_expert_padding"), "experts does not use skip_routed_expert_padding")
-    for name in SCHEDULES:
-        expect(hasattr(schedules, name), f"schedules has no {name}")
-    wrapper = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
-    expect(wrapper is not None, "full_cuda_graph.FullCudaGraphWrapper is missing")
-    grouped = _patches_for_grouped_experts(experts, moe_layer, expect) if envs.grouped_experts() else []
-    overlap = _patches_for_margins(expect) if envs.gemm_sm_margin() != 0 else []
-    if unexpected:
-        raise UnknownMegatronError(f"{_UNKNOWN}: {'; '.join(unexpected)}")
-
-    shown = scheduler.__name__.removeprefix("megatron.core.")
+    schedule = scheduler.__name__.removeprefix("megatron.core.")
+    graph = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
+    errors = "looks for errors of replayed CUDA graphs when a step is over"
     patches = [
         _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
+        _Patch(backend, "type", _allow_name, "type of moe_flex_dispatcher_backend: tools that read it allow our name"),
         _Patch(
-            backend, "type", _allow_name, "the type of moe_flex_dispatcher_backend: --help and parsers allow our name"
+            argparse.ArgumentParser,
+            "parse_known_args",
+            arguments.read_by_parsers,
+            "ArgumentParser.parse_known_args: Megatron's parsers allow our name, and have our arguments",
         ),
         _Patch(
             TransformerConfig,
@@ -238,72 +192,67 @@ def _patches() -> list[_Patch]:
             "TransformerConfig.__post_init__: our name with another dispatcher type is an error; the features of other "
             "backends that ours has too are allowed; CUDA graphs of Transformer Engine before 2.14 keep all gradients",
         ),
+        _Patch(moe_layer.MoELayer, "__init__", ours.note_layer, "MoELayer.__init__: ours reads its settings"),
         _Patch(moe_layer.MoELayer, "set_layer_number", _pass_number_on, "MoELayer.set_layer_number: ours gets it too"),
-        _Patch(scheduler, "should_free_input", _keep_inputs, f"{shown}.should_free_input: ours counts as hybridep"),
+        _Patch(
+            scheduler,
+            "should_free_input",
+            _keep_inputs,
+            f"{schedule}.should_free_input: ours counts as hybridep",
+            ("name", "is_moe", "config"),
+        ),
+        _Patch(
+            TransformerLayerSchedulePlan,
+            "run",
+            margins.around_overlap,
+            "TransformerLayerSchedulePlan.run: GEMMs can leave multiprocessors to communication beside them",
+            ("f_layer", "b_layer"),
+        ),
+        *(_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {errors}") for name in SCHEDULES),
+        _Patch(graph, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {errors}"),
     ]
-    if skips:
+    if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
-    from ep_dispatcher.integrations.megatron import graphs
 
-    text = "looks for errors of replayed CUDA graphs when a step is over"
-    patches += [_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {text}") for name in SCHEDULES]
-    patches.append(_Patch(wrapper, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {text}"))
-    return patches + grouped + overlap
+    unexpected = [patch.why_not() for patch in patches]
+    if getattr(moe_layer, "MoEFlexTokenDispatcher", None) is not flex:
+        unexpected.append("moe_layer does not use MoEFlexTokenDispatcher")
+    wanted = ["self", "num_local_experts", "local_expert_indices", "config", "pg_collection"]
+    given = list(inspect.signature(flex.__init__).parameters) if flex else wanted
+    if given != wanted:
+        unexpected.append(f"MoEFlexTokenDispatcher takes {given}, not {wanted}")
+    base = getattr(token_dispatcher, "MoETokenDispatcher", None)
+    unexpected += [f"MoETokenDispatcher has no step {step}" for step in STEPS if not hasattr(base, step)]
+    if backend is not None and get_origin(backend.type) is not Literal:
+        unexpected.append("moe_flex_dispatcher_backend is no Literal")
+    if found := "; ".join(filter(None, unexpected)):
+        raise UnknownMegatronError(f"{_UNKNOWN}: {found}")
+
+    grouped = _patches_for_grouped_experts(experts, DistributedDataParallel, ours)
+    missing = [patch.why_not() for patch in grouped]
+    hooks = {"_make_backward_post_hook": ["self", "param"], "_make_forward_pre_hook": ["self"]}
+    for name, wanted in hooks.items():
+        hook = getattr(DistributedDataParallel, name, None)
+        if hook is None or list(inspect.signature(hook).parameters) != wanted:
+            missing.append(f"DistributedDataParallel.{name} does not take {wanted}")
+    why_no_grouped = "; ".join(filter(None, missing))
+    if not why_no_grouped:
+        eligibility.plain_forwards()  # remember them as they are now
+        patches += grouped
+    return patches, why_no_grouped
 
 
-def _patches_for_grouped_experts(experts, moe_layer, expect: Callable[[Any, str], None]) -> list[_Patch]:
-    """Return the further patches of EP_DISPATCHER_GROUPED_EXPERTS=1 and EP_DISPATCHER_EXPERT_WAVES=1."""
-    from ep_dispatcher.integrations.megatron import eligibility
-    from ep_dispatcher.integrations.megatron import experts as ours
-
-    eligibility.plain_forwards()  # remember them as they are now
-    try:
-        from megatron.core.distributed import DistributedDataParallel
-    except ImportError as error:
-        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
-    kinds = [getattr(experts, name, None) for name in ("TEGroupedMLP", "SequentialMLP")]
-    wanted = ["self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"]
-    for name, kind in zip(("TEGroupedMLP", "SequentialMLP"), kinds):
-        given = list(inspect.signature(kind.forward).parameters)[:4] if kind else []
-        expect(given == wanted, f"{name}.forward takes {given}, not {wanted}")
-        expect(hasattr(kind, "backward_dw"), f"{name} has no backward_dw")
-    hook = getattr(DistributedDataParallel, "_make_backward_post_hook", None)
-    given = list(inspect.signature(hook).parameters) if hook else []
-    expect(given == ["self", "param"], f"DistributedDataParallel._make_backward_post_hook takes {given}")
-    expect(
-        hasattr(DistributedDataParallel, "_make_forward_pre_hook"),
-        "DistributedDataParallel has no _make_forward_pre_hook",
-    )
-    grouped, sequential = kinds
-    note_layer = functools.partial(ours.note_layer, may_overlap=envs.expert_waves())
+def _patches_for_grouped_experts(experts: Any, ddp: type, ours: Any) -> list[_Patch]:
+    parameters = ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
+    grouped, sequential = getattr(experts, "TEGroupedMLP", None), getattr(experts, "SequentialMLP", None)
+    text = "in grouped GEMMs, where that is asked for and can be"
     return [
-        _Patch(moe_layer.MoELayer, "__init__", note_layer, "MoELayer.__init__: ours looks at its experts"),
-        _Patch(grouped, "forward", ours.forward_grouped, "TEGroupedMLP.forward: in grouped GEMMs, where that can be"),
+        _Patch(grouped, "forward", ours.forward_grouped, f"TEGroupedMLP.forward: {text}", parameters),
         _Patch(grouped, "backward_dw", ours.delayed_grads, "TEGroupedMLP.backward_dw: of those in grouped GEMMs"),
-        _Patch(sequential, "forward", ours.forward_grouped, "SequentialMLP.forward: likewise"),
-        _Patch(
-            DistributedDataParallel,
-            "__init__",
-            ours.note_ddp,
-            "DistributedDataParallel.__init__: ours notes it, and calls its hooks for experts in grouped GEMMs",
-        ),
+        _Patch(sequential, "forward", ours.forward_grouped, f"SequentialMLP.forward: {text}", parameters),
+        _Patch(ddp, "__init__", ours.note_ddp, "DistributedDataParallel.__init__: ours notes it, and calls its hooks"),
     ]
-
-
-def _patches_for_margins(expect: Callable[[Any, str], None]) -> list[_Patch]:
-    """Return the further patches of EP_DISPATCHER_GEMM_SM_MARGIN."""
-    from ep_dispatcher.integrations.megatron import margins
-
-    try:
-        from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
-    except ImportError as error:
-        raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
-    run = getattr(TransformerLayerSchedulePlan, "run", None)
-    given = list(inspect.signature(run).parameters)[:2] if run else []
-    expect(given == ["f_layer", "b_layer"], f"TransformerLayerSchedulePlan.run takes {given}")
-    text = "TransformerLayerSchedulePlan.run: GEMMs leave multiprocessors to communication beside them"
-    return [_Patch(TransformerLayerSchedulePlan, "run", margins.around_overlap, text)]
 
 
 def _plain_new(cls, *args, **kwargs):
@@ -378,7 +327,7 @@ def _graph_names(config) -> list[str]:
 def _before(*version: int) -> bool:
     import megatron.core
 
-    return _numbers(megatron.core.__version__) < version
+    return registration.numbers(megatron.core.__version__) < version
 
 
 def _pass_number_on(old):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
+from ep_dispatcher.integrations.megatron import destroy_buffers, register, registration, unregister
 from ep_dispatcher.tools.benchmark.parts import ENGINE, Calls, Part
 from ep_dispatcher.tools.benchmark.sides import go_back, verdict
 
@@ -104,7 +104,7 @@ def dispatchers(
         from ep_dispatcher.integrations.megatron.cpu import let_megatron_run_on_cpu
 
         let_megatron_run_on_cpu()
-    registered = plugin.active() is not None
+    registered = registration.active() is not None
     register()
     alone, _ = dist.new_subgroups(group_size=1, group=group)
     try:
@@ -125,7 +125,7 @@ def dispatchers(
             fp16=dtype == torch.float16,
             params_dtype=dtype,
         )
-        ours: dict[str, Any] = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=plugin.NAME)
+        ours: dict[str, Any] = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=registration.NAME)
         fields = TransformerConfig.__dataclass_fields__
         ours |= {next(f for f in SMS_FIELDS if f in fields and fields[f].default != num_sms): num_sms}
         num_local = num_experts // group.size()

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from ep_dispatcher.integrations.megatron import arguments as of_dispatcher
+
 # Fields of TransformerConfig that have a flag here, by prefix or by name. The flags are made from the fields, as
 # Megatron makes them, so that they fit each version of Megatron.
 PREFIXES = ("moe_", "expert_", "fp8", "fp4", "recompute_", "activation_func_", "glu_", "cuda_graph_")
@@ -60,6 +62,7 @@ class Run:
 
     args: argparse.Namespace  # the flags of this tool
     settings: dict[str, Any]  # of TransformerConfig, except for the dispatcher
+    ours: dict[str, Any]  # fields of this dispatcher for its layer
     num_ranks: int
     cpu: bool
     transformer_engine: bool
@@ -93,6 +96,7 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
     own.add_argument("--uneven-tokens", action="store_true", help="another number of tokens on each rank, each step")
     own.add_argument("--reference", choices=("alltoall", "allgather"), help="what to compare with; default alltoall")
     own.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
+    of_dispatcher.add_to(parser)
     group = parser.add_argument_group("flags of Megatron, with its meanings; all others are accepted, and named")
     flags = _flags_of_megatron()
     for flag, options in flags.items():
@@ -101,7 +105,8 @@ def parse(argv: list[str], description: str | None, num_ranks: int, cpu: bool, t
     dests = {options["dest"] for options in flags.values()}
     settings = {name: value for name, value in vars(args).items() if name in dests}
     known = [*flags, *(_flag(name) for name in vars(args))]
-    run = Run(args, settings, num_ranks, cpu, transformer_engine, _unused(rest, known))
+    ours = {n: value for n, value in vars(args).items() if n.startswith(of_dispatcher.PREFIX) and value is not None}
+    run = Run(args, settings, ours, num_ranks, cpu, transformer_engine, _unused(rest, known))
     _complete(run)
     return run
 

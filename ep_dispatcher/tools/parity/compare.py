@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 -m ep_dispatcher.integrations.megatron.parity \\
 Takes the flags of a Megatron training job, and names those that do not concern an MoE layer. Runs on GPUs (NCCL), or
 without any on the CPU (gloo). Both layers get the same weights and the same tokens.
 
-With EP_DISPATCHER_GROUPED_EXPERTS=1 this dispatcher's layer runs its experts in grouped GEMMs, where they can.
+The arguments --ep-dispatcher-... are for this dispatcher's layer alone.
 
 The rule: a tensor is the same if its largest difference is at most `limit` times its largest absolute value.
   float32             1e-5
@@ -169,9 +169,9 @@ def _megatron(run: Run) -> Iterator[None]:
     """Register this dispatcher and make Megatron's groups, for the time of the comparison."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from ep_dispatcher.integrations.megatron import destroy_buffers, plugin, register, unregister
+    from ep_dispatcher.integrations.megatron import destroy_buffers, register, registration, unregister
 
-    registered = plugin.active() is not None
+    registered = registration.active() is not None
     size = None if registered or run.args.uneven_tokens else run.tokens * run.batch
     register(max_tokens_per_rank=size)
     sizes = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")
@@ -189,8 +189,6 @@ def _megatron(run: Run) -> Iterator[None]:
 
 def _make_layers(run: Run) -> dict[str, Any]:
     """Make a layer per dispatcher, and below float32 Megatron's in float32. Raise Refused if one of them refuses."""
-    from ep_dispatcher.integrations.megatron import experts  # imports Megatron, which not all have: _parse says so
-
     settings = run.settings
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     settings["params_dtype"] = dtype
@@ -203,8 +201,8 @@ def _make_layers(run: Run) -> dict[str, Any]:
     layers, refusal = {}, None
     try:
         for name, one in wanted.items():
-            with contextlib.nullcontext() if name == OURS else experts.left_alone():
-                layers[name] = _make_layer(one, run)
+            megatrons = {"ep_dispatcher_experts": "megatron", "ep_dispatcher_overlap": False}
+            layers[name] = _make_layer(one, run.ours if name == OURS else megatrons, run)
     except (ValueError, AssertionError, NotImplementedError, ImportError) as error:
         refusal = f"{_text_of(error)} (the layer with {name})"
     for text in filter(None, _gather(refusal)):
@@ -234,12 +232,13 @@ def _text_of(error: Exception) -> str:
     return text or f"{type(error).__name__} in Megatron: {traceback.extract_tb(error.__traceback__)[-1].line}"
 
 
-def _make_layer(settings: dict[str, Any], run: Run):
+def _make_layer(settings: dict[str, Any], ours: dict[str, Any], run: Run):
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(**settings)
+    vars(config).update(ours)
     spec = get_moe_module_spec(
         use_te=run.transformer_engine, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )

@@ -1,0 +1,157 @@
+"""The settings of a job: where they can be given, what wins, what is refused; and imports without a circle."""
+
+import argparse
+import ast
+import functools
+import importlib
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from megatron_layer import (
+    NO_MEGATRON,
+    Layout,
+    environment,
+    error_of,
+    make_config,
+    make_layer,
+    megatron_pool,
+    tokens_of,
+    use_layout,
+)
+
+pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+
+from ep_dispatcher.integrations.megatron import arguments
+
+PACKAGE = "ep_dispatcher.integrations.megatron"
+GIVEN = ["--ep-dispatcher-experts", "grouped", "--ep-dispatcher-rank-capacity-factor", "1.5", "--ep-dispatcher-overlap"]
+GIVEN += ["--ep-dispatcher-num-sms", "8", "--ep-dispatcher-max-tokens-per-rank", "64", "--ep-dispatcher-gemm-sm-margin"]
+
+
+def parser_of_megatron() -> argparse.ArgumentParser:
+    """With the argument by which a parser of Megatron's is known; its own are in megatron.training."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--moe-flex-dispatcher-backend", choices=("deepep", "hybridep"), default="deepep")
+    return parser
+
+
+def settings_of(config) -> list:
+    return [arguments.given(config, name) for name in arguments.ARGUMENTS]
+
+
+def where_settings_come_from(rank: int) -> None:
+    use_layout(Layout(ep=2))
+    from ep_dispatcher.integrations.megatron import register, unregister
+
+    unregister()
+    assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
+    register(num_sms=4, max_tokens_per_rank=32)
+    config = make_config()
+    assert settings_of(config) == [None, None, None, 4, 32, None] and arguments.experts(config) == "megatron"
+    parser = parser_of_megatron()
+    assert all(flag in parser_help(parser) for flag in GIVEN if flag.startswith("--"))
+    args = parser.parse_args([*GIVEN, "--moe-flex-dispatcher-backend", "ep_dispatcher"])
+    names = [arguments.PREFIX + name for name in arguments.ARGUMENTS]
+    assert settings_of(config) == [getattr(args, name) for name in names] == ["grouped", 1.5, True, 8, 64, True]
+    args.ep_dispatcher_num_sms = None  # a script may change what it has parsed
+    assert arguments.given(config, "num_sms") == 4
+    config.ep_dispatcher_num_sms, config.ep_dispatcher_overlap = 12, False
+    assert settings_of(config) == ["grouped", 1.5, False, 12, 64, True]
+    argparse.ArgumentParser().parse_args([])  # of something else
+    assert arguments.given(make_config(), "experts") == "grouped"
+    unregister()
+    assert settings_of(make_config()) == [None] * 6
+    register()
+
+
+def parser_help(parser: argparse.ArgumentParser) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr(parser, "_print_message", lambda text, file=None: printed.append(text))
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help"])
+    return "".join(printed)
+
+
+def test_a_config_wins_over_the_command_line_and_that_over_register():
+    megatron_pool(2).run(where_settings_come_from)
+
+
+WRONG = {
+    "experts": ("all", None, True),
+    "rank_capacity_factor": (0, -1.0, float("inf"), float("nan"), "much", True),
+    "overlap": ("yes", 1),
+    "num_sms": (0, 2.0, "many", True),
+    "max_tokens_per_rank": (0, 2.0, "40", True),
+    "gemm_sm_margin": (16, "auto"),
+}
+
+
+def refused(rank: int) -> None:
+    use_layout(Layout(ep=2))
+    from ep_dispatcher.integrations.megatron import register
+
+    for name, values in WRONG.items():
+        for value in values:
+            if value is None:
+                continue
+            assert error_of(lambda n=name, v=value: register(**{n: v})).startswith(f"{name}: given {value!r}, allowed:")
+            config = make_config()
+            setattr(config, arguments.PREFIX + name, value)
+            text = error_of(lambda config=config: make_layer(config))
+            assert text.startswith(f"config.ep_dispatcher_{name}: given {value!r}, allowed:"), text
+            if arguments.ARGUMENTS[name].kind is not bool and not isinstance(value, bool) and value != "40":
+                flag = arguments.flag(name)
+                parse = functools.partial(parser_of_megatron().parse_args, [flag, str(value)])
+                text = error_of(parse, argparse.ArgumentError)
+                assert text.startswith(f"argument {flag}: given ") and "allowed: " in text, text
+    config = make_config()
+    config.ep_dispatcher_expert = "auto"
+    assert "ep_dispatcher_experts" in error_of(lambda: make_layer(config))
+    with environment(experts="megatron", overlap=True):
+        text = error_of(lambda: make_layer(make_config()))
+    assert re.match("--ep-dispatcher-experts: given megatron, allowed: auto or grouped with --ep-disp", text), text
+
+
+def test_what_is_wrong_is_refused_before_a_layer_is_built():
+    megatron_pool(2).run(refused)
+
+
+def experts_that_must_be_grouped(rank: int) -> None:
+    """Before anything is sent; `auto` says it, and runs Megatron's."""
+    use_layout(Layout(ep=2))
+    for experts in ("grouped", "auto"):
+        with environment(experts=experts):
+            plain = make_layer(make_config())
+            layer = make_layer(make_config(gated_linear_unit=False), layer_number=7)
+            plain(tokens_of(rank))
+            if experts == "grouped":
+                text = error_of(lambda layer=layer: layer(tokens_of(rank)))
+                assert text.startswith("--ep-dispatcher-experts: given grouped, allowed: auto or megatron"), text
+                assert text.endswith("layer 7: gated_linear_unit is False")
+            else:
+                layer(tokens_of(rank))
+
+
+def test_grouped_is_an_error_where_a_layer_cannot():
+    megatron_pool(2).run(experts_that_must_be_grouped)
+
+
+def test_imports_of_the_package_form_no_circle():
+    """Those in functions too; only imports for types may point back."""
+    folder = Path(importlib.import_module(PACKAGE).__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    imports = {}
+    for name in modules:
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        for node in list(ast.walk(tree)):
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+                node.body = []
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        named = {one.name for node in found if node.module == PACKAGE for one in node.names}
+        named |= {node.module.removeprefix(f"{PACKAGE}.") for node in found if node.module}
+        imports[name] = named & modules - {name}
+    TopologicalSorter(imports).prepare()  # raises CycleError
+    assert imports["experts"] and imports["plugin"]
