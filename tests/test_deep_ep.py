@@ -329,12 +329,10 @@ def run_exact(rank: int, case: Case):
         layout = routed(buffer, data.topk_idx[rank])
         choices = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
         recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(data.x[rank], **layout, **choices)
-        taken = [data.in_rank(case, source, rank) for source in range(RANKS)]
         expected = torch.stack(
             [torch.stack([data.in_rank(case, s, r).sum() for r in range(RANKS)]) for s in range(RANKS)]
         )
         assert torch.equal(handle[0], expected.cumsum(0).int())
-        assert torch.equal(handle[3], torch.cat([mask.nonzero().flatten() for mask in taken]).int())
         everywhere = torch.where(recv_idx < 0, 2.0, recv_weights)  # as if other ranks' experts had weights here too
         combined = buffer.combine(recv_x, handle, topk_weights=everywhere)[1]
         idx, num_ranks = data.topk_idx[rank], num_ranks_of(data, case, rank)

@@ -199,8 +199,8 @@ def test_sizes_and_configs():
 
 def test_the_runtime():
     """Places among nodes of 8 ranks, as DeepEP counts them."""
+    from ep_dispatcher.integrations.deep_ep.buffer import Runtime
     from ep_dispatcher.integrations.deep_ep.events import CommStream
-    from ep_dispatcher.integrations.deep_ep.runtime import Runtime
 
     for rank, num_ranks, places in ((3, 4, (1, 0, 3, False)), (11, 16, (2, 1, 3, True))):
         runtime = Runtime.of(rank, num_ranks, CommStream())

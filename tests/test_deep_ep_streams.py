@@ -52,7 +52,7 @@ def streams(monkeypatch) -> Streams:
 
 
 def run(streams: Streams, **options) -> EventOverlap:
-    with CommStream().operation(streams.tensor("x"), None, **options) as operation:
+    with CommStream().operation((streams.tensor("x"), None), **options) as operation:
         streams.notes.append(f"{streams.current[-1].name} runs")
         operation.hand_over(streams.tensor("y"), None)
     return operation.event
@@ -99,7 +99,7 @@ def test_rows_are_copied_only_when_they_are_asked_for():
 
 
 def test_an_error_inside_is_raised(streams):
-    with pytest.raises(KeyError), CommStream().operation(streams.tensor("x"), previous_event=None, async_finish=True):
+    with pytest.raises(KeyError), CommStream().operation((streams.tensor("x"),), None, True):
         raise KeyError
     assert streams.current[-1].name == "caller"
 

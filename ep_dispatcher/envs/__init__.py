@@ -113,9 +113,9 @@ deep_ep_exact = Switch(
     False,
     "0, 1",
     _yes_or_no,
-    "1: deep_ep programs also get what DeepEP's own tests look at. Handles have rank_prefix_matrix and "
-    "recv_src_idx, and weights of experts on other ranks are summed, for one more small operation in each such "
-    "call. Low-latency handles are complete, with DeepEP's float8 scales and sums, for many more operations",
+    "1: deep_ep programs also get what DeepEP's own tests look at. Handles have rank_prefix_matrix, recv_src_info "
+    "and recv_layout_range, and weights of experts on other ranks are summed, for one more small operation in each "
+    "such call",
 )
 SWITCHES = (engine, ranks_per_node, timeout_s, wire, wire_gbps, trace, max_tokens_per_rank, deep_ep_exact)
 # setup.py reads them

@@ -11,17 +11,63 @@ from torch.distributed import ProcessGroup
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep import config as configs
 from ep_dispatcher.integrations.deep_ep import layout
-from ep_dispatcher.integrations.deep_ep.config import Config, say_once, say_without_effect
+from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, Config, num_rdma_ranks, say_once, say_without_effect
 from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
-from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
-from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
+from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
-from ep_dispatcher.integrations.deep_ep.low_latency import EXACT_HAS_NO_MASKS, LowLatency
+from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
 from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
-from ep_dispatcher.integrations.deep_ep.runtime import Runtime
 
 _OWN_MEMORY = "the engine finds out which memory ranks can share when a buffer is made"
+
+
+class Runtime:
+    """``buffer.runtime``, also named ``deep_ep_cpp.Buffer`` as DeepEP's compiled class: what programs ask it.
+
+    A rank's node and local index, with DeepEP's nodes of 8 ranks. All else raises NotImplementedError.
+    """
+
+    _rank: int
+    _num_ranks: int
+    _comm: CommStream
+
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError("deep_ep_cpp.Buffer: a program makes deep_ep.Buffer(...), which has it as runtime")
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int, comm: CommStream) -> Runtime:
+        runtime = cls.__new__(cls)
+        runtime._rank, runtime._num_ranks, runtime._comm = rank, num_ranks, comm
+        return runtime
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_internode_available(self) -> bool:
+        return self.get_num_rdma_ranks() > 1
+
+    def get_num_rdma_ranks(self) -> int:
+        return num_rdma_ranks(self._num_ranks)
+
+    def get_rdma_rank(self) -> int:
+        return self._rank // NVL_PEERS
+
+    def get_root_rdma_rank(self, is_global: bool) -> int:
+        return self._rank % NVL_PEERS if is_global else 0
+
+    def get_local_device_id(self) -> int:
+        if not torch.cuda.is_available():
+            raise NotImplementedError("runtime.get_local_device_id: there is no GPU")
+        return torch.cuda.current_device()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        return self._comm.stream()
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):  # Python and tools look for such names
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NotImplementedError(f"runtime.{name}: of DeepEP's compiled runtime; use the methods of deep_ep.Buffer")
 
 
 @outside_graphs
@@ -86,8 +132,6 @@ class Buffer(LowLatency):
             say_without_effect("allow_mnnvl", _OWN_MEMORY)
         if use_fabric:
             say_without_effect("use_fabric", _OWN_MEMORY)
-        if enable_shrink and envs.deep_ep_exact():
-            say_once(f"enable_shrink: a rank that does not answer is a PeerTimeoutError: {EXACT_HAS_NO_MASKS}")
 
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group. Collective."""
@@ -168,10 +212,7 @@ class Buffer(LowLatency):
         Shapes and dtypes are those of layout.dispatch_layout. Here and elsewhere ``event`` is empty without
         ``async_finish``.
         """
-        asked: dict[str, Any] = dict(
-            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
-        )
-        with self._comm.operation(topk_idx, **asked) as operation:
+        with self._comm.operation((topk_idx,), previous_event, async_finish, allocate_on_comm_stream) as operation:
             counted = layout.dispatch_layout(topk_idx, num_experts, self.group_size)
             layout.remember(counted[-1], topk_idx, counted[0], counted[2])
             operation.hand_over(*counted)
@@ -231,10 +272,7 @@ class Buffer(LowLatency):
         inputs: tuple[Tensor | None, ...] = ()
         if async_finish or previous_event is not None:
             inputs = topk_idx, topk_weights, *given, *rows.tensors(), *(() if plans is None else plans.tensors())
-        asked: dict[str, Any] = dict(
-            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
-        )
-        with self._comm.operation(*inputs, **asked) as operation:
+        with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
                 recv_x = rows.restore(plans.dispatch(rows))
                 if operation.is_apart:
@@ -292,10 +330,7 @@ class Buffer(LowLatency):
         inputs: tuple[Tensor | None, ...] = ()
         if async_finish or previous_event is not None:
             inputs = x, topk_weights, *biases, *plans.tensors()
-        asked: dict[str, Any] = dict(
-            previous_event=previous_event, async_finish=async_finish, on_comm_stream=allocate_on_comm_stream
-        )
-        with self._comm.operation(*inputs, **asked) as operation:
+        with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
             if biases:
                 combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
@@ -314,56 +349,9 @@ class Buffer(LowLatency):
         wide = torch.nn.functional.pad(topk_weights, (0, -num_topk % 4))  # rows of 16 bytes
         return plans.combine(x).x, plans.combine(wide).x[:, :num_topk].contiguous()
 
-    def internode_dispatch(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        handle: tuple | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
-        num_tokens_per_expert: Tensor | None = None,
-        topk_idx: Tensor | None = None,
-        topk_weights: Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ):
-        """As ``dispatch``: the engine itself finds the ranks on other nodes."""
-        return self.dispatch(
-            x,
-            handle,
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            async_finish,
-            allocate_on_comm_stream,
-        )
-
-    def internode_combine(
-        self,
-        x: Tensor,
-        handle: tuple | list,
-        topk_weights: Tensor | None = None,
-        bias: Tensor | tuple[Tensor, Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ):
-        """As ``combine``."""
-        return self.combine(
-            x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream
-        )
+    # The engine itself finds the ranks on other nodes.
+    internode_dispatch = dispatch
+    internode_combine = combine
 
     def _live_pool(self) -> Pool:
         if self._pool is None:

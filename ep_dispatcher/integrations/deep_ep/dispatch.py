@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.handle import Items, Plans, say_missing, sources
+from ep_dispatcher.integrations.deep_ep.handle import Items, Plans, say_missing
 from ep_dispatcher.integrations.deep_ep.layout import (
     check_same_routing,
     distinct,
@@ -96,14 +96,13 @@ def dispatch(
         max_recv_rows=num_worst_tokens or None,
     )
     plans.begin(key, sized.buffer, out)
-    everyone = prefix = src_idx = None
-    if num_ranks <= NVL_PEERS and not exact:
-        say_missing("rank_prefix_matrix and recv_src_idx" if by_topk else "recv_src_idx")
+    everyone = prefix = None
+    if num_ranks <= NVL_PEERS and by_topk and not exact:
+        say_missing("rank_prefix_matrix")
     if exact or not by_topk:
         everyone = _gather(pool, routing)
         prefix = everyone[:, :num_ranks].cumsum(0).to(rows.device, torch.int32)
-        src_idx = sources(plans) if exact else None
-        plans.gathered += [prefix] if src_idx is None else [prefix, src_idx]
+        plans.gathered.append(prefix)
     if num_worst_tokens:
         counts: list[int] = []
     elif everyone is None:
@@ -113,7 +112,7 @@ def dispatch(
     recv_idx = out.topk_idx if by_topk else None
     if recv_idx is not None and is_distinct:
         recv_idx = recv_idx.div(recv_idx.shape[1], rounding_mode="floor")  # of -1 it is -1
-    handle = items.handle(plans.num_rows, prefix, src_idx)
+    handle = items.handle(plans.num_rows, prefix)
     return Dispatched(rows.restore(out.x), recv_idx, out.topk_weights, counts, handle, plans)
 
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
+
+C = TypeVar("C", bound=type)
+
+
+def outside_graphs(cls: C) -> C:
+    """Let torch.compile break its graph at every public method of a class, and run the method as it is.
+
+    It does so at DeepEP's methods too, because they are compiled code. An operator for the graph is no choice here: a
+    handle carries Python objects, the number of received rows is known on the host alone, and ranks agree on sizes.
+    """
+    for name, member in list(vars(cls).items()):
+        function = member.__func__ if isinstance(member, staticmethod) else member
+        if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            eager = torch.compiler.disable(function, reason="the host takes part in operations of deep_ep")
+            setattr(cls, name, staticmethod(eager) if isinstance(member, staticmethod) else eager)
+    return cls
 
 
 @outside_graphs
@@ -91,7 +108,7 @@ class CommStream:
 
     def operation(
         self,
-        *inputs: Tensor | None,
+        inputs: tuple[Tensor | None, ...],
         previous_event: EventOverlap | None,
         async_finish: bool,
         on_comm_stream: bool = False,

@@ -147,8 +147,8 @@ class Items:
                        recv_gbl_rank_prefix_sum, recv_src_meta, send_rdma_head, send_nvl_head
 
     is_token_in_rank is always there. rank_prefix_matrix int32 [num_ranks, num_ranks] (tokens of ranks 0 to i for rank
-    r) and recv_src_idx int32 [num_recv_tokens] (a row's token on its source rank) are there if they were gathered. All
-    others are ``missing``; send_nvl_head has no rows, because only DeepEP's queues count them.
+    r) is there if it was gathered. All others are ``missing``; send_nvl_head has no rows, because only DeepEP's queues
+    count them.
 
     The last item carries the plans, as an attribute. Everything but the number of rows is known before the dispatch.
     """
@@ -167,11 +167,11 @@ class Items:
             self._items = [in_rank, node_channels, channels, node_channels, sums[0], channels, sums[1], None, *heads]
         self._items[-1].carried = carried
 
-    def handle(self, num_rows: int, prefix: Tensor | None = None, src_idx: Tensor | None = None) -> tuple[Tensor, ...]:
+    def handle(self, num_rows: int, prefix: Tensor | None = None) -> tuple[Tensor, ...]:
         items = self._items
         if len(items) == _SHORT:
             items[0] = items[0] if prefix is None else prefix
-            items[3] = missing(num_rows, device=items[-1].device) if src_idx is None else src_idx
+            items[3] = missing(num_rows, device=items[-1].device)
         else:
             items[7] = missing(num_rows, _META_BYTES, dtype=torch.uint8, device=items[-1].device)
         return tuple(items)
@@ -209,11 +209,3 @@ def _is_like_a_handle(handle: object, num_ranks: int) -> TypeGuard[Sequence[Tens
         return False
     like = Items(in_rank, handle[1].shape[-1], None).handle(len(rows))
     return all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(handle, like))
-
-
-def sources(plans: Plans) -> Tensor:
-    """Return each received row's token on its source rank, int32 [num_recv_tokens]. Exchanges 16 bytes per row."""
-    token = torch.arange(plans.num_tokens, dtype=torch.float32, device=plans.is_token_in_rank.device)
-    received = plans.dispatch(Rows(token[:, None].repeat(1, 4)))
-    assert isinstance(received, Tensor)  # as what was sent
-    return received[:, 0].int()

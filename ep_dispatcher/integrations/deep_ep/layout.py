@@ -9,8 +9,18 @@ from torch import Tensor
 
 from ep_dispatcher import checks
 from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, num_rdma_ranks
-from ep_dispatcher.integrations.deep_ep.refuse import refuse_unless
 from ep_dispatcher.plain import plain, require_memory
+
+
+def refuse_unless(right: Tensor, error: Exception) -> None:
+    """Raise the error if ``right``, a bool without dimensions, is false.
+
+    On a GPU this is an assert on the device: a host wait would cost more than the operation.
+    """
+    if right.is_cuda:
+        torch._assert_async(right, str(error))
+    elif not right:
+        raise error
 
 
 def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -1,52 +1,30 @@
-"""The low-latency half of ``deep_ep.Buffer``: rows packed by expert in tensors of a fixed shape, without a host wait.
-
-low_latency_decode.py implements it; with EP_DISPATCHER_DEEP_EP_EXACT=1 low_latency_exact.py does.
-"""
+"""The low-latency half of ``deep_ep.Buffer``: rows by expert in tensors of a fixed shape, no host waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import checks, envs, float8
-from ep_dispatcher.integrations.deep_ep import low_latency_decode, low_latency_exact
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
-from ep_dispatcher.integrations.deep_ep.eager import outside_graphs
-from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap
-from ep_dispatcher.integrations.deep_ep.handle import carried_by
+from ep_dispatcher.integrations.deep_ep.events import CommStream, EventOverlap, outside_graphs
+from ep_dispatcher.integrations.deep_ep.handle import say_missing
 from ep_dispatcher.integrations.deep_ep.layout import refuse_repeated
-from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Route
-from ep_dispatcher.integrations.deep_ep.pool import Pool
+from ep_dispatcher.integrations.deep_ep.low_latency_decode import (
+    Trip,
+    handle_of,
+    measured,
+    missing_sources,
+    sources,
+    trip_of,
+)
+from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
+from ep_dispatcher.integrations.deep_ep.rows import Kind
 
 _ONE_PLACE = "low latency has one place for each token and expert, in a combine also DeepEP"
-EXACT_HAS_NO_MASKS = "with EP_DISPATCHER_DEEP_EP_EXACT=1 operations need all ranks"
-
-
-class Trip:
-    """The state of a low_latency_dispatch for its combines; recv_layout_range of its handle carries it."""
-
-    def __init__(self, route: Route):
-        self.route = route
-        self.combine_buffer: Tensor | None = None  # of get_next_low_latency_combine_buffer
-
-    def handle(self, most: int, num_experts: int) -> tuple:
-        """Return recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts, as DeepEP."""
-        route = self.route
-        # A view: the route keeps the original, so there is no cycle. It gets an attribute of our own.
-        ranges: Any = route.layout_range.view_as(route.layout_range)
-        ranges.carried = self
-        return route.src_info, ranges, most, route.shape[2], num_experts
-
-
-def _trip(handle: tuple) -> Trip:
-    trip = carried_by(handle, 1)
-    if not isinstance(trip, Trip):
-        allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
-        checks.fail("handle", type(handle).__name__, allowed)
-    return trip
 
 
 @outside_graphs
@@ -122,24 +100,47 @@ class LowLatency:
         num_local = num_experts // num_ranks
         if stats is not None:
             checks.tensor("cumulative_local_expert_recv_stats", stats, (torch.int32,), (num_local,), x.device.type)
-        asked = Asked(
-            max_tokens=most,
-            num_experts=num_experts,
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            stats=stats,
-            waits=waits,
-            hook=return_recv_hook,
-            masks=self.enable_shrink,
-        )
-        way = low_latency_exact if envs.deep_ep_exact() else low_latency_decode
+        shape = num_local, num_ranks * most, x.shape[1]
         inputs = (x, topk_idx, stats, waits)
-        with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
-            routed = way.dispatch(pool, x, topk_idx, asked)
-            operation.hand_over(*routed.tensors())
-        event = _keeping(operation.event, *inputs, *routed.tensors())
-        return routed.x, routed.counts, Trip(routed.route).handle(most, num_experts), event, routed.hook
+        with self._comm.operation(inputs, None, async_finish) as operation:
+            if envs.deep_ep_exact():
+                topk_idx = topk_idx.clone()  # the program may change its own
+                key = Key(Kind(8, torch.bfloat16), num_experts, topk_idx.shape[1])
+                other = pool.in_turn(key, most, self.enable_shrink).ready()
+                items = sources(other, pool.group.rank(), topk_idx, num_ranks, waits)
+                operation.hand_over(*items)
+            else:
+                say_missing("recv_src_info and recv_layout_range")
+                items = missing_sources(num_local, shape[1], num_ranks, x.device)
+            hooked = pool.in_turn(
+                Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1]), most, self.enable_shrink
+            )
+            buffer = hooked.ready()
+            rows: Tensor | tuple[Tensor, Tensor] = x
+            is_fused = use_fp8 and round_scale == use_ue8m0  # no kernel makes rounded scales of float32
+            if use_fp8 and not is_fused:
+                rows = float8.quantize(x, powers_of_two=True)
+            with measured(buffer, "dispatch", waits):
+                out = buffer.dispatch(
+                    rows,
+                    topk_idx,
+                    layout="decode",
+                    quantize="e4m3_1x128" if is_fused else None,
+                    scale_format="ue8m0" if use_ue8m0 else "float32",
+                    return_hook=return_recv_hook,
+                )
+            counts, hook = out.tokens_per_expert, None
+            complete = partial(stats.add_, counts) if stats is not None else None
+            if return_recv_hook:
+                hook = hooked.hook(out, complete)
+            elif complete is not None:
+                complete()
+            trip = Trip(hooked, out.handle, topk_idx, shape)
+            recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
+            results = (*(recv_x if isinstance(recv_x, tuple) else (recv_x,)), counts, *trip.tensors())
+            operation.hand_over(*results)
+        event = _keeping(operation.event, *inputs, *results)
+        return recv_x, counts, handle_of(trip, items, most, num_experts), event, hook
 
     def low_latency_combine(
         self,
@@ -179,8 +180,7 @@ class LowLatency:
                       writes x: NotImplementedError. With False the arguments after it describe nothing, and are ignored
                       as there
 
-        Sums and products are in float32. The sum of each rank's rows is rounded to bfloat16, and so is their sum; with
-        EP_DISPATCHER_DEEP_EP_EXACT=1 the sum is in the order of k, and rounded once.
+        Sums and products are in float32. The sum of each rank's rows is rounded to bfloat16, and so is their sum.
         """
         self._check_low_latency()
         self._check_asking(async_finish, return_recv_hook)
@@ -189,35 +189,33 @@ class LowLatency:
                 "overlap: given True, allowed: False; a combine does not wait for signals of a GEMM that still writes "
                 "x. With SGLang leave out --enable-single-batch-overlap"
             )
-        trip = _trip(handle)
+        trip = trip_of(handle)
         if use_logfmt:
             say_without_effect("use_logfmt", "rows travel as bfloat16")
-        route = trip.route
         if zero_copy:
             if trip.combine_buffer is None:
                 checks.fail("zero_copy", True, "True after get_next_low_latency_combine_buffer(handle)")
             x = trip.combine_buffer
-        device, num_tokens = x.device.type, route.topk_idx.shape[0]
-        checks.tensor("x", x, (torch.bfloat16,), route.shape, device)
+        device, num_tokens = x.device.type, trip.topk_idx.shape[0]
+        checks.tensor("x", x, (torch.bfloat16,), trip.shape, device)
         checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (num_tokens, "num_topk"), device)
         checks.tensor("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape), device)
         if out is not None:
-            checks.tensor("out", out, (torch.bfloat16,), (num_tokens, route.shape[2]), device)
+            checks.tensor("out", out, (torch.bfloat16,), (num_tokens, trip.shape[2]), device)
         waits = combine_wait_recv_cost_stats
         self._check_waits("combine_wait_recv_cost_stats", waits, x)
-        inputs = (x, topk_idx, topk_weights, out, waits, *route.tensors())
-        with self._comm.operation(*inputs, previous_event=None, async_finish=async_finish) as operation:
-            combined_x, hook = route.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
+        inputs = (x, topk_idx, topk_weights, out, waits, *trip.tensors())
+        with self._comm.operation(inputs, None, async_finish) as operation:
+            combined_x, hook = trip.combine(x, topk_idx, topk_weights, out=out, waits=waits, hook=return_recv_hook)
             operation.hand_over(combined_x)
         return combined_x, _keeping(operation.event, *inputs, combined_x), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> Tensor:
         """Return the tensor that low_latency_combine reads with this handle and zero_copy; bfloat16, shaped as x."""
         self._check_low_latency()
-        trip = _trip(handle)
+        trip = trip_of(handle)
         if trip.combine_buffer is None:
-            route = trip.route
-            trip.combine_buffer = torch.empty(route.shape, dtype=torch.bfloat16, device=route.topk_idx.device)
+            trip.combine_buffer = torch.empty(trip.shape, dtype=torch.bfloat16, device=trip.topk_idx.device)
         return trip.combine_buffer
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -238,8 +236,6 @@ class LowLatency:
             return
         if not self.enable_shrink:
             checks.fail("enable_shrink", False, "a buffer made with enable_shrink=True, to mask ranks")
-        if envs.deep_ep_exact():
-            raise NotImplementedError(f"low_latency_update_mask_buffer: {EXACT_HAS_NO_MASKS}")
         pool.mask_rank(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:

@@ -6,92 +6,124 @@ each rank's sum over its experts is rounded to bfloat16 before the owner adds th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, float8
-from ep_dispatcher.integrations.deep_ep.handle import missing, say_missing
-from ep_dispatcher.integrations.deep_ep.layout import is_same_memory
-from ep_dispatcher.integrations.deep_ep.low_latency_route import Asked, Routed, measured, same_experts
-from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Key, Pool
-from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.handle import carried_by, missing
+from ep_dispatcher.integrations.deep_ep.layout import is_same_memory, refuse_unless
+from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer
 
 
-class Decoded(NamedTuple):
-    """The handle of our engine, and the caller's topk_idx, from which it was made."""
+class Trip:
+    """A low_latency_dispatch for its combines, which its handle carries.
 
-    buffer: HookedBuffer
-    handle: ep.Handle
-    shape: tuple[int, int, int]
-    topk_idx: Tensor
-    version: int
-    src_info: Tensor
-    layout_range: Tensor
+    topk_idx        the caller's tensor, from which the engine's handle was made
+    shape           num_local_experts, rows_per_group, hidden
+    combine_buffer  of get_next_low_latency_combine_buffer
+    """
+
+    def __init__(self, hooked: HookedBuffer, handle: ep.Handle, topk_idx: Tensor, shape: tuple[int, int, int]):
+        self._hooked, self._handle, self.topk_idx, self.shape = hooked, handle, topk_idx, shape
+        self._version = _version(topk_idx)
+        self.combine_buffer: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.handle.plan, self.topk_idx
+        """Return the tensors that operations read."""
+        return self._handle.plan, self.topk_idx
 
     def combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, out: Tensor | None, waits: Tensor | None, hook: bool
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        weights, buffer = self._weights(topk_idx, topk_weights), self.buffer.combines()
+        """Return the sums, and with ``hook`` the function to call before reading them."""
+        weights, buffer = self._weights(topk_idx, topk_weights), self._hooked.combines()
         with measured(buffer, "combine", waits):
-            combined = buffer.combine(x, self.handle, weights=weights, out=out, return_hook=hook)
-        return combined.x, self.buffer.hook(combined) if hook else None
+            combined = buffer.combine(x, self._handle, weights=weights, out=out, return_hook=hook)
+        return combined.x, self._hooked.hook(combined) if hook else None
 
     def _weights(self, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some."""
-        is_unchanged = _version(self.topk_idx) == self.version
+        """Return the weights in the columns of the dispatch. A combine may order choices otherwise, or omit some.
+
+        Refuse experts that the token was not dispatched to.
+        """
+        is_unchanged = _version(self.topk_idx) == self._version
         if is_unchanged and is_same_memory(topk_idx, self.topk_idx):
             return topk_weights
         if not is_unchanged:
             allowed = "one that still has the choices of the dispatch; or set EP_DISPATCHER_DEEP_EP_EXACT=1"
             checks.fail("topk_idx", "a tensor that was changed in place after the dispatch", allowed)
-        same = same_experts(topk_idx, self.topk_idx)
+        is_chosen = topk_idx >= 0
+        same = (topk_idx[:, :, None] == self.topk_idx[:, None, :]) & is_chosen[:, :, None]
+        allowed = "experts that the token was dispatched to, or -1"
+        mistake = checks.mistake("topk_idx", "an expert that the token was not dispatched to", allowed)
+        refuse_unless((same.any(2) == is_chosen).all(), ValueError(mistake))
         return torch.where(same, topk_weights[:, :, None], 0.0).sum(1)
 
 
-def dispatch(pool: Pool, x: Tensor, topk_idx: Tensor, asked: Asked) -> Routed:
-    num_ranks, hidden = pool.group.size(), x.shape[1]
-    key = Key(Kind(hidden, torch.bfloat16), asked.num_experts, topk_idx.shape[1])
-    hooked = pool.in_turn(key, asked.max_tokens, asked.masks)
-    buffer = hooked.ready()
-    data: Tensor | tuple[Tensor, Tensor] = x
-    is_fused = asked.use_fp8 and asked.round_scale == asked.use_ue8m0  # no kernel makes rounded scales of float32
-    if asked.use_fp8 and not is_fused:
-        data = float8.quantize(x, powers_of_two=True)
-    with measured(buffer, "dispatch", asked.waits):
-        out = buffer.dispatch(
-            data,
-            topk_idx,
-            layout="decode",
-            quantize="e4m3_1x128" if is_fused else None,
-            scale_format="ue8m0" if asked.use_ue8m0 else "float32",
-            return_hook=asked.hook,
-        )
-    shape = (asked.num_experts // num_ranks, num_ranks * asked.max_tokens, hidden)
-    items = _items(*shape[:2], num_ranks, x.device)
-    say_missing("recv_src_info and recv_layout_range")
-    decoded = Decoded(hooked, out.handle, shape, topk_idx, _version(topk_idx), *items)
-    recv_x = (out.x[0], out.x[1]) if isinstance(out.x, tuple) else out.x
-    hook = None
-    if asked.hook:
-        hook = hooked.hook(out, partial(asked.add_counts, out.tokens_per_expert))
-    else:
-        asked.add_counts(out.tokens_per_expert)
-    return Routed(recv_x, out.tokens_per_expert, decoded, hook)
+def trip_of(handle: tuple) -> Trip:
+    trip = carried_by(handle, 1)
+    if not isinstance(trip, Trip):
+        allowed = "the handle of a low_latency_dispatch, or a tuple or list of its items"
+        checks.fail("handle", type(handle).__name__, allowed)
+    return trip
+
+
+def sources(
+    buffer: ep.Buffer, rank: int, topk_idx: Tensor, num_ranks: int, waits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return recv_src_info and recv_layout_range of a dispatch by the same topk_idx. Exchanges 16 bytes per row."""
+    sent = topk_idx.new_zeros(len(topk_idx), 4, dtype=torch.int32)
+    sent[:, 0] = rank
+    sent[:, 1] = torch.arange(len(topk_idx), dtype=torch.int32, device=topk_idx.device)
+    with measured(buffer, "dispatch", waits):
+        out = buffer.dispatch(sent.view(torch.bfloat16), topk_idx, layout="decode")
+    assert isinstance(out.x, Tensor)  # as what was sent
+    received = out.x.view(torch.int32)
+    rows = torch.arange(received.shape[1], dtype=torch.int32, device=received.device)
+    source = received[:, :, 0].where(rows < out.tokens_per_expert[:, None], -1)
+    ranks = torch.arange(num_ranks, dtype=torch.int32, device=received.device)
+    num_rows = (source[:, :, None] == ranks).sum(1)
+    return received[:, :, 1].contiguous(), (num_rows.cumsum(1) - num_rows) << 32 | num_rows
 
 
 @cache
-def _items(num_local: int, rows_per_group: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def missing_sources(num_local: int, rows_per_group: int, num_ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return recv_src_info and recv_layout_range, which are not there. Kept: each takes the host a microsecond."""
     src_info = missing(num_local, rows_per_group, device=device)
     return src_info, missing(num_local, num_ranks, dtype=torch.int64, device=device)
+
+
+_PLAIN = nullcontext()
+
+
+def measured(buffer: ep.Buffer, operation: str, waits: Tensor | None) -> AbstractContextManager[None]:
+    """Let the operation inside add its wait for each rank to ``waits``, if not None."""
+    return _PLAIN if waits is None else _measured(buffer, operation, waits)
+
+
+@contextmanager
+def _measured(buffer: ep.Buffer, operation: str, waits: Tensor) -> Iterator[None]:
+    setattr(buffer, f"{operation}_wait_ns", waits)
+    try:
+        yield
+    finally:
+        setattr(buffer, f"{operation}_wait_ns", None)
+
+
+def handle_of(
+    trip: Trip, items: tuple[Tensor, Tensor], most: int, num_experts: int
+) -> tuple[Tensor, Tensor, int, int, int]:
+    """Return recv_src_info, recv_layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts, as DeepEP."""
+    src_info, ranges = items
+    carrier: Any = ranges.view_as(ranges)  # the original may belong to many handles
+    carrier.carried = trip
+    return src_info, carrier, most, trip.shape[2], num_experts
 
 
 def _version(t: Tensor) -> int:

@@ -62,7 +62,7 @@ class HookedBuffer:
         self.buffer.unmask()
 
     def hook(
-        self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], None] | None = None
+        self, out: ep.DispatchOutput | ep.CombineOutput, complete: Callable[[], object] | None = None
     ) -> Callable[[], None]:
         """Return a hook. Its first call receives and completes; in later ones the current stream waits for that."""
         receive, received = out.hook, False
