@@ -186,7 +186,7 @@ def measure(rank: int, operation: str, sizes: dict, replays: int) -> dict:
     given = dict(hidden=hidden, num_experts=num_experts, num_topk=TOPK, max_tokens_per_rank=tokens)
     given |= dict(num_sms=sizes["sms"], ranks_per_node=sizes["ranks_per_node"])
     with ep.Buffer(engine="cuda", timeout_s=TIMEOUT_S, **given) as buffer:
-        engine = buffer._live_engine()
+        engine = buffer.live_engine()
         engine.stamps()  # begin
         run = runs_of(buffer, operation, sizes["layout"], x, idx, weights)
         for _ in range(3):

@@ -4,10 +4,10 @@ They are custom operators (torch.library), so that torch.compile keeps each one 
 through a graph as one. If nothing looks at operators, they run without torch.library, which costs the host more time
 than everything else together.
 
-    ep.dispatch -> Buffer._checked_dispatch -> _run_dispatch -> dispatch_op      something looks at operators
-                                                                _EagerDispatch   gradients are wanted
-                                                                neither          as in a backward
-    each of the three -> Buffer._launch_dispatch -> Engine.dispatch
+    ep.dispatch -> dispatch_op      something looks at operators
+                   _EagerDispatch   gradients are wanted
+                   neither          as in a backward
+    each of the three -> operation.run_dispatch -> Engine.dispatch
 
 The same holds for combine.
 """
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 from typing import Any, Optional, overload
 
 import torch
@@ -27,12 +25,16 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import CustomOpDef
 from torch.nn import Parameter
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, operation
 from ep_dispatcher.buffer import Buffer, find_buffer
+from ep_dispatcher.decode import is_decode
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.engines.base import COMBINE_ARGUMENTS, DISPATCH_ARGUMENTS
-from ep_dispatcher.float8 import BLOCK, QuantizedRows
+from ep_dispatcher.float8 import BLOCK
 from ep_dispatcher.handle import DispatchOutput, Handle
+
+# The fields of a request that its operator takes. Decode layout and overlap use the others, and have no operators.
+_DISPATCH_FIELDS, _COMBINE_FIELDS = 9, 5
 
 
 def _anchor(rows: Tensor, num_rows: int | SymInt) -> Tensor:
@@ -58,7 +60,7 @@ def _dispatch_flat(
     Results that were not asked for have no elements.
     """
     request = DispatchRequest(rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize)
-    received = _launch_dispatch(find_buffer(buffer_id), request)
+    received = _run_dispatch(find_buffer(buffer_id), request)
 
     def given(t: Tensor | None, dtype: torch.dtype) -> Tensor:
         return rows.new_empty(0, dtype=dtype) if t is None else t
@@ -93,7 +95,7 @@ def _(
     after: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     buffer = find_buffer(buffer_id)
-    engine, num_topk = buffer._live_engine(), buffer._config.num_topk
+    engine, num_topk = buffer.live_engine(), buffer.config.num_topk
     by_rank, static = layout == "rank", num_rows >= 0
     size: int | SymInt = num_rows if static else torch.library.get_ctx().new_dynamic_size()
     plan_size: int | SymInt = 0
@@ -126,7 +128,7 @@ def _combine_flat(
 ) -> tuple[Tensor, Tensor]:
     """Run one combine with a flat list of arguments and results."""
     request = CombineRequest(y, plan, topk_weights, num_tokens, layout)
-    combined = find_buffer(buffer_id)._launch_combine(request)
+    combined = operation.run_combine(find_buffer(buffer_id), request)
     weights = combined.topk_weights
     return combined.x, y.new_empty(0, dtype=torch.float32) if weights is None else weights
 
@@ -144,7 +146,7 @@ def _(
     buffer_id: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    num_topk = find_buffer(buffer_id)._config.num_topk
+    num_topk = find_buffer(buffer_id).config.num_topk
     weights = y.new_empty((num_tokens, num_topk) if topk_weights is not None else 0, dtype=torch.float32)
     return y.new_empty(num_tokens, y.shape[1]), weights
 
@@ -175,30 +177,30 @@ def _needs_no_autograd() -> bool:
     return not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
-def _launch_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
-    received = buffer._launch_dispatch(request)
+def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
+    received = operation.run_dispatch(buffer, request)
     if request.quantize:
         received = received._replace(anchor=_anchor(request.rows, received.rows.shape[0]))
     return received
 
 
-def _run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
+def _differentiable_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     if is_observed(request):
         refuse_dtensors(**dict(zip(DISPATCH_ARGUMENTS, request)))
-        return Received(*dispatch_op(*request, buffer.id, None))
+        return Received(*dispatch_op(*request[:_DISPATCH_FIELDS], buffer.id, None))
     if _needs_no_autograd():
-        return _launch_dispatch(buffer, request)
+        return _run_dispatch(buffer, request)
     made: list[Received] = []
     _eager_dispatch(request.rows, request.topk_weights, request, buffer, made)
     return made[0]  # apply() has returned these very tensors, and given them their gradient
 
 
-def _run_combine(buffer: Buffer, request: CombineRequest) -> Combined:
+def _differentiable_combine(buffer: Buffer, request: CombineRequest) -> Combined:
     if is_observed(request):
-        refuse_dtensors(**dict(zip(COMBINE_ARGUMENTS, request)))
-        return Combined(*combine_op(*request, buffer.id, None))
+        refuse_dtensors(**dict(zip(COMBINE_ARGUMENTS, request[:3])))
+        return Combined(*combine_op(*request[:_COMBINE_FIELDS], buffer.id, None))
     if _needs_no_autograd():
-        return buffer._launch_combine(request)
+        return operation.run_combine(buffer, request)
     return Combined(*_eager_combine(request.y, request.topk_weights, request, buffer))
 
 
@@ -229,7 +231,7 @@ def _keep_for_combine(ctx: Any, request: DispatchRequest, received: Received, bu
     ctx.save_for_backward(received.plan if request.plan is None else request.plan)
     ctx.num_tokens, ctx.num_rows = request.rows.shape[0], received.rows.shape[0]
     ctx.layout, ctx.quantize = request.layout, request.quantize
-    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer._backward_note
+    ctx.has_weights, ctx.buffer_id, ctx.note = request.topk_weights is not None, buffer.id, buffer.backward_note
 
 
 def _dispatch_backward(
@@ -238,7 +240,7 @@ def _dispatch_backward(
     """Return the gradients of rows and topk_weights, from those of the dispatch's outputs. None stands for 0."""
     # All ranks must ask for the same. So what they gave to the dispatch decides, not what needs a gradient here.
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
-    config = buffer._config
+    config = buffer.config
     grad = anchor if ctx.quantize else rows  # the anchor stands for the exact rows
     if grad is None:
         grad = plan.new_zeros(ctx.num_rows, config.hidden, dtype=config.dtype)
@@ -254,7 +256,7 @@ def _dispatch_backward(
         num_tokens=ctx.num_tokens,
         layout=ctx.layout,
     )
-    combined = _run_combine(buffer, request)
+    combined = _differentiable_combine(buffer, request)
     return combined.x, combined.topk_weights if ctx.has_weights else None
 
 
@@ -263,13 +265,13 @@ def _keep_for_dispatch(ctx: Any, request: CombineRequest, buffer: Buffer) -> Non
     ctx.save_for_backward(request.plan)
     ctx.num_tokens, ctx.num_rows = request.num_tokens, request.y.shape[0]
     ctx.layout, ctx.has_weights = request.layout, request.topk_weights is not None
-    ctx.buffer_id, ctx.note = buffer.id, buffer._backward_note
+    ctx.buffer_id, ctx.note = buffer.id, buffer.backward_note
 
 
 def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of y and topk_weights, from those of the combine's outputs. None stands for 0."""
     buffer, plan = buffer_of(ctx), _saved_plan(ctx)
-    config = buffer._config
+    config = buffer.config
     if x is None:
         x = plan.new_zeros(ctx.num_tokens, config.hidden, dtype=config.dtype)
     if not ctx.has_weights:
@@ -277,7 +279,7 @@ def _combine_backward(ctx: Any, x: Tensor | None, topk_weights: Tensor | None) -
     elif topk_weights is None:
         topk_weights = plan.new_zeros(ctx.num_tokens, config.num_topk, dtype=torch.float32)
     request = DispatchRequest(x, topk_weights=topk_weights, plan=plan, layout=ctx.layout, num_rows=ctx.num_rows)
-    received = _run_dispatch(buffer, request)
+    received = _differentiable_dispatch(buffer, request)
     return received.rows, received.topk_weights if ctx.has_weights else None
 
 
@@ -327,7 +329,7 @@ class _EagerDispatch(torch.autograd.Function):
         buffer: Buffer,
         made: list[Received],
     ) -> tuple[Tensor | None, ...]:
-        received = _launch_dispatch(buffer, request)
+        received = _run_dispatch(buffer, request)
         made.append(received)
         ctx.set_materialize_grads(False)
         _keep_for_combine(ctx, request, received, buffer)
@@ -345,7 +347,7 @@ class _EagerCombine(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, topk_weights: Tensor | None, request: CombineRequest, buffer: Buffer
     ) -> tuple[Tensor, Tensor | None]:
-        combined = buffer._launch_combine(request)
+        combined = operation.run_combine(buffer, request)
         ctx.set_materialize_grads(False)
         _keep_for_dispatch(ctx, request, buffer)
         return combined.x, combined.topk_weights
@@ -487,14 +489,14 @@ def dispatch(
     """
     check_buffer(buffer)
     refuse_transforms(x=x, topk_weights=topk_weights)
-    if layout == "decode" or getattr(handle, "layout", None) == "decode":
+    if layout == "decode" or (handle is not None and is_decode(layout, handle)):
         checks.fail("layout", "'decode'", f"'expert', 'rank': {_NO_DECODE}")
-    if buffer._config.mask_late_ranks:
+    if buffer.config.mask_late_ranks:
         checks.fail("buffer", "one with mask_late_ranks=True, which has decode layout alone", f"another: {_NO_DECODE}")
     if handle is None and layout not in _LAYOUTS:
         checks.one_of("layout", layout, _LAYOUTS)
-    out = buffer._checked_dispatch(
-        partial(_run_dispatch, buffer),
+    request = operation.dispatch_request(
+        buffer,
         x,
         topk_idx,
         topk_weights,
@@ -504,11 +506,10 @@ def dispatch(
         handle=handle,
         max_recv_rows=max_recv_rows,
     )
-    if quantize is not None:
-        rows, scales = out.x
-        anchor = out.x.anchor  # type: ignore[union-attr]  # quantised rows are QuantizedRows
-        out = replace(out, x=QuantizedRows(_Float8Rows.apply(rows, scales, anchor), scales, anchor))
-    return out
+    received = _differentiable_dispatch(buffer, request)
+    if request.quantize:
+        received = received._replace(rows=_Float8Rows.apply(received.rows, received.scales, received.anchor))
+    return operation.dispatch_output(buffer, request, received, handle)
 
 
 @overload
@@ -535,5 +536,6 @@ def combine(
     refuse_transforms(y=y, topk_weights=topk_weights)
     if getattr(handle, "layout", None) == "decode":
         checks.fail("handle", "one of layout='decode'", f"one of layout='expert' or 'rank': {_NO_DECODE}")
-    res = buffer._checked_combine(partial(_run_combine, buffer), y, handle, topk_weights)
+    request = operation.combine_request(buffer, y, handle, topk_weights)
+    res = operation.combine_output(buffer, request, _differentiable_combine(buffer, request))
     return res.x if res.topk_weights is None else (res.x, res.topk_weights)

@@ -6,31 +6,28 @@ import atexit
 import itertools
 import secrets
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup
 
-from ep_dispatcher import checks, decode, engines, envs, float8
+from ep_dispatcher import checks, decode, engines, envs, operation
 from ep_dispatcher._version import __version__
-from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, EngineConfig, Received
+from ep_dispatcher.engines import EngineConfig
 from ep_dispatcher.errors import DisagreementError, PeerTimeoutError
 from ep_dispatcher.gather import Gather, History
-from ep_dispatcher.handle import CombineOutput, DispatchOutput, Event, Handle
+from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.plain import writable
 from ep_dispatcher.topology import Topology, host_id, registered_group
 
-T = TypeVar("T")
-
-_INTEGERS, _FLOATS = (torch.int32, torch.int64), (torch.float32,)
-_AT_ONCE = nullcontext()  # around an operation that is not asynchronous
+_NO_ASYNC = nullcontext()  # around an operation that is not asynchronous
 
 if not dist.is_initialized():
     # torch._dynamo imports this module, and default arguments in it hold the default group of that moment. So import it
@@ -101,7 +98,7 @@ class Buffer:
     """
 
     note: str = ""
-    _backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
+    backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
 
     def __init__(
         self,
@@ -121,7 +118,7 @@ class Buffer:
     ):
         self._engine: engines.Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
-        self._sent: object = None  # stands for the last operation with a hook
+        self.last_sent: object = None  # stands for the last operation with a hook
         group = _checked_group(group)
         import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 
@@ -156,7 +153,7 @@ class Buffer:
                     if mine["same"]["mask_late_ranks"]:
                         checks.masks(topology.num_nodes, topology.ranks_per_node, mine["same"]["suspendable"])
                 self.id: str = str(everyone[0]["buffer_id"])  # Dynamo would trace an int as a symbol that may change
-                self._config = EngineConfig(
+                self.config = EngineConfig(
                     group=group,
                     topology=topology,
                     hosts=tuple(hosts),
@@ -172,7 +169,7 @@ class Buffer:
                 self.engine: str = mine["same"]["engine"]
                 self._history = History(f"ep_dispatcher/change/{self.id}")
                 self._unmask_history = History(f"ep_dispatcher/unmask/{self.id}")
-                self._engine = engines.make(self.engine, self._config)
+                self._engine = engines.make(self.engine, self.config)
             _buffers[self.id] = self
         except BaseException:  # it is raised again
             made, self._engine = self._engine, None
@@ -183,12 +180,12 @@ class Buffer:
     @property
     def topology(self) -> Topology:
         """Ranks, nodes and rails of the group."""
-        return self._config.topology
+        return self.config.topology
 
     @property
     def num_local_experts(self) -> int:
         """num_experts / num_ranks."""
-        return self._config.num_local_experts
+        return self.config.num_local_experts
 
     @property
     def is_destroyed(self) -> bool:
@@ -257,25 +254,9 @@ class Buffer:
         Raises ValueError before anything is sent if an argument is not allowed, and PeerTimeoutError if a peer does
         not arrive in time.
         """
-        with self._when_asked(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
-            if decode.is_decode(layout, handle):
-                return decode.dispatch(
-                    self,
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    layout=layout,
-                    expert_alignment=expert_alignment,
-                    quantize=quantize,
-                    scale_format=scale_format,
-                    handle=handle,
-                    max_recv_rows=max_recv_rows,
-                    return_hook=return_hook,
-                    async_finish=async_finish,
-                )
-            decode.refuse_elsewhere(scale_format=scale_format, return_hook=return_hook)
-            return self._checked_dispatch(
-                self._launch_dispatch,
+        with self._async_scope(async_finish, x, topk_idx, topk_weights, getattr(handle, "plan", None)):
+            request = operation.dispatch_request(
+                self,
                 x,
                 topk_idx,
                 topk_weights,
@@ -284,7 +265,11 @@ class Buffer:
                 quantize=quantize,
                 handle=handle,
                 max_recv_rows=max_recv_rows,
+                scale_format=scale_format,
+                return_hook=return_hook,
             )
+            decode.refuse_asynchronous(request.sends_only, async_finish)
+            return operation.dispatch(self, request, handle)
 
     def plan(
         self,
@@ -308,19 +293,11 @@ class Buffer:
         allowed. This is an operation of all ranks, with the errors of a dispatch. It moves 16 bytes for each row, and
         ``counters()`` counts them.
         """
-        config = self._config
-        checks.one_of("layout", layout, ("expert", "rank"))
-        expert_alignment, num_rows = self._check_routing(
-            topk_idx, "num_tokens", layout, expert_alignment, max_recv_rows
-        )
-        num_tokens = topk_idx.shape[0]
-        checks.num_tokens("topk_idx", num_tokens, config.max_tokens_per_rank)
-        with self._when_asked(async_finish, topk_idx):
-            rows = topk_idx.new_zeros((num_tokens, checks.ROW_GRANULARITY // config.dtype.itemsize), dtype=config.dtype)
-            request = DispatchRequest(
-                rows, topk_idx=topk_idx, layout=layout, expert_alignment=expert_alignment, num_rows=num_rows
+        with self._async_scope(async_finish, topk_idx):
+            request = operation.plan_request(
+                self, topk_idx, layout=layout, expert_alignment=expert_alignment, max_recv_rows=max_recv_rows
             )
-            return self._launch_new(self._launch_dispatch, request)[1]
+            return operation.new_handle(self, request, operation.run_dispatch(self, request))
 
     def combine(
         self,
@@ -357,20 +334,10 @@ class Buffer:
         Only decode layout multiplies by weights. Sums are in float32, in the order of ``ep_dispatcher.reference``.
         Raises ValueError and PeerTimeoutError as dispatch does.
         """
-        with self._when_asked(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
-            if decode.is_decode("", handle):
-                return decode.combine(
-                    self,
-                    y,
-                    handle,
-                    topk_weights=topk_weights,
-                    weights=weights,
-                    out=out,
-                    return_hook=return_hook,
-                    async_finish=async_finish,
-                )
-            decode.refuse_elsewhere(weights=weights, out=out, return_hook=return_hook)
-            return self._checked_combine(self._launch_combine, y, handle, topk_weights)
+        with self._async_scope(async_finish, y, topk_weights, weights, out, getattr(handle, "plan", None)):
+            request = operation.combine_request(self, y, handle, topk_weights, weights, out, return_hook)
+            decode.refuse_asynchronous(request.sends_only, async_finish)
+            return operation.combine(self, request, out)
 
     @property
     def dispatch_wait_ns(self) -> Tensor | None:
@@ -411,7 +378,7 @@ class Buffer:
         self._measure_waits("combine", wait_ns)
 
     def _measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
-        engine, argument = self._live_engine(), f"{operation}_wait_ns"
+        engine, argument = self.live_engine(), f"{operation}_wait_ns"
         if wait_ns is not None:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
             if not wait_ns.is_contiguous():
@@ -430,7 +397,8 @@ class Buffer:
         Discard the outputs of all operations since then. After a ValueError the buffer stays usable if all ranks
         called check() at the same place.
         """
-        self._explaining(self._live_engine().check)
+        with self._errors_explained():
+            self.live_engine().check()
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes that this rank has moved since the buffer was made. Each list has an entry per rank.
@@ -442,7 +410,7 @@ class Buffer:
 
         With the CUDA engine the host waits for the device.
         """
-        return self._live_engine().counters()
+        return self.live_engine().counters()
 
     def suspend(self) -> None:
         """Give memory back, but keep everything else: addresses, connections, handles, captured graphs.
@@ -519,29 +487,30 @@ class Buffer:
         masks stay, and operations go on with them. If a rank is gone for good, no rank can be let in: make a new buffer
         on a smaller group. If a rank fails after all have arrived, the buffer ends on all of them, with a RuntimeError.
         """
-        engine, config = self._masking_engine(), self._config
+        engine, config = self._masking_engine(), self.config
         self._unmask_history.attempts = 0  # do not count calls that only some ranks made
-        self._explaining(
-            engine.unmask,
-            partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history),
-        )
-        self._sent = None  # it was dropped
+        with self._errors_explained():
+            engine.unmask(
+                partial(Gather, config.group, config.timeout_s, operation="unmask", history=self._unmask_history)
+            )
+        self.last_sent = None  # it was dropped
 
     def _masking_engine(self) -> engines.Engine:
-        engine = self._live_engine()
-        if not self._config.mask_late_ranks:
+        engine = self.live_engine()
+        if not self.config.mask_late_ranks:
             checks.fail("buffer", "one without masks", "one made by ep.Buffer(..., mask_late_ranks=True)")
         return engine
 
-    def _change(self, operation: str) -> None:
-        engine, config = self._live_engine(), self._config
+    def _change(self, change: str) -> None:
+        engine, config = self.live_engine(), self.config
         if not config.suspendable:
             checks.fail("buffer", "one that cannot be suspended", "one made by ep.Buffer(..., suspendable=True)")
-        self._check_received(operation)
+        operation.check_received(engine, change)
         if not dist.is_initialized():
-            checks.fail("buffer", "one whose process group is gone", f"{operation}() before destroy_process_group()")
-        meet = partial(Gather, config.group, config.timeout_s, operation=operation, history=self._history)
-        self._explaining(getattr(engine, operation), meet)
+            checks.fail("buffer", "one whose process group is gone", f"{change}() before destroy_process_group()")
+        meet = partial(Gather, config.group, config.timeout_s, operation=change, history=self._history)
+        with self._errors_explained():
+            engine.suspend(meet) if change == "suspend" else engine.resume(meet)
 
     def destroy(self) -> None:
         """Free memory and connections. All ranks call it; it does not wait for peers. A second call does nothing.
@@ -552,14 +521,15 @@ class Buffer:
             engine, self._engine = self._engine, None
             try:
                 _buffers.pop(self.id, None)
-                self._explaining(engine.destroy)
+                with self._errors_explained():
+                    engine.destroy()
             except BaseException:  # wherever it was raised, the other ranks must learn at once that this one left
                 with suppress(Exception):  # the first error is the one to raise
                     engine.destroy()
                 raise
 
     def __repr__(self) -> str:
-        config, topology = self._config, self._config.topology
+        config, topology = self.config, self.config.topology
         nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)} x {topology.ranks_per_node}"
         sizes = ", ".join(
             f"{name}={getattr(config, name)}" for name in ("hidden", "num_experts", "num_topk", "max_tokens_per_rank")
@@ -593,208 +563,29 @@ class Buffer:
             if error is None:
                 raise
 
-    def _when_asked(self, async_finish: bool, *inputs: object) -> AbstractContextManager[None]:
-        return self._live_engine().asynchronous(*inputs) if async_finish else _AT_ONCE
+    def _async_scope(self, async_finish: bool, *inputs: object) -> AbstractContextManager[None]:
+        return self.live_engine().asynchronous(*inputs) if async_finish else _NO_ASYNC
 
-    def _live_engine(self) -> engines.Engine:
+    def live_engine(self) -> engines.Engine:
+        """Return the engine. ValueError after destroy()."""
         if self._engine is None:
             checks.fail("buffer", "one that was destroyed", "a living buffer")
         return self._engine
 
-    def _checked_dispatch(
-        self,
-        launch: Callable[[DispatchRequest], Received],
-        x: Tensor | tuple[Tensor, Tensor],
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        *,
-        layout: str,
-        expert_alignment: int,
-        quantize: str | None,
-        handle: Handle | None,
-        max_recv_rows: int | None,
-    ) -> DispatchOutput:
-        """Check the arguments, launch (through autograd.dispatch_op where gradients are wanted), name the outputs."""
-        request = self._checked_request(
-            x,
-            topk_idx,
-            topk_weights,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            quantize=quantize,
-            handle=handle,
-            max_recv_rows=max_recv_rows,
-        )
-        received, handle = self._launch_new(launch, request) if handle is None else (launch(request), handle)
-        out: Tensor | tuple[Tensor, Tensor] = received.rows
-        if quantize is not None or request.scales is not None:
-            assert received.scales is not None
-            out = float8.QuantizedRows(received.rows, received.scales, received.anchor if quantize else None)
-        return DispatchOutput.of(
-            x=out,
-            topk_weights=None if topk_weights is None else received.topk_weights,
-            topk_idx=received.topk_idx if request.layout == "rank" else None,
-            tokens_per_expert=received.tokens_per_expert,
-            rows_per_expert=received.rows_per_expert,
-            handle=handle,
-            event=self._event(),
-        )
-
-    def _checked_request(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        *,
-        layout: str = "expert",
-        expert_alignment: int = 1,
-        quantize: str | None = None,
-        handle: Handle | None = None,
-        max_recv_rows: int | None,
-    ) -> DispatchRequest:
-        """Check the arguments of a dispatch."""
-        config, engine = self._config, self._live_engine()
-        device = engine.device
-        if torch.is_autocast_enabled(device):
-            x = self._as_autocast(x)
-        checks.rows(x, config.hidden, config.dtype, device, config.max_tokens_per_rank, quantize)
-        rows, scales = x if isinstance(x, (tuple, list)) else (x, None)
-        num_tokens = rows.shape[0]
-        if topk_weights is not None:
-            checks.tensor("topk_weights", topk_weights, _FLOATS, (num_tokens, config.num_topk), device)
-        if handle is None:
-            expert_alignment, num_rows = self._check_routing(
-                topk_idx, num_tokens, layout, expert_alignment, max_recv_rows
-            )
-            plan = None
-        else:
-            checks.handle(handle, self.id)
-            checks.reuse(handle, num_tokens, topk_idx, layout, expert_alignment, max_recv_rows)
-            layout, expert_alignment = handle.layout, handle.expert_alignment
-            plan, num_rows = handle.plan, handle.num_rows
-        return DispatchRequest(
-            rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize is not None
-        )
-
-    def _as_autocast(self, value: Any) -> Any:
-        """Return rows or weights in this buffer's dtype if torch.autocast, which is on, casts to that dtype.
-
-        PyTorch casts the arguments of its matrix products by the same rule: not float64, nothing on another device.
-        """
-        dtype, device = self._config.dtype, self._live_engine().device
-        if torch.get_autocast_dtype(device) != dtype or not isinstance(value, Tensor):
-            return value
-        return value.to(dtype) if value.dtype in checks.DTYPES and value.device.type == device else value
-
-    def _check_routing(
-        self,
-        topk_idx: Tensor | None,
-        num_tokens: int | str,
-        layout: str,
-        expert_alignment: int,
-        max_recv_rows: int | None,
-    ) -> tuple[int, int]:
-        """Check the arguments that a new plan is made from. Return expert_alignment, and the rows of the output or -1.
-
-        num_tokens: the rows of x, or a name if there is no x.
-        """
-        engine = self._live_engine()
-        if layout not in engine.layouts:
-            checks.one_of("layout", layout, engine.layouts)
-        expert_alignment = checks.integer("expert_alignment", expert_alignment, 1)
-        if max_recv_rows is not None:
-            max_recv_rows = checks.integer("max_recv_rows", max_recv_rows, 0)
-        shape = (num_tokens, self._config.num_topk)
-        checks.tensor("topk_idx", topk_idx, _INTEGERS, shape, engine.device)
-        return expert_alignment, -1 if max_recv_rows is None else max_recv_rows
-
-    def _launch_new(
-        self, launch: Callable[[DispatchRequest], Received], request: DispatchRequest
-    ) -> tuple[Received, Handle]:
-        """Launch a dispatch with a new plan. Return its outputs and its handle."""
-        engine, is_traced = self._live_engine(), torch.compiler.is_compiling()
-        if not is_traced:
-            engine.rows_on_host = None  # a traced operation never reaches the engine
-        received = launch(request)
-        plan, num_tokens, num_rows = received.plan, request.rows.shape[0], received.rows.shape[0]
-        assert plan is not None
-        return received, Handle.of(
-            buffer_id=self.id,
-            layout=request.layout,
-            expert_alignment=request.expert_alignment,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            plan=plan,
-            rows_on_host=None if is_traced else engine.rows_on_host,
-            made_with=(request.layout, request.expert_alignment, num_tokens, num_rows, plan),
-        )
-
-    def _checked_combine(
-        self, launch: Callable[[CombineRequest], Combined], y: Tensor, handle: Handle, topk_weights: Tensor | None
-    ) -> CombineOutput:
-        """Check the arguments, launch (through autograd.combine_op where gradients are wanted), name the outputs."""
-        config, engine = self._config, self._live_engine()
-        device = engine.device
-        checks.handle(handle, self.id)
-        if torch.is_autocast_enabled(device):
-            y = self._as_autocast(y)
-        checks.tensor("y", y, (config.dtype,), (handle.num_rows, config.hidden), device)
-        if topk_weights is not None:
-            shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, config.num_topk)
-            checks.tensor("topk_weights", topk_weights, _FLOATS, shape, device)
-        combined = launch(CombineRequest(y, handle.plan, topk_weights, handle.num_tokens, handle.layout))
-        weights = None if topk_weights is None else combined.topk_weights
-        return CombineOutput.of(x=combined.x, topk_weights=weights, event=self._event())
-
-    def _launch_dispatch(
-        self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False
-    ) -> Received:
-        engine = self._live_engine()
-        if engine.unreceived is not None:
-            self._check_received("dispatch")
-        try:
-            return engine.dispatch(request.plain(), only_sends, packs_scales)
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
-
-    def _launch_combine(
-        self,
-        request: CombineRequest,
-        weights: Tensor | None = None,
-        only_sends: bool = False,
-        out: Tensor | None = None,
-    ) -> Combined:
-        engine = self._live_engine()
-        if engine.unreceived is not None:
-            self._check_received("combine")
-        try:
-            return engine.combine(request.plain(), weights, only_sends, out)
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
-
-    def _check_received(self, operation: str) -> None:
-        """Refuse an operation while another one waits for its hook."""
-        unreceived = self._live_engine().unreceived
-        if unreceived is not None:
-            checks.fail("hook", f"a {operation} before the hook of the {unreceived}", "that hook() first")
-
-    def _event(self) -> Event:
-        """Return the event of the last operation. Its errors have the same text as the operation's."""
-        return self._live_engine().event(self._explaining)
-
-    def _explaining(self, call: Callable[..., T], *args: Any) -> T:
-        """Return call(*args), and raise an engine's errors in the caller's terms."""
-        try:
-            return call(*args)
-        except (PeerTimeoutError, ValueError) as error:
-            raise self._explained(error)  # noqa: B904  # it has its cause
-
-    def _explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
+    def explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
         """Return an engine's error in the caller's terms."""
         if isinstance(error, (PeerTimeoutError, DisagreementError)):
             in_backward = torch._C._current_graph_task_id() != -1
             error.note = self.note or ("in a backward, which every rank must run" if in_backward else "")
         return error
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Raise an engine's errors in the caller's terms."""
+        try:
+            yield
+        except (PeerTimeoutError, ValueError) as error:
+            raise self.explained(error)  # noqa: B904  # it has its cause
 
 
 def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

@@ -57,7 +57,7 @@ def node_of(buffer: ep.Buffer) -> list[int]:
 def expected(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None):
     """What dispatch and combine must give on this rank, from the definition."""
     num_ranks, rank, options = buffer.topology.num_ranks, buffer.topology.rank, dict(num_experts=NUM_EXPERTS)
-    given = dict(seed=seed, dtype=buffer._config.dtype)
+    given = dict(seed=seed, dtype=buffer.config.dtype)
     x, topk_idx, topk_weights = (list(each) for each in zip(*(inputs(r, **given) for r in range(num_ranks))))
     received = reference.dispatch(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows, **options)
     y = [outputs(r, out.x.shape[0], **given) for r, out in enumerate(received)]
@@ -72,7 +72,7 @@ def assert_received(out: ep.DispatchOutput, right: reference.Dispatched) -> None
 
 def round_trip(buffer: ep.Buffer, *, seed: int = 0, max_recv_rows: int | None = None) -> None:
     """Collective: dispatch and combine, and every bit is the definition's."""
-    rank, given = buffer.topology.rank, dict(seed=seed, dtype=buffer._config.dtype)
+    rank, given = buffer.topology.rank, dict(seed=seed, dtype=buffer.config.dtype)
     right, right_sum = expected(buffer, seed=seed, max_recv_rows=max_recv_rows)
     out = buffer.dispatch(*inputs(rank, **given, device=device(buffer)), max_recv_rows=max_recv_rows)
     assert_received(out, right)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, reference
+from ep_dispatcher.engines.cuda.streams import StreamEvent
 from ep_dispatcher.tools.testing import device_of, with_negative_zeros
 
 SPLITS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 1)]
@@ -395,7 +396,7 @@ def notes_of_late_reports(rank: int) -> list[str]:
     buffer = make_buffer(case, "cpu", MAX_TOKENS)
     engine, buffer.note, notes = buffer._engine, "layer 3", []
     destroy = engine.destroy
-    engine.event = lambda explaining: SimpleNamespace(synchronize=lambda: explaining(late))
+    engine.event = lambda owner: StreamEvent(SimpleNamespace(synchronize=late), owner)
     event = buffer.dispatch(make_inputs(case).x[0], make_inputs(case).topk_idx[0]).event
     engine.check = engine.destroy = late
     for call in (buffer.check, event.synchronize, buffer.destroy):

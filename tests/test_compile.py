@@ -53,7 +53,7 @@ def cached_handle(buffer: ep.Buffer, x, weights, matrix, idx, _, **options) -> t
 def leaves(rank: int, seed: int, buffer: ep.Buffer, has_weights: bool, num_tokens: int = NUM_TOKENS):
     """(x, topk_weights, matrix), which want gradients, and two routings."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    device, dtype = device_of(buffer.engine, rank), buffer._config.dtype
+    device, dtype = device_of(buffer.engine, rank), buffer.config.dtype
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
     matrix = (torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5).to(device).requires_grad_()
     sizes = (num_tokens, NUM_EXPERTS, NUM_TOPK)
@@ -279,15 +279,16 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
     """The operations as they run; layers of different sizes tempt a compiler that saves memory to reorder."""
     sizes = [60, 3, 25]
     with make_buffer() as buffer:
-        seen, launch_dispatch, launch_combine = [], buffer._launch_dispatch, buffer._launch_combine
+        seen, engine = [], buffer.live_engine()
+        run_dispatch, run_combine = engine.dispatch, engine.combine
 
         def dispatch(request):
             seen.append(("dispatch", request.num_rows - 4 * NUM_ROWS))
-            return launch_dispatch(request)
+            return run_dispatch(request)
 
         def combine(request):
             seen.append(("combine", request.y.shape[0] - 4 * NUM_ROWS))
-            return launch_combine(request)
+            return run_combine(request)
 
         def layers(xs, idxs):
             ys = []
@@ -296,7 +297,7 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
                 ys.append(ep.combine(buffer, torch.tanh(out.x * 2), out.handle))
             return ys
 
-        buffer._launch_dispatch, buffer._launch_combine = dispatch, combine
+        engine.dispatch, engine.combine = dispatch, combine
         idxs = [make_routing("uniform", n, NUM_EXPERTS, NUM_TOPK, seed=n)[0] for n in sizes]
         xs = [torch.randn(n, HIDDEN).requires_grad_() for n in sizes]
         ys = torch.compile(layers, fullgraph=True, backend="inductor")(xs, idxs)

@@ -500,7 +500,7 @@ def test_different_operations_on_several_nodes_go_through_on_no_rank(pools, othe
 
 def late_for_the_weights(rank: int, case: Case, inputs: Inputs) -> PeerTimeoutError | None:
     buffer = make_buffer(case, "cpu", 32)
-    buffer._config = buffer._engine._config = dataclasses.replace(buffer._config, timeout_s=LIMIT_S)
+    buffer.config = buffer._engine._config = dataclasses.replace(buffer.config, timeout_s=LIMIT_S)
     with buffer:
         out = buffer.dispatch(inputs.x[rank], inputs.topk_idx[rank], layout="decode")
         if rank == 1:

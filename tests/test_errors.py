@@ -202,7 +202,7 @@ def construct_on_meshes(rank: int, engine: str) -> list[str]:
     """A buffer on one dimension of a mesh, and the errors of a mesh of two and of one without rank 1."""
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     with make_buffer(mesh["ep"], engine=engine) as buffer:
-        assert buffer.topology.num_ranks == 2 and buffer._config.group is mesh["ep"].get_group()
+        assert buffer.topology.num_ranks == 2 and buffer.config.group is mesh["ep"].get_group()
         round_trip(buffer)
     beside = dist.DeviceMesh("cpu", [0])  # collective of all ranks
     return [error_of(make_buffer, one, engine=engine) for one in (mesh, *[beside] * rank)]

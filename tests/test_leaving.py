@@ -193,7 +193,7 @@ def fork_a_child(rank: int, ranks_per_node: int) -> list[str]:
                 except ValueError as error:
                     said.append(str(error))
             buffer.destroy()
-            buffer._config = None
+            buffer.config = None
             del calls, call, out, buffer  # and with them engine and connections
             os.write(writer, "\n".join([*said, "destroyed"]).encode())
             os._exit(0)

@@ -502,7 +502,7 @@ def give_numpy(rank: int) -> None:
     given = {name: kind(value) for (name, value), kind in zip(CONFIG.items(), (np.int64, np.int32, np.uint8, np.int16))}
     with make_buffer(**given, ranks_per_node=np.int64(1), num_sms=np.int64(3)) as buffer:
         round_trip(buffer)
-        assert type(buffer._config.hidden) is int and type(buffer._config.num_sms) is int
+        assert type(buffer.config.hidden) is int and type(buffer.config.num_sms) is int
         rows = int(buffer.dispatch(*inputs(rank)).rows_per_expert.sum())
         alignment = dict(expert_alignment=np.int64(4), max_recv_rows=np.int32(rows + 100))
         for dispatch in (buffer.dispatch, lambda *args, **options: ep.dispatch(buffer, *args, **options)):

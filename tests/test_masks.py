@@ -221,7 +221,7 @@ def outlive(rank: int, victim: int, death: Death) -> None:
         check_step(buffer, seed, {victim})
     assert time.monotonic() - begin < 5.0, "it waits for a dead rank"
     assert buffer.mask.tolist() == mask_of(victim)
-    buffer._config = replace(buffer._config, timeout_s=LIMIT_S)
+    buffer.config = replace(buffer.config, timeout_s=LIMIT_S)
     with pytest.raises(ep.PeerTimeoutError) as caught:  # nobody lets a dead rank in
         buffer.unmask()
     assert caught.value.late_ranks == (victim,) and "No mask has changed" in str(caught.value)

@@ -51,7 +51,7 @@ def living() -> list[ep.Buffer]:
 
 def sizes() -> list[int]:
     """Tokens per rank of all buffers, in the order in which they were made."""
-    return [buffer._config.max_tokens_per_rank for buffer in living()]
+    return [buffer.config.max_tokens_per_rank for buffer in living()]
 
 
 def forward(layer, rank: int, length: int, step: int = 0):
@@ -103,7 +103,7 @@ def announce(rank: int) -> None:
     (line,) = said.getvalue().splitlines()
     first = living()[0]
     assert repr(first) in line and first._engine.summary in line
-    config = first._config
+    config = first.config
     assert f"rank 0 of 1 node x 2, hidden={HIDDEN}, num_experts={EXPERTS}, num_topk={config.num_topk}" in line
     sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=config.num_topk, max_tokens_per_rank=24)
     memory = ep.buffer_bytes(num_ranks=2, dtype=torch.float32, engine=first.engine, **sizes)
@@ -335,7 +335,7 @@ def choose_sms(rank: int) -> None:
         use_layout(Layout(ep=2))
         layer = make_layer(make_config(**settings))
         forward(layer, rank, 12)
-        return layer.token_dispatcher.buffer._config.num_sms
+        return layer.token_dispatcher.buffer.config.num_sms
 
     fields = make_config().__dataclass_fields__
     flag = next(name for name in limits.SMS_FIELDS if name in fields)

@@ -24,7 +24,7 @@ from megatron_layer import (
 )
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks
+from ep_dispatcher import checks, operation
 from ep_dispatcher.errors import again
 
 pytest.importorskip("megatron.core", reason=NO_MEGATRON)
@@ -206,14 +206,14 @@ def notes_of_one_step(rank: int, settings: dict) -> None:
     layers = [make_layer(make_config(**settings), number) for number in (3, 7)]
     notes = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_launch_dispatch", "_launch_combine"):
-            operation = getattr(ep.Buffer, name)
+        for name in ("run_dispatch", "run_combine"):
+            run = getattr(operation, name)
 
-            def noting(buffer, *args, operation=operation, **kwargs):
+            def noting(buffer, request, run=run):
                 notes.append(buffer.note)
-                return operation(buffer, *args, **kwargs)
+                return run(buffer, request)
 
-            patch.setattr(ep.Buffer, name, noting)
+            patch.setattr(operation, name, noting)
         outputs = []
         for step in range(2):
             x = tokens_of(rank, step).requires_grad_()

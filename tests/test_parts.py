@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines.cuda import side_streams
+from ep_dispatcher.engines.cuda import streams
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.tools.testing import device_of
 
@@ -164,13 +164,14 @@ def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
         operations: list[str] = []
         for name in ("dispatch", "combine"):
-            call = getattr(buffer, f"_launch_{name}")
+            engine = buffer.live_engine()
+            call = getattr(engine, name)
 
             def noted(*given, call=call, name=name, **options):
                 operations.append(f"{name} {given[0][0].shape[0] if name == 'dispatch' else given[0].num_tokens}")
                 return call(*given, **options)
 
-            patch.setattr(buffer, f"_launch_{name}", noted)
+            patch.setattr(engine, name, noted)
         for observed in (False, rank == 1, True):
             patch.setattr("ep_dispatcher.moe.mlp.is_observed", lambda _, observed=observed: observed)
             operations.clear()
@@ -307,8 +308,8 @@ class Machine:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
         patch.setattr(overlap, "_Lane", partial(self.lane, overlap._Lane))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
-            launch = getattr(buffer, f"_launch_{name}")
-            patch.setattr(buffer, f"_launch_{name}", partial(self.note, launch, name, size))
+            engine = buffer.live_engine()
+            patch.setattr(engine, name, partial(self.note, getattr(engine, name), name, size))
         steps = dict(run_rows="experts", grads_of_rows="gradients of rows", write_grads="gradients of weights")
         patch.setattr(
             overlap, "torch", types.SimpleNamespace(**vars(torch) | dict(cat=partial(self.note, torch.cat, CAT, None)))
@@ -419,7 +420,7 @@ def test_an_error_while_peers_wait_ends_the_buffer(pools):
 
 def test_main_streams_do_not_share_a_side_stream(monkeypatch):
     """PyTorch returns its streams in turn, and a main stream may be one of them."""
-    pool, current, drawn = [100 + n for n in range(side_streams.POOL)], [0], []
+    pool, current, drawn = [100 + n for n in range(streams.POOL)], [0], []
 
     def make(device, priority):
         assert priority == -1
@@ -428,21 +429,21 @@ def test_main_streams_do_not_share_a_side_stream(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
-    monkeypatch.setattr(side_streams, "_streams", {})
+    monkeypatch.setattr(streams, "_streams", {})
     found = {}
     for main in (0, 7, 102, *range(1000, 1028)):
         current[0] = main
-        found[main] = side_streams.side_stream(0)
+        found[main] = streams.side_stream(0)
         assert found[main].cuda_stream != main
         for _ in range(5):  # others draw too
             make(0, -1)
     assert len({one.cuda_stream for one in found.values()}) == len(found)
     current[0] = 0
-    assert side_streams.side_stream(0) is found[0], "of every engine"
-    assert side_streams.side_stream(1) is not found[0]
+    assert streams.side_stream(0) is found[0], "of every engine"
+    assert streams.side_stream(1) is not found[0]
     for main in range(2000, 2040):  # more than there are: some share one
         current[0] = main
-        assert side_streams.side_stream(0).cuda_stream in pool
+        assert streams.side_stream(0).cuda_stream in pool
 
 
 def test_when_a_layer_runs_in_two_parts(monkeypatch):
@@ -450,7 +451,7 @@ def test_when_a_layer_runs_in_two_parts(monkeypatch):
     topology = types.SimpleNamespace(num_nodes=2)
     config = types.SimpleNamespace(topology=topology, max_tokens_per_rank=2048, hidden=512, dtype=torch.bfloat16)
     engine = types.SimpleNamespace(device="cuda")
-    buffer = types.SimpleNamespace(_config=config, _live_engine=lambda: engine)
+    buffer = types.SimpleNamespace(config=config, live_engine=lambda: engine)
     assert overlap.num_parts_of(buffer) == 2 and overlap.why_not(buffer) is None
     assert overlap.why_not(buffer, num_parts=1) == "num_parts is 1"
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

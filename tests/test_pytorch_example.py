@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_dispatcher as ep
+from ep_dispatcher import operation
 
 NUM_STEPS = 4
 COMPILE_S = 300  # of a run that compiles, on a busy machine
@@ -77,13 +78,13 @@ def run(rank: int, options: dict) -> tuple[list[tuple[float, float]], list[str]]
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("dispatch", "combine"):
-            old = getattr(ep.Buffer, f"_launch_{name}")
+            old = getattr(operation, f"run_{name}")
 
             def launch(*args, old=old, name=name, **kwargs):
                 launched.append(name)
                 return old(*args, **kwargs)
 
-            patch.setattr(ep.Buffer, f"_launch_{name}", launch)
+            patch.setattr(operation, f"run_{name}", launch)
         return example().train(NUM_STEPS, "cpu", **options), launched
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 
+from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.handle import Event
 from ep_dispatcher.plain import is_plain, plain
@@ -45,11 +46,11 @@ class EngineConfig:
 # Every operation makes a request, so requests are NamedTuples: a frozen dataclass takes four times as long to make.
 # Their first fields come from these arguments of the caller:
 DISPATCH_ARGUMENTS = ("x", "x[1]", "topk_idx", "topk_weights", "handle")
-COMBINE_ARGUMENTS = ("y", "handle", "topk_weights")
+COMBINE_ARGUMENTS = ("y", "handle", "topk_weights", "weights")
 
 
 class DispatchRequest(NamedTuple):
-    """The checked arguments of one dispatch. The custom operator takes these fields, in this order."""
+    """The checked arguments of one dispatch. The custom operator takes those up to `quantize`, in this order."""
 
     rows: Tensor  # [num_tokens, hidden]
     scales: Tensor | None = None  # [num_tokens, hidden / 128]
@@ -60,6 +61,10 @@ class DispatchRequest(NamedTuple):
     expert_alignment: int = 1
     num_rows: int = -1  # of the output; -1: as many as arrive
     quantize: bool = False  # bfloat16 rows travel as ep_dispatcher.quantize makes them
+    sends_only: bool = False  # `receive` will complete the operation
+    # Scales of decode layout are powers of two, also those that the engine makes; one that writes them by column packs
+    # them.
+    packs_scales: bool = False
 
     @property
     def counts(self) -> bool:
@@ -84,26 +89,30 @@ class DispatchRequest(NamedTuple):
 
 
 class CombineRequest(NamedTuple):
-    """The checked arguments of one combine. The custom operator takes these fields, in this order."""
+    """The checked arguments of one combine. The custom operator takes those up to `layout`, in this order."""
 
     y: Tensor  # [rows, hidden]
     plan: Tensor
     topk_weights: Tensor | None  # float32 [rows], or [rows, num_topk] in rank layout
     num_tokens: int  # of the output
     layout: str  # of the plan
+    weights: Tensor | None = None  # float32 [num_tokens, num_topk]; only with a plan of decode layout
+    sends_only: bool = False  # `receive` will complete the operation
+    out: Tensor | None = None  # contiguous memory for the sums, not that of y; None: new memory
 
     def plain(self) -> CombineRequest:
         """Return a request whose tensors engines can read by address."""
-        for t in self[:3]:
+        tensors = (*self[:3], self.weights)
+        for t in tensors:
             if t is not None and not is_plain(t):
                 break
         else:
             return self
-        y, plan, weights = (
-            None if t is None else plain(argument, t) for argument, t in zip(COMBINE_ARGUMENTS, self[:3])
+        y, plan, topk_weights, weights = (
+            None if t is None else plain(argument, t) for argument, t in zip(COMBINE_ARGUMENTS, tensors)
         )
         assert y is not None and plan is not None  # as they were given
-        return CombineRequest(y, plan, weights, self.num_tokens, self.layout)
+        return self._replace(y=y, plan=plan, topk_weights=topk_weights, weights=weights)
 
 
 ANY = 64  # stands for the address of a tensor without elements: 0 would mean None
@@ -135,6 +144,13 @@ class Combined(NamedTuple):
     topk_weights: Tensor | None  # [num_tokens, num_topk]; None when none were given
 
 
+class ExplainsErrors(Protocol):
+    """What an event asks of its buffer."""
+
+    def explained(self, error: PeerTimeoutError | ValueError) -> PeerTimeoutError | ValueError:
+        """Return an engine's error in the caller's terms."""
+
+
 class Engine(Protocol):
     """What a buffer asks of an engine. Operations, `unmask`, `suspend` and `resume` are collective."""
 
@@ -147,30 +163,14 @@ class Engine(Protocol):
     def unreceived(self) -> str | None:
         """The operation that has only sent, until `receive` completes it or the engine ends. No other may begin."""
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
-        """Send rows to the ranks of their experts, and receive.
-
-        only_sends: `receive` will complete the operation
-        packs_scales: scales of decode layout are powers of two, also those that the engine makes; an engine that
-            writes them by column packs them
-        """
+    def dispatch(self, request: DispatchRequest) -> Received:
+        """Send rows to the ranks of their experts, and receive."""
 
     def check_routing(self, topk_idx: Tensor) -> None:
         """Raise ValueError for an invalid entry, if the host can read it without a wait."""
 
-    def combine(
-        self,
-        request: CombineRequest,
-        weights: Tensor | None = None,
-        only_sends: bool = False,
-        out: Tensor | None = None,
-    ) -> Combined:
-        """Return rows to the ranks of their tokens, and sum.
-
-        weights: float32 [num_tokens, num_topk], as `plain` returns it; only with a plan of decode layout
-        only_sends: `receive` will complete the operation
-        out: contiguous memory for the sums, not that of y. None: new memory
-        """
+    def combine(self, request: CombineRequest) -> Combined:
+        """Return rows to the ranks of their tokens, and sum."""
 
     def receive(self) -> None:
         """Complete the operation that has only sent."""
@@ -181,8 +181,8 @@ class Engine(Protocol):
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
         """Let operations inside be incomplete when it exits. inputs: their tensors, or pairs of them."""
 
-    def event(self, explaining: Callable[..., Any]) -> Event:
-        """Return the event of the last operation. It raises errors through `explaining`: Buffer._explaining."""
+    def event(self, owner: ExplainsErrors) -> Event:
+        """Return the event of the last operation. It raises errors as `owner`, the buffer, words them."""
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
         """Let every later ``operation`` ("dispatch", "combine") add to `wait_ns`, or to nothing: None.

@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, operation
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput
@@ -82,10 +82,10 @@ def moe_mlp(
     refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
     checks.one_of("activation", activation, ACTIVATIONS)
     num_parts = overlapping.num_parts_of(buffer, num_parts)
-    config, experts = buffer._config, buffer.num_local_experts
-    device = buffer._live_engine().device
+    config, experts = buffer.config, buffer.num_local_experts
+    device = buffer.live_engine().device
     if torch.is_autocast_enabled(device):
-        x, w1, w2 = map(buffer._as_autocast, (x, w1, w2))
+        x, w1, w2 = (operation.as_autocast(buffer, t) for t in (x, w1, w2))
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
     checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
@@ -166,9 +166,9 @@ def run_nodes(
     """
     given = [(x, topk_idx, topk_weights)]
     if num_parts > 1:  # an error about B comes before anything of A is sent
-        buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+        operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
         if _has_values(topk_idx):
-            buffer._explaining(buffer._live_engine().check_routing, topk_idx)
+            operation.check_routing(buffer, topk_idx)
         given = list(zip(*map(overlapping.cut, given[0])))
     # All are sent before the first experts run.
     sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ep_dispatcher import checks
+from ep_dispatcher import checks, operation
 from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
@@ -78,7 +78,7 @@ def why_not(buffer: Buffer, num_parts: int | None = None) -> str | None:
 
 def _why_one_part(buffer: Buffer) -> str | None:
     """Say why one part is the default. Only settings that are the same on all ranks decide."""
-    config = buffer._config
+    config = buffer.config
     reason = _why_no_kernels(buffer)
     if reason is None and config.topology.num_nodes == 1:
         return "its ranks are one node"
@@ -89,7 +89,7 @@ def _why_one_part(buffer: Buffer) -> str | None:
 
 def _why_no_kernels(buffer: Buffer) -> str | None:
     """Say why kernels of grouped GEMMs do not take the rows of this buffer."""
-    config, engine = buffer._config, buffer._live_engine()
+    config, engine = buffer.config, buffer.live_engine()
     if engine.device != "cuda":
         return f"its engine is {engine.device}"
     return None if config.dtype in grouped_gemm.KERNEL_DTYPES else f"its rows are {config.dtype}"
@@ -123,8 +123,8 @@ def mlp_in_parts(
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
     call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
-    request = buffer._checked_request(x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-    buffer._explaining(buffer._live_engine().check_routing, topk_idx)  # of B too, before anything of A is sent
+    request = operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+    operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
     return _Mlp.apply(x, topk_weights, buffer, request, call, overlap, *call.inputs(x, topk_weights))
 
 
@@ -167,7 +167,7 @@ class _Mlp(torch.autograd.Function):
                 lane.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
                 saved += [*kept, received.plan]
         ctx.save_for_backward(*saved, *weights)
-        ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer._backward_note
+        ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer.backward_note
         return y
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Lane:
 
     def __init__(self, buffer: Buffer, x: Tensor, overlap: bool, num_operations: int):
         self.buffer, self.num_operations, self.num_launched = buffer, num_operations, 0
-        self.engine = cast("CudaEngine", buffer._live_engine()) if x.is_cuda else None
+        self.engine = cast("CudaEngine", buffer.live_engine()) if x.is_cuda else None
         self.main: torch.cuda.Stream | None = None
         self.side: torch.cuda.Stream | None = None
         if overlap and self.engine is not None:
@@ -250,7 +250,7 @@ class _Lane:
     def dispatch(self, request: DispatchRequest) -> tuple[Received, torch.cuda.Event | None]:
         """Launch a dispatch after the earlier operations. Return its outputs, and the event that `take` waits for."""
         with self._beside():
-            received = self.buffer._launch_dispatch(request)
+            received = operation.run_dispatch(self.buffer, request)
         self.num_launched += 1
         return received, None if self.side is None else self.side.record_event()
 
@@ -269,7 +269,7 @@ class _Lane:
         if self.side is not None and after is not None:
             self.side.wait_event(after)
         with self._beside():
-            combined = self.buffer._launch_combine(request, out=out)
+            combined = operation.run_combine(self.buffer, request._replace(out=out))
         self.num_launched += 1
         return combined
 
@@ -280,7 +280,7 @@ class _Lane:
 def _order_memory(side: torch.cuda.Stream | None) -> None:
     """Let a side stream wait for the current one, so that memory freed from here on is reused after its kernels.
 
-    Two main streams may share a side stream (side_streams.py), and gradients may be written after the layer. While a
+    Two main streams may share a side stream (streams.py), and gradients may be written after the layer. While a
     graph is captured the side stream does not wait, because no join would follow. There the next layer of the same main
     stream waits, and nobody else gets that memory: it is the graph's.
     """

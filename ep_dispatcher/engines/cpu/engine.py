@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from ep_dispatcher.engines.base import (
     CombineRequest,
     DispatchRequest,
     EngineConfig,
+    ExplainsErrors,
     Received,
     address_of,
 )
@@ -142,10 +142,10 @@ class CpuEngine:
             self._connections.free()
             raise
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
+    def dispatch(self, request: DispatchRequest) -> Received:
         _require_memory(DISPATCH_ARGUMENTS, request[:5])
         if request.quantize:
-            rows, scales = float8.quantize(request.rows, powers_of_two=packs_scales)
+            rows, scales = float8.quantize(request.rows, powers_of_two=request.packs_scales)
             request = request._replace(rows=rows, scales=scales)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)
@@ -183,7 +183,7 @@ class CpuEngine:
                 c.payload_arrived(m)
                 c.pull(m, *to)
             c.agree()
-        self.unreceived = "dispatch" if only_sends else None
+        self.unreceived = "dispatch" if request.sends_only else None
         return received
 
     def _start_plan(
@@ -230,16 +230,11 @@ class CpuEngine:
             plan=plan,
         )
 
-    def combine(
-        self,
-        request: CombineRequest,
-        weights: Tensor | None = None,
-        only_sends: bool = False,
-        out: Tensor | None = None,
-    ) -> Combined:
-        _require_memory((*COMBINE_ARGUMENTS, "weights"), (*request[:3], weights))
-        c, rail, y, has_weights = self._c, self._rail, request.y, request.topk_weights is not None
-        x = y.new_empty(request.num_tokens, self._config.hidden) if out is None else out
+    def combine(self, request: CombineRequest) -> Combined:
+        y, weights, has_weights = request.y, request.weights, request.topk_weights is not None
+        _require_memory(COMBINE_ARGUMENTS, (*request[:3], weights))
+        c, rail = self._c, self._rail
+        x = y.new_empty(request.num_tokens, self._config.hidden) if request.out is None else request.out
         weights_out = None
         if request.topk_weights is not None:
             weights_out = request.topk_weights.new_empty(request.num_tokens, self._config.num_topk)
@@ -263,7 +258,7 @@ class CpuEngine:
             for receive in pending:
                 rail.wait(receive)
             c.sum(topk_weights, address_of(x), address_of(weights_out))
-        self.unreceived = "combine" if only_sends else None
+        self.unreceived = "combine" if request.sends_only else None
         return Combined(x, weights_out)
 
     def receive(self) -> None:
@@ -306,7 +301,7 @@ class CpuEngine:
     def asynchronous(self, *inputs: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def event(self, explaining: Callable[..., Any]) -> CompletedEvent:
+    def event(self, owner: ExplainsErrors) -> CompletedEvent:
         return CompletedEvent()
 
     def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:

@@ -23,13 +23,15 @@ from ep_dispatcher.engines.base import (
     CombineRequest,
     DispatchRequest,
     EngineConfig,
+    ExplainsErrors,
     Received,
     address_of,
 )
-from ep_dispatcher.engines.cuda import side_streams, stuck_kernels
+from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of
+from ep_dispatcher.engines.cuda.streams import StreamEvent, side_stream
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional import suspension
@@ -72,28 +74,6 @@ def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
     """Return the ranks that a kernel has waited for in vain."""
     late = engine.late()
     return [] if late is None else late[3]
-
-
-class StreamEvent:
-    """The event of an operation in a stream. A wait for it may include later operations of the same buffer."""
-
-    def __init__(self, engine: CudaEngine, explaining: Callable[..., Any]):
-        self._engine, self._explaining = engine, explaining
-
-    def wait(self) -> None:
-        """Let the current stream wait for the operation."""
-        self._engine.join()
-
-    def synchronize(self) -> None:
-        """Let the host wait for the operation; raise errors found on the device.
-
-        After a ValueError the buffer stays usable if all ranks call this before their next operation.
-        """
-        self._explaining(self._engine.synchronize)
-
-    def query(self) -> bool:
-        """Return whether the operation is complete."""
-        return self._engine.idle()
 
 
 class CudaEngine:
@@ -225,33 +205,27 @@ class CudaEngine:
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
         return _rail_sms(self._topology, self.num_sms)
 
-    def dispatch(self, request: DispatchRequest, only_sends: bool = False, packs_scales: bool = False) -> Received:
+    def dispatch(self, request: DispatchRequest) -> Received:
         counted = request.counts
         if counted and torch.cuda.is_current_stream_capturing():
             checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        launch = partial(self._dispatch, request, only_sends, packs_scales)
-        received = self._run("dispatch", launch, *request[:5], traced=not only_sends)
+        launch = partial(self._dispatch, request)
+        received = self._run("dispatch", launch, *request[:5], traced=not request.sends_only)
         if counted and (self._c.has_report() or self._health.ended):
             try:
                 self._reports.raise_found(ends=False)
             except ValueError:
-                if only_sends:
+                if request.sends_only:
                     self.receive()
                 assert self._stream is not None  # that of this operation
                 self._wait(self._stream)  # after the operation all ranks are in step
                 raise
         return received
 
-    def _dispatch(
-        self,
-        request: DispatchRequest,
-        only_sends: bool,
-        packs_scales: bool,
-        stream: int,
-        step: Step,
-    ) -> Received:
-        """Launch the kernels of a dispatch; with `only_sends` only those before its hook."""
-        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, quantize = request
+    def _dispatch(self, request: DispatchRequest, stream: int, step: Step) -> Received:
+        """Launch the kernels of a dispatch; with `sends_only` only those before its hook."""
+        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, *rest = request
+        quantize, sends_only, packs_scales = rest
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
         num_tokens, hidden = rows.shape
@@ -307,7 +281,7 @@ class CudaEngine:
             idx_out = rows.new_empty(per_choice, dtype=torch.int64)
             args.out_topk_idx = idx_out.data_ptr() or ANY
         received = Received(rows_out, scales_out, weights_out, idx_out, tokens_per_expert, rows_per_expert, new_plan)
-        if only_sends:
+        if sends_only:
             if not counted:
                 self._c.prepare(args, plan.data_ptr(), stream)
             self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
@@ -346,27 +320,13 @@ class CudaEngine:
             raise RuntimeError("the kernels were aborted")
         return num_rows
 
-    def combine(
-        self,
-        request: CombineRequest,
-        weights: Tensor | None = None,
-        only_sends: bool = False,
-        out: Tensor | None = None,
-    ) -> Combined:
-        launch = partial(self._combine, request, weights, only_sends, out)
-        return self._run("combine", launch, *request[:3], weights, traced=not only_sends)
+    def combine(self, request: CombineRequest) -> Combined:
+        launch = partial(self._combine, request)
+        return self._run("combine", launch, *request[:3], request.weights, traced=not request.sends_only)
 
-    def _combine(
-        self,
-        request: CombineRequest,
-        weights: Tensor | None,
-        only_sends: bool,
-        out: Tensor | None,
-        stream: int,
-        step: Step,
-    ) -> Combined:
-        """Launch the kernels of a combine; with `only_sends` only those before its hook."""
-        y, plan, topk_weights, num_tokens, layout = request
+    def _combine(self, request: CombineRequest, stream: int, step: Step) -> Combined:
+        """Launch the kernels of a combine; with `sends_only` only those before its hook."""
+        y, plan, topk_weights, num_tokens, layout, weights, sends_only, out = request
         y, weights_out = _aligned(y), None
         x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
         args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set only what differs from defaults, as in _dispatch
@@ -380,7 +340,7 @@ class CudaEngine:
         if self._wait_ns:
             args.wait_ns = address_of(self._wait_ns.get("combine"))
         combined = Combined(x, weights_out)
-        if only_sends:
+        if sends_only:
             self._c.push(args, plan.data_ptr(), stream)
             self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
         else:
@@ -589,8 +549,8 @@ class CudaEngine:
 
     # ---- streams --------------------------------------------------------------------------------------------------
 
-    def event(self, explaining: Callable[..., Any]) -> StreamEvent:
-        return StreamEvent(self, explaining)
+    def event(self, owner: ExplainsErrors) -> StreamEvent:
+        return StreamEvent(self, owner)
 
     @contextmanager
     def asynchronous(self, *inputs: object) -> Iterator[None]:
@@ -611,7 +571,7 @@ class CudaEngine:
 
     def side_stream(self) -> torch.cuda.Stream:
         """Return the stream for operations beside kernels of experts in the current stream."""
-        return side_streams.side_stream(self._device.index)
+        return side_stream(self._device.index)
 
     def join(self) -> None:
         current = torch.cuda.current_stream(self._device)

@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 class MegatronBuffer(ep.Buffer):
     """A buffer whose errors speak of Megatron's routing map."""
 
-    config: Any = None  # the TransformerConfig of the first layer
+    transformer_config: Any = None  # of the first layer
 
-    def _explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
+    def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            num_choices = self._config.max_tokens_per_rank * self._config.num_topk
-            error = limits.explained(error, num_choices, self.config)
-            error = overfull.explained(error, self.config.moe_router_topk)
-        return super()._explained(error)
+            num_choices = self.config.max_tokens_per_rank * self.config.num_topk
+            error = limits.explained(error, num_choices, self.transformer_config)
+            error = overfull.explained(error, self.transformer_config.moe_router_topk)
+        return super().explained(error)
 
 
 @dataclass
@@ -88,7 +88,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             error.note = note
             raise
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
-        buffer.config = config
+        buffer.transformer_config = config
         shared.buffers.append(buffer)
         _announce(buffer)
     return shared.buffers[-1]
@@ -134,7 +134,7 @@ def check_buffers(note: str) -> None:
 
 def most_sms() -> int:
     """Return the most multiprocessors that an operation of a buffer uses; 0 without a buffer on a GPU."""
-    of_each = (b._config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
+    of_each = (b.config.num_sms or DEFAULT_SMS for s in _shared.values() for b in s.buffers if b.engine == "cuda")
     return max(of_each, default=0)
 
 
@@ -174,7 +174,7 @@ def _announce(buffer: ep.Buffer) -> None:
     _has_announced = True
     import megatron.core
 
-    active, config = registration.active(), buffer._config
+    active, config = registration.active(), buffer.config
     replaced = 0 if active is None else len(active.replaced)
     memory = ep.buffer_bytes(
         num_ranks=config.topology.num_ranks,

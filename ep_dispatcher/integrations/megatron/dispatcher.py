@@ -151,7 +151,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
         factor = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped else None
         if limit is None and factor is not None:
-            most, ranks = self.buffer._config.max_tokens_per_rank, self.tp_ep_group.size()
+            most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
             choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
             limit = limits.max_rows_of_grouped_experts(factor, most, ranks, choices, num_experts)
         if limit is None and graphs.is_capturing():
@@ -221,7 +221,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def _note(self) -> None:
         """Let the buffer's errors name this layer and microbatch, in a backward too."""
-        self.buffer.note, self.buffer._backward_note = self._where, f"{self._where}, backward"
+        self.buffer.note, self.buffer.backward_note = self._where, f"{self._where}, backward"
 
 
 def _no(*_: object) -> bool:
