@@ -9,9 +9,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_dispatcher import checks, envs
-from ep_dispatcher.integrations.deep_ep import config as configs
 from ep_dispatcher.integrations.deep_ep import layout
-from ep_dispatcher.integrations.deep_ep.config import NVL_PEERS, Config, num_rdma_ranks, say_once, say_without_effect
+from ep_dispatcher.integrations.deep_ep.config import (
+    NVL_PEERS,
+    Config,
+    get_low_latency_rdma_size_hint,
+    num_rdma_ranks,
+    say_once,
+    say_without_effect,
+)
 from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
@@ -160,11 +166,7 @@ class Buffer(LowLatency):
         """Return an event of all work so far in the current stream."""
         return EventOverlap(EventHandle())
 
-    @staticmethod
-    def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
-    ) -> int:
-        return configs.get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+    get_low_latency_rdma_size_hint = staticmethod(get_low_latency_rdma_size_hint)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -172,10 +174,7 @@ class Buffer(LowLatency):
         checks.integer("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        checks.integer("num_ranks", num_ranks, 1)
-        return Config(Buffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """Return the stream of operations with async_finish or previous_event."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import TypeVar
 
@@ -74,8 +74,6 @@ class EventOverlap:
 class Operation:
     """One operation: its outputs for the caller's stream, and at the end its event.
 
-    As a context it serves operations in the current stream without an event.
-
     is_apart: it runs in another stream than the caller's. Otherwise there is nothing to hand over
     """
 
@@ -85,12 +83,6 @@ class Operation:
 
     def hand_over(self, *outputs: Tensor | None) -> None:
         self._outputs += [t for t in outputs if t is not None]
-
-    def __enter__(self) -> Operation:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        pass
 
 
 class CommStream:
@@ -124,7 +116,9 @@ class CommStream:
         before = getattr(previous_event, "event", None)
         if on_comm_stream and (before is None or not async_finish):
             checks.fail("allocate_on_comm_stream", True, "True only with previous_event and async_finish")
-        return self._asked_for(inputs, before, async_finish) if async_finish or before is not None else Operation(False)
+        if async_finish or before is not None:
+            return self._asked_for(inputs, before, async_finish)
+        return nullcontext(Operation(False))
 
     @contextmanager
     def _asked_for(

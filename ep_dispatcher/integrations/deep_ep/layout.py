@@ -105,9 +105,10 @@ def check_same_routing(topk_idx: Tensor, num_experts: int, is_token_in_rank: Ten
 
     On a GPU trust a layout that get_dispatch_layout has counted from the same memory; count again for any other.
     """
-    counted_from = getattr(is_token_in_rank, "counted_from", _nothing)()
-    if topk_idx.is_cuda and counted_from is not None and is_same_memory(counted_from, topk_idx):
-        return
+    if topk_idx.is_cuda and hasattr(is_token_in_rank, "counted_from"):
+        counted_from = is_token_in_rank.counted_from()
+        if counted_from is not None and is_same_memory(counted_from, topk_idx):
+            return
     *_, expected = dispatch_layout(topk_idx, num_experts, is_token_in_rank.shape[1])
     allowed = "what get_dispatch_layout gives for it"
     mistake = checks.mistake("is_token_in_rank", "another routing than topk_idx", allowed)
@@ -119,7 +120,3 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
     )
-
-
-def _nothing() -> None:
-    """Return None, as a weak reference to a deleted tensor does."""

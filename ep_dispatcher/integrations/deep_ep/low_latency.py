@@ -94,7 +94,11 @@ class LowLatency:
         self._check_asking(async_finish, return_recv_hook)
         waits = dispatch_wait_recv_cost_stats
         self._check_waits("dispatch_wait_recv_cost_stats", waits, x)
-        most = self._check_rows(x, topk_idx, num_max_dispatch_tokens_per_rank)
+        most = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
+        if x.shape[0] > most:
+            checks.fail("x", f"{x.shape[0]} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
+        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
         _check_float8(x.shape[1], use_fp8, round_scale, use_ue8m0)
         refuse_repeated(topk_idx, _ONE_PLACE)
         num_local = num_experts // num_ranks
@@ -105,7 +109,7 @@ class LowLatency:
         with self._comm.operation(inputs, None, async_finish) as operation:
             if envs.deep_ep_exact():
                 topk_idx = topk_idx.clone()  # the program may change its own
-                key = Key(Kind(8, torch.bfloat16), num_experts, topk_idx.shape[1])
+                key = Key(Kind(8, torch.bfloat16), num_experts, topk_idx.shape[1])  # the smallest rows, 16 bytes
                 other = pool.in_turn(key, most, self.enable_shrink).ready()
                 items = sources(other, pool.group.rank(), topk_idx, num_ranks, waits)
                 operation.hand_over(*items)
@@ -253,15 +257,6 @@ class LowLatency:
         if not self.low_latency_mode:
             checks.fail("low_latency_mode", False, "low_latency_ methods of a buffer made with low_latency_mode=True")
         return pool
-
-    def _check_rows(self, x: Tensor, topk_idx: Tensor, most: int) -> int:
-        """Return num_max_dispatch_tokens_per_rank as an int."""
-        most = checks.integer("num_max_dispatch_tokens_per_rank", most, 1)
-        checks.tensor("x", x, (torch.bfloat16,), ("num_tokens", "hidden"), x.device.type)
-        if x.shape[0] > most:
-            checks.fail("x", f"{x.shape[0]} tokens", f"up to num_max_dispatch_tokens_per_rank = {most}")
-        checks.tensor("topk_idx", topk_idx, (torch.int64, torch.int32), (x.shape[0], "num_topk"), x.device.type)
-        return most
 
     def _check_waits(self, argument: str, waits: Tensor | None, x: Tensor) -> None:
         if waits is not None:
