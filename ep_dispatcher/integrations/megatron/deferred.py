@@ -21,6 +21,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.grouped_gemm import Matrices
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_layer, run_nodes
@@ -29,13 +30,24 @@ from ep_dispatcher.moe.overlap import num_parts_of
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """The dispatch of one forward pass. The experts get it in place of their counts."""
+    """The dispatch of one forward pass. Experts that run it themselves get it in place of their counts."""
 
     buffer: ep.Buffer
     topk_idx: Tensor  # int64 [num_tokens, num_topk]
     max_rows: int | None  # of this rank; None: the host waits for their number
-    has_plan: bool  # whether `send` has the plan of an earlier pass
-    send: Callable[[Tensor, Tensor, int | None], ep.DispatchOutput]  # dispatches tokens and probs to so many rows
+    alignment: int  # of the rows of an expert
+    handle: ep.Handle | None  # the plan of an earlier pass
+    microbatch: int
+    plans: RecomputePlans  # keeps a new plan for later passes
+
+    def send(self, tokens: Tensor, probs: Tensor) -> ep.DispatchOutput:
+        """Dispatch tokens [num_tokens, hidden] and probs float32 [num_tokens, num_topk]."""
+        if self.handle is not None:
+            return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handle)
+        alignment, limit = self.alignment, self.max_rows
+        out = ep.dispatch(self.buffer, tokens, self.topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit)
+        self.plans.keep(self.topk_idx, self.microbatch, self.buffer, out.handle)
+        return out
 
     def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
@@ -46,13 +58,13 @@ class Deferred:
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
         """
-        send = partial(self.send, tokens, probs, self.max_rows)
+        send = partial(self.send, tokens, probs)
         observed = is_observed((tokens, probs, self.topk_idx))
-        num_parts = 1 if self.has_plan else num_parts_of(self.buffer)
+        num_parts = self._num_parts()
         given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
         if observed and num_parts > 1:
             return run_grouped_nodes(*given, num_parts=num_parts, **options)
-        overlap = not self.has_plan and not observed and grouped_gemm.has_kernels(tokens)
+        overlap = self.handle is None and not observed and grouped_gemm.has_kernels(tokens)
         return run_layer(*given, send, overlap=overlap, num_parts=num_parts, **options)
 
     def run_megatrons_way(
@@ -69,8 +81,11 @@ class Deferred:
             ]
             return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
 
-        num_parts = 1 if self.has_plan else num_parts_of(self.buffer)
+        num_parts = self._num_parts()
         if num_parts > 1:
             return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, num_parts, run)
-        out = self.send(tokens, probs, self.max_rows)
+        out = self.send(tokens, probs)
         return ep.combine(self.buffer, run([out])[0], out.handle)
+
+    def _num_parts(self) -> int:
+        return 1 if self.handle is not None else num_parts_of(self.buffer)

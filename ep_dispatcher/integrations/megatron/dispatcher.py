@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
@@ -111,13 +110,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         _used_here(self.topk_idx)
         self._gives_to_grouped = self.experts_are_grouped()
         limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
-        send = partial(self._send, self.buffer, self.topk_idx, handle, microbatch)
+        alignment = self.expert_alignment
+        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handle, microbatch, self._plans)
         if self.experts_communicate(self.buffer):
-            self.handle = self.rows_per_expert = None
-            self.deferred = Deferred(self.buffer, self.topk_idx, limit, handle is not None, send)
+            self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
             rows, row_probs, arriving = hidden_states, probs, None
         else:
-            out = send(hidden_states, probs, limit)
+            out = dispatch.send(hidden_states, probs)
             self.handle, self.rows_per_expert, self.deferred = out.handle, out.rows_per_expert, None
             rows, row_probs = cast(Tensor, out.x), cast(Tensor, out.topk_weights)  # as tensors and probs were given
             arriving = rows
@@ -127,24 +126,6 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             with margins.margin(self.config):
                 self.shared_experts.linear_fc1_forward_and_act(arriving)
         return rows, row_probs
-
-    def _send(
-        self,
-        buffer: ep.Buffer,
-        topk_idx: Tensor,
-        handle: ep.Handle | None,
-        microbatch: int,
-        hidden_states: Tensor,
-        probs: Tensor,
-        max_rows: int | None,
-    ) -> ep.DispatchOutput:
-        """Dispatch, with the plan of an earlier pass where there is one."""
-        if handle is not None:
-            return ep.dispatch(buffer, hidden_states, topk_weights=probs, handle=handle)
-        alignment = self.expert_alignment
-        out = ep.dispatch(buffer, hidden_states, topk_idx, probs, expert_alignment=alignment, max_recv_rows=max_rows)
-        self._plans.keep(topk_idx, microbatch, buffer, out.handle)
-        return out
 
     def _max_rows(self, num_tokens: int) -> int | None:
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
