@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ep_dispatcher.tools.testing import device_of
+
+if TYPE_CHECKING:
+    from ep_dispatcher.integrations.deep_ep import Buffer
 
 RANKS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 3
 LOCAL = EXPERTS // RANKS
@@ -48,6 +53,29 @@ def environment(case: Case, **variables: str) -> Iterator[None]:
         for name, value in variables.items():
             patch.setenv(name, value)
         yield
+
+
+@contextlib.contextmanager
+def opened(case: Case, variables: dict[str, str] | None = None, **options) -> Iterator[Buffer]:
+    """A buffer in the case's environment, destroyed after a block without an error: that is collective."""
+    from ep_dispatcher.integrations.deep_ep import Buffer
+
+    with environment(case, **(variables or {})):
+        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **dict(low_latency_mode=True) | options)
+        yield buffer
+        buffer.destroy()
+
+
+def routed(buffer: Buffer, topk_idx: Tensor, topk_weights: Tensor | None = None, num_experts: int = EXPERTS) -> dict:
+    """The arguments of a dispatch that describe a routing, as programs hand them on; with weights also the choices."""
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    layout = dict(
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+    )
+    return layout if topk_weights is None else layout | dict(topk_idx=topk_idx, topk_weights=topk_weights)
 
 
 @dataclass

@@ -6,29 +6,24 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_case import EXPERTS, HIDDEN, RANKS, TOPK, Case, environment, expected_rows, make_data, num_ranks_of
+from deep_ep_case import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOPK,
+    Case,
+    environment,
+    expected_rows,
+    make_data,
+    num_ranks_of,
+    opened,
+    routed,
+)
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import RankError
 
 NODES = [None, 2]
-
-
-def make_buffer(**options):
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
-    return Buffer(dist.group.WORLD, 1 << 20, explicitly_destroy=True, **options)
-
-
-def routed(buffer, topk_idx, num_experts=EXPERTS, **options) -> dict:
-    """The arguments of a dispatch that describe a routing, as programs hand them on."""
-    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, num_experts, **options)
-    return dict(
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_node,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-    )
 
 
 def assert_sum(combined, data, case, rank, times=1.0):
@@ -48,11 +43,9 @@ def assert_missing(items, shapes: list[tuple[int, ...]], dtype: torch.dtype):
 
 def run_layout(rank: int, case: Case):
     data = make_data(case, rank)
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         idx = data.topk_idx[rank]
         per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, EXPERTS)
-        buffer.destroy()
     assert per_node is None and event.event is None
     assert per_rank.dtype == per_expert.dtype == torch.int32 and in_rank.dtype == torch.bool
     assert in_rank.is_contiguous()
@@ -97,13 +90,11 @@ def test_layout_and_handles_of_several_of_deep_eps_nodes():
 def run_round_trip(rank: int, case: Case):
     data = make_data(case, rank)
     rows, local_idx, weights, counts = expected_rows(data, case, rank)
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         for previous, async_finish in ((False, False), (True, True), (True, False)):
             options = dict(async_finish=async_finish, previous_event=buffer.capture() if previous else None)
-            layout = routed(buffer, data.topk_idx[rank])
             recv_x, recv_idx, recv_weights, recv_list, handle, event = buffer.dispatch(
-                data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout, **options
+                data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank]), **options
             )
             assert (event.event is not None) == async_finish
             with event:
@@ -118,7 +109,6 @@ def run_round_trip(rank: int, case: Case):
             expected = torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0)
             assert torch.equal(combined_weights, expected)
             assert buffer.combine(recv_x, handle)[1] is None
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -129,16 +119,13 @@ def test_round_trip(pools, engine, ranks_per_node):
 def run_internode_names(rank: int, case: Case):
     data = make_data(case, rank)
     rows, *_ = expected_rows(data, case, rank)
-    with environment(case):
-        buffer = make_buffer()
-        options = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
+    with opened(case) as buffer:
         config = buffer.get_dispatch_config(RANKS)
-        layout = routed(buffer, data.topk_idx[rank])
-        recv_x, *_, handle, _ = buffer.internode_dispatch(data.x[rank], config=config, **layout, **options)
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
+        recv_x, *_, handle, _ = buffer.internode_dispatch(data.x[rank], config=config, **layout)
         assert torch.equal(recv_x, rows)
         combined_x, _, _ = buffer.internode_combine(recv_x, handle, config=buffer.get_combine_config(RANKS))
         assert_sum(combined_x, data, case, rank)
-        buffer.destroy()
 
 
 def test_internode_names(pools, engine):
@@ -148,11 +135,9 @@ def test_internode_names(pools, engine):
 def run_alignment_and_bias(rank: int, case: Case):
     data = make_data(case, rank)
     rows, _, _, counts = expected_rows(data, case, rank)
-    with environment(case):
-        buffer = make_buffer()
-        options = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], expert_alignment=16)
-        layout = routed(buffer, data.topk_idx[rank])
-        recv_x, _, _, recv_list, handle, _ = buffer.dispatch(data.x[rank], **layout, **options)
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
+        recv_x, _, _, recv_list, handle, _ = buffer.dispatch(data.x[rank], **layout, expert_alignment=16)
         assert torch.equal(recv_x, rows)  # padding is of the counts alone
         assert recv_list == [-(-count // 16) * 16 for count in counts]
         plain = buffer.combine(recv_x, handle)[0].float()
@@ -160,7 +145,6 @@ def run_alignment_and_bias(rank: int, case: Case):
         assert torch.equal(buffer.combine(recv_x, handle, bias=one)[0], (plain + one.float()).bfloat16())
         both = buffer.combine(recv_x, handle, bias=(one, two))[0]
         torch.testing.assert_close(both, (plain + one.float() + two.float()).bfloat16())
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -175,10 +159,8 @@ def run_float8(rank: int, case: Case):
     data = make_data(case, rank)
     pairs = [ep.quantize(x) for x in data.x]
     columns = torch.arange(HIDDEN // 256, device=data.x[0].device, dtype=torch.int32)
-    with environment(case):
-        buffer = make_buffer()
-        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
-        choices["topk_weights"] = data.weights[rank]
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
 
         def scales_of(source: int, kind: str):
             plain = pairs[source][1]
@@ -195,7 +177,7 @@ def run_float8(rank: int, case: Case):
             rows = torch.cat([pair[0].view(torch.uint8)[mask] for pair, mask in zip(pairs, taken)])
             scales = torch.cat([scales_of(source, kind)[mask] for source, mask in enumerate(taken)])
             x = (pairs[rank][0], scales_of(rank, kind))
-            recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout, **choices)
+            recv_x, _, _, _, handle, _ = buffer.dispatch(x, **layout)
             again, *rest, _ = buffer.dispatch(x, handle=handle)
             assert rest == [None] * 4
             for got in (recv_x, again):
@@ -206,7 +188,6 @@ def run_float8(rank: int, case: Case):
             ep.dequantize((recv_x[0], torch.ones_like(recv_x[0][:, ::128]).float())), handle
         )
         assert combined_x.shape == data.x[rank].shape
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -217,11 +198,9 @@ def test_float8_pairs(pools, engine, ranks_per_node):
 def run_other_rows_by_one_handle(rank: int, case: Case):
     """DeepEP's handle serves rows of any size and dtype, also through another Buffer of the group."""
     data = make_data(case, rank)
-    with environment(case):
-        first, second = make_buffer(), make_buffer()
-        layout, choices = routed(first, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
-        _, _, _, _, handle, _ = first.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)
-        first.destroy()  # the other is still there
+    with opened(case) as second:
+        with opened(case) as first:  # the other is still there after it
+            handle = first.dispatch(data.x[rank], **routed(first, data.topk_idx[rank], data.weights[rank]))[4]
         for hidden, dtype in ((HIDDEN, torch.float32), (HIDDEN // 2, torch.bfloat16), (HIDDEN // 2, torch.uint8)):
             other = make_data(case, rank, seed=1, hidden=hidden)
             other.x = [(x * 50).to(dtype) for x in other.x]
@@ -234,7 +213,6 @@ def run_other_rows_by_one_handle(rank: int, case: Case):
         halves.topk_idx = data.topk_idx
         rows, *_ = expected_rows(halves, case, rank)
         assert_sum(second.combine(rows, handle)[0], halves, case, rank)  # rows that no dispatch has brought
-        second.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -246,17 +224,14 @@ def run_items_of_a_handle(rank: int, case: Case):
     """Programs take a handle apart, and give back its items, or copies of them, in a tuple or list of their own."""
     data = make_data(case, rank)
     rows, _, weights, _ = expected_rows(data, case, rank)
-    with environment(case):
-        buffer = make_buffer()
-        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_idx=data.topk_idx[rank])
-        handle = buffer.dispatch(data.x[rank], topk_weights=data.weights[rank], **layout, **choices)[4]
+    with opened(case) as buffer:
+        handle = buffer.dispatch(data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank]))[4]
         a, b, c, d, e, f = handle
         for given in (tuple(handle), list(handle), (a, b, c, d, e, f), tuple(map(copy.copy, handle))):
             assert torch.equal(buffer.dispatch(data.x[rank], handle=given)[0], rows)
             combined, combined_weights, _ = buffer.combine(rows, given, topk_weights=weights)
             assert_sum(combined, data, case, rank)
             assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -267,8 +242,7 @@ def test_items_of_a_handle(pools, engine, exact):
 def run_without_topk(rank: int, case: Case):
     data = make_data(case, rank)
     rows, _, _, counts = expected_rows(data, case, rank)
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         layout = routed(buffer, data.topk_idx[rank])
         recv_x, recv_idx, recv_weights, recv_list, handle, _ = buffer.dispatch(
             data.x[rank], expert_alignment=4, **layout
@@ -279,7 +253,6 @@ def run_without_topk(rank: int, case: Case):
         assert torch.equal(handle[0][:, rank].cpu(), ends.int())
         assert torch.equal(buffer.dispatch(data.x[rank], handle=handle)[0], rows)
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -291,15 +264,10 @@ def run_worst(rank: int, case: Case):
     data = make_data(case, rank)
     rows, local_idx, weights, _ = expected_rows(data, case, rank)
     worst = RANKS * max(case.lengths)
-    with environment(case):
-        buffer = make_buffer()
-        layout = routed(buffer, data.topk_idx[rank])
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
         recv_x, recv_idx, recv_weights, recv_list, handle, _ = buffer.dispatch(
-            data.x[rank],
-            topk_idx=data.topk_idx[rank],
-            topk_weights=data.weights[rank],
-            num_worst_tokens=worst,
-            **layout,
+            data.x[rank], num_worst_tokens=worst, **layout
         )
         assert recv_list == [] and recv_x.shape == (worst, HIDDEN) and recv_idx.shape == (worst, TOPK)
         num = len(rows)
@@ -313,7 +281,6 @@ def run_worst(rank: int, case: Case):
         combined, combined_weights, _ = buffer.combine(recv_x, handle, topk_weights=recv_weights)
         assert_sum(combined, data, case, rank)
         assert torch.equal(combined_weights, torch.where(data.topk_idx[rank] >= 0, data.weights[rank], 0.0))
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -324,11 +291,9 @@ def test_num_worst_tokens(pools, engine, ranks_per_node):
 def run_exact(rank: int, case: Case):
     """What DeepEP's own tests look at."""
     data = make_data(case, rank)
-    with environment(case):
-        buffer = make_buffer()
-        layout = routed(buffer, data.topk_idx[rank])
-        choices = dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
-        recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(data.x[rank], **layout, **choices)
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
+        recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(data.x[rank], **layout)
         expected = torch.stack(
             [torch.stack([data.in_rank(case, s, r).sum() for r in range(RANKS)]) for s in range(RANKS)]
         )
@@ -338,7 +303,6 @@ def run_exact(rank: int, case: Case):
         idx, num_ranks = data.topk_idx[rank], num_ranks_of(data, case, rank)
         here = torch.where(idx >= 0, data.weights[rank], 0.0)
         torch.testing.assert_close(combined, here + 2.0 * (num_ranks - (idx >= 0).float()))
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -353,20 +317,18 @@ def run_growth(rank: int, case: Case):
     """A rank brings more than ever, at any time and alone; older handles stay good."""
     from ep_dispatcher.integrations.deep_ep.pool import pool_of
 
-    with environment(case):
-        buffer, kept = make_buffer(), []
+    with opened(case) as buffer:
+        kept = []
         for step, length in enumerate((4, 9, 3, 40)):
             lengths = tuple(length if r == step else 2 for r in range(RANKS))
             data = make_data(Case(case.engine, lengths=lengths), rank, seed=step)
-            layout = routed(buffer, data.topk_idx[rank])
             recv_x, _, _, _, handle, _ = buffer.dispatch(
-                data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout
+                data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank])
             )
             kept.append((data, lengths, recv_x, handle))
         for data, lengths, recv_x, handle in kept:
             assert_sum(buffer.combine(recv_x, handle)[0], data, Case(case.engine, lengths=lengths), rank)
         (sizes,) = ([one.max_tokens for one in made] for made in pool_of(dist.group.WORLD)._buffers.values())
-        buffer.destroy()
     return sizes
 
 
@@ -376,17 +338,14 @@ def test_buffers_grow_when_one_rank_brings_more(pools, engine):
 
 def run_given_size(rank: int, case: Case):
     data = make_data(case, rank)
-    with environment(case, EP_DISPATCHER_MAX_TOKENS_PER_RANK="20"):
-        buffer = make_buffer()
-        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_weights=data.weights[rank])
-        buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], **choices, **layout)
+    with opened(case, dict(EP_DISPATCHER_MAX_TOKENS_PER_RANK="20")) as buffer:
+        buffer.dispatch(data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank]))
         many = torch.zeros(21, TOPK, dtype=torch.int64, device=data.x[0].device)
         many[:, 1:] = -1
-        layout = routed(buffer, many)
+        layout = routed(buffer, many, many.float())
         with pytest.raises(ValueError, match="x: given 21 tokens, allowed: up to EP_DISPATCHER_MAX_TOKENS_PER_RANK=20"):
             x = data.x[0].new_zeros(21, HIDDEN)
-            buffer.dispatch(x, topk_idx=many, topk_weights=many.float(), **layout)
-        buffer.destroy()
+            buffer.dispatch(x, **layout)
 
 
 def test_a_given_size_is_kept(pools, engine):
@@ -404,12 +363,13 @@ def run_lifetime(rank: int, case: Case):
         buffer = Buffer(dist.group.WORLD)
         with pytest.raises(ValueError, match="explicitly_destroy"):
             buffer.destroy()
-        layout, choices = routed(buffer, data.topk_idx[rank]), dict(topk_weights=data.weights[rank])
-        recv_x, _, _, _, handle, _ = buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], **choices, **layout)
+        recv_x, _, _, _, handle, _ = buffer.dispatch(
+            data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank])
+        )
         del buffer
         gc.collect()
         assert dist.group.WORLD in _pools  # the handle keeps it, for a buffer that comes later
-        buffer = make_buffer()
+        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)
         assert buffer.runtime.get_num_rdma_ranks() == 1 and buffer.runtime.is_available()
         buffer.destroy()
@@ -431,8 +391,7 @@ def test_memory_goes_with_the_last_buffer_and_handle(pools, engine):
 def run_errors(rank: int, case: Case):
     data = make_data(case, rank)
     idx, weights, x = data.topk_idx[rank], data.weights[rank], data.x[rank]
-    with environment(case):
-        buffer = make_buffer(num_rdma_bytes=128)
+    with opened(case, low_latency_mode=False) as buffer:
         layout = routed(buffer, idx)
         recv_x, recv_idx, recv_weights, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
 
@@ -466,7 +425,6 @@ def run_errors(rank: int, case: Case):
         recv_idx += 0
         refused(ValueError, "in place", lambda: buffer.combine(recv_x, handle, topk_weights=recv_weights))
         assert_sum(buffer.combine(recv_x, handle)[0], data, case, rank)  # none of them has cost the buffer anything
-        buffer.destroy()
 
 
 def test_errors(pools, engine):
@@ -479,9 +437,9 @@ def run_missing_rank(rank: int, case: Case):
     data = make_data(case, rank)
     with environment(case, EP_DISPATCHER_TIMEOUT_S="1"):
         buffer = Buffer(dist.new_group())  # of its own: gloo cannot use one again after this
-        layout = routed(buffer, data.topk_idx[rank])
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
         if rank != 2:
-            buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **layout)
+            buffer.dispatch(data.x[rank], **layout)
 
 
 def test_a_rank_that_does_not_come_is_named(pools, engine):

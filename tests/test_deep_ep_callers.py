@@ -3,7 +3,20 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_case import EXPERTS, HIDDEN, LOCAL, RANKS, TOPK, Case, environment, expected_rows, install, make_data
+from deep_ep_case import (
+    EXPERTS,
+    HIDDEN,
+    LOCAL,
+    RANKS,
+    TOPK,
+    Case,
+    environment,
+    expected_rows,
+    install,
+    make_data,
+    opened,
+    routed,
+)
 
 MOST = 24
 
@@ -177,23 +190,11 @@ def repeated(case: Case, rank: int):
 def run_repeated(rank: int, case: Case, num_worst_tokens: int):
     data = repeated(case, rank)
     rows, local_idx, weights, counts = expected_rows(data, case, rank)
-    with environment(case):
-        from ep_dispatcher.integrations.deep_ep import Buffer
-
-        buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.topk_idx[rank], EXPERTS)
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
 
         def dispatch():
-            return buffer.dispatch(
-                data.x[rank],
-                num_tokens_per_rank=per_rank,
-                is_token_in_rank=in_rank,
-                num_tokens_per_expert=per_expert,
-                topk_idx=data.topk_idx[rank],
-                topk_weights=data.weights[rank],
-                expert_alignment=4,
-                num_worst_tokens=num_worst_tokens,
-            )
+            return buffer.dispatch(data.x[rank], **layout, expert_alignment=4, num_worst_tokens=num_worst_tokens)
 
         if case.exact:
             recv_x, recv_idx, recv_weights, recv_list, handle, _ = dispatch()
@@ -208,7 +209,6 @@ def run_repeated(rank: int, case: Case, num_worst_tokens: int):
         if len(data.x[rank]) and case.engine == "cpu":
             with pytest.raises(NotImplementedError, match="expert twice .* one place"):
                 buffer.low_latency_dispatch(data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("num_worst_tokens", [0, 80])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_case import EXPERTS, Case, environment, make_data
+from deep_ep_case import EXPERTS, Case, make_data, opened
 
 from ep_dispatcher import PeerTimeoutError
 from ep_dispatcher.integrations import agree
@@ -47,19 +47,15 @@ def decoding(buffer, x, idx, weights, matrix):
 
 
 def run_compiled(rank: int, case: Case, function):
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
     torch._dynamo.reset()
     compiled, results = torch.compile(function, backend="aot_eager"), []
-    with environment(case, EP_DISPATCHER_TIMEOUT_S=str(COMPILE_S)):
-        buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    with opened(case, dict(EP_DISPATCHER_TIMEOUT_S=str(COMPILE_S))) as buffer:
         for seed in range(2):
             data = make_data(case, rank, seed=seed, dtype=torch.bfloat16)
             matrix = torch.randn(data.x[0].shape[1], data.x[0].shape[1], generator=torch.Generator().manual_seed(rank))
             given = data.x[rank], data.topk_idx[rank], data.weights[rank], matrix.to(data.x[rank])
             for f in (compiled, function) if seed == 0 else (function, compiled):
                 results.append(f(buffer, *given))
-        buffer.destroy()
     assert torch.equal(*results[:2]) and torch.equal(*results[2:]) and results[0].any()
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

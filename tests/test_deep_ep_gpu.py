@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from deep_ep_case import EXPERTS, RANKS, Case, Data, environment, make_data
+from deep_ep_case import EXPERTS, RANKS, Case, Data, make_data, opened, routed
 
 from ep_dispatcher import engines
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
 HIDDEN, TOKENS = 512, 24
 CASE = Case("cuda", lengths=(TOKENS,) * RANKS)
-
-
-def make_buffer():
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
-    return Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
 
 
 def given_to(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,19 +18,17 @@ def given_to(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def step(buffer, x, idx, weights, hook: bool = False, **options) -> list[torch.Tensor]:
     """Every operation for which no host waits, and what they give; unused rows are 0."""
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
-    layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+    layout = routed(buffer, idx, weights)
     worst = dict(num_worst_tokens=RANKS * TOKENS)
     wait = (lambda event: event.current_stream_wait()) if options else (lambda event: None)
-    rows, local_idx, row_weights, _, handle, event = buffer.dispatch(
-        x, topk_idx=idx, topk_weights=weights, **layout, **worst, **options
-    )
+    rows, local_idx, row_weights, _, handle, event = buffer.dispatch(x, **layout, **worst, **options)
     wait(event)
     again, *_, event = buffer.dispatch(x * 2, handle=handle, **options)
     wait(event)
     sums, back, event = buffer.combine(rows, handle, topk_weights=row_weights, **options)
     wait(event)
-    found = [per_rank, per_expert, in_rank, rows, local_idx, row_weights, again, sums, back]
+    counted = [layout[f"num_tokens_per_{of}"] for of in ("rank", "expert")]
+    found = [*counted, layout["is_token_in_rank"], rows, local_idx, row_weights, again, sums, back]
     stats = torch.zeros(EXPERTS // RANKS, dtype=torch.int32, device=x.device)
     late = dict(return_recv_hook=True) if hook else options
     for use_fp8 in (False, True):
@@ -61,8 +52,8 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 def replay(rank: int, hook: bool) -> None:
-    with environment(CASE):
-        buffer, given = make_buffer(), given_to(rank, 0)
+    with opened(CASE) as buffer:
+        given = given_to(rank, 0)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -77,7 +68,6 @@ def replay(rank: int, hook: bool) -> None:
             expected = step(buffer, *fresh)
             graph.replay()
             assert_same(captured, expected)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("hook", [False, True])
@@ -86,8 +76,8 @@ def test_a_graph_replays_with_new_routing(pools, hook):
 
 
 def run_without_waiting(rank: int) -> None:
-    with environment(CASE):
-        buffer, given = make_buffer(), given_to(rank, 0)
+    with opened(CASE) as buffer:
+        given = given_to(rank, 0)
         asked = (dict(), dict(hook=True), dict(async_finish=True))
         for options in asked:
             step(buffer, *given, **options)
@@ -99,7 +89,6 @@ def run_without_waiting(rank: int) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        buffer.destroy()
 
 
 def test_no_host_waits(pools):
@@ -108,8 +97,7 @@ def test_no_host_waits(pools):
 
 def run_in_another_stream(rank: int) -> None:
     """Inputs that are late in the caller's stream, and memory that is given back at once."""
-    with environment(CASE):
-        buffer = make_buffer()
+    with opened(CASE) as buffer:
         for seed in range(4):
             x, idx, weights = given_to(rank, seed)
             expected = step(buffer, x, idx, weights)
@@ -117,7 +105,6 @@ def run_in_another_stream(rank: int) -> None:
             found = step(buffer, x + 0, idx + 0, weights + 0, async_finish=True)
             torch.full((1 << 24,), float("nan"), device=x.device)  # may get memory that is free by then
             assert_same(found, expected)
-        buffer.destroy()
 
 
 def test_operations_in_another_stream(pools):
@@ -126,18 +113,15 @@ def test_operations_in_another_stream(pools):
 
 def run_weights_of_other_ranks(rank: int) -> None:
     """Rank 1 gives weights to experts of other ranks: NaN in what they belong to, and nothing else is lost."""
-    with environment(CASE):
-        buffer, (x, idx, weights) = make_buffer(), given_to(rank, 0)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
-        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
-        rows, local_idx, row_weights, _, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, **layout)
+    with opened(CASE) as buffer:
+        x, idx, weights = given_to(rank, 0)
+        rows, local_idx, row_weights, _, handle, _ = buffer.dispatch(x, **routed(buffer, idx, weights))
         sums, back, _ = buffer.combine(rows, handle, topk_weights=row_weights)
         given = torch.where(local_idx < 0, 2.0, row_weights) if rank == 1 else row_weights
         again, found, _ = buffer.combine(rows, handle, topk_weights=given)
         is_lost = (idx // (EXPERTS // RANKS) == 1) & ((idx // (EXPERTS // RANKS)) != 1).any(1, keepdim=True)
         assert torch.equal(again, sums) and bool(is_lost.any())
         assert torch.equal(found.isnan(), is_lost) and torch.equal(found[~is_lost], back[~is_lost])
-        buffer.destroy()
 
 
 def test_weights_of_other_ranks_are_nan(pools):

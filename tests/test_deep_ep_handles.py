@@ -4,8 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
-from deep_ep_case import EXPERTS, HIDDEN, RANKS, Case, environment, make_data
+from deep_ep_case import HIDDEN, RANKS, Case, make_data, opened, routed
 
 
 class Dispatch(torch.autograd.Function):
@@ -13,10 +12,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, topk_idx, topk_weights, buffer):
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS)
-        recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(
-            x, None, per_rank, per_node, in_rank, per_expert, topk_idx, topk_weights
-        )
+        recv_x, recv_idx, recv_weights, counts, handle, _ = buffer.dispatch(x, **routed(buffer, topk_idx, topk_weights))
         ctx.save_for_backward(*handle)
         ctx.buffer = buffer
         ctx.mark_non_differentiable(recv_idx)
@@ -59,10 +55,7 @@ def experts(rows, weights, local_idx):
 def run_saved(rank: int, case: Case, hooks: str):
     data = make_data(case, rank, dtype=torch.float32)
     grad = torch.ones_like(data.x[rank]).cumsum(0)
-    with environment(case):
-        from ep_dispatcher.integrations.deep_ep import Buffer
-
-        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    with opened(case) as buffer:
         x, weights = data.x[rank].requires_grad_(), data.weights[rank].requires_grad_()
         with HOOKS[hooks]():
             recv_x, recv_idx, recv_weights, handle = Dispatch.apply(x, data.topk_idx[rank], weights, buffer)
@@ -77,7 +70,6 @@ def run_saved(rank: int, case: Case, hooks: str):
         grad_x, grad_weights, _ = buffer.combine(rows.grad, handle, topk_weights=scale.grad)
         assert torch.equal(x.grad, grad_x) and torch.equal(weights.grad, grad_weights)
         assert bool(x.grad.any()) == bool(weights.grad.any()) == bool(len(x))
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
@@ -94,13 +86,8 @@ def run_copies(rank: int, case: Case):
     """Copies serve rows of every kind, and rows of the worst case. What is no handle is refused."""
     data = make_data(case, rank)
     worst = RANKS * max(case.lengths)
-    with environment(case):
-        from ep_dispatcher.integrations.deep_ep import Buffer
-
-        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.topk_idx[rank], EXPERTS)
-        layout = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
-        layout |= dict(topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank])
+    with opened(case) as buffer:
+        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
         for num_worst_tokens in (0, worst):
             recv_x, *_, handle, _ = buffer.dispatch(data.x[rank], **layout, num_worst_tokens=num_worst_tokens)
             again = [item.cpu().clone().to(item.device) for item in handle]
@@ -111,11 +98,8 @@ def run_copies(rank: int, case: Case):
         for wrong in (again[:5], [*again, again[0]], [t[None] for t in again], [t.double() for t in again]):
             with pytest.raises(ValueError, match="handle: given list, allowed: the handle of a dispatch"):
                 buffer.combine(recv_x, wrong)
-        buffer.destroy()
-        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
-        with pytest.raises(ValueError, match="handle: given one of buffers that are destroyed"):
-            buffer.combine(recv_x, again)
-        buffer.destroy()
+    with opened(case) as buffer, pytest.raises(ValueError, match="handle: given one of buffers that are destroyed"):
+        buffer.combine(recv_x, again)
 
 
 def test_copies_of_items(pools, engine):

@@ -8,19 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
-from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, environment, make_data
+from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, make_data, opened, routed
 
 from ep_dispatcher.errors import PeerTimeoutError
 
 HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
 LOW_32_BITS = (1 << 32) - 1
 NODES = [None, 2]
-
-
-def make_buffer(**options):
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
-    return Buffer(dist.group.WORLD, low_latency_mode=True, num_qps_per_rank=LOCAL, explicitly_destroy=True, **options)
 
 
 def sent_to(data: Data, expert: int) -> list[torch.Tensor]:
@@ -68,8 +62,7 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
         x[1::3, 128:256] = 0
         x[1::3, 130] = 1000
         x[2::3, 256:384] = 448 * 0.25
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         stats = torch.arange(LOCAL, dtype=torch.int32, device=data.x[0].device)
         recv_x, recv_count, handle, event, receive = buffer.low_latency_dispatch(
             data.x[rank],
@@ -115,7 +108,6 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
             # e4m3 keeps 4 bits of a number; below its smallest normal number its grid is 2^-9 scales wide.
             step = per_block.repeat_interleave(128, 1).float() * 2**-9
             assert bool(((got - wanted).abs() <= torch.maximum(wanted.abs() / 16, step) * 1.001).all())
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -142,8 +134,7 @@ def run_deep_eps_checks(rank: int, case: Case, use_fp8: bool, round_scale: bool,
     idx, weights = data.topk_idx[rank], data.weights[rank]
     x = torch.full_like(data.x[rank], rank - 128)
     x[:, -128:] = torch.arange(len(x), device=x.device)[:, None]
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         recv_x, recv_count, handle, _, _ = buffer.low_latency_dispatch(
             x, idx, MOST, EXPERTS, use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0
         )
@@ -163,7 +154,6 @@ def run_deep_eps_checks(rank: int, case: Case, use_fp8: bool, round_scale: bool,
         if not round_scale and len(x):
             wanted = x * weights.masked_fill(idx < 0, 0).sum(1, keepdim=True)
             assert calc_diff(wanted, combined) < (9e-4 if use_fp8 else 1e-5)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize(
@@ -202,8 +192,7 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
     data = make_data(case, rank, hidden=HIDDEN)
     idx, weights = data.topk_idx[rank], data.weights[rank].clone()
     weights[idx < 0] = float("nan")
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         for _ in range(2):
             recv_x, recv_count, handle, _, _ = buffer.low_latency_dispatch(
                 data.x[rank], idx, MOST, EXPERTS, use_fp8=False
@@ -226,7 +215,6 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
             assert (event.extra_tensors is None) == hook
             rows = [data.x[rank] * (idx[:, k, None] + 1).bfloat16() for k in range(idx.shape[1])]
             assert torch.equal(combined, expected_sum(case, idx, weights, rows))  # order and rounding are promised
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("ranks_per_node", NODES)
@@ -239,8 +227,7 @@ def run_with_choices_left_out(rank: int, case: Case):
     """The choices of a combine in other columns than those of the dispatch, and some of them left out."""
     data = make_data(case, rank, hidden=HIDDEN)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
         fewer = idx.flip(1).clone()
         fewer[::2, 0] = -1
@@ -253,7 +240,6 @@ def run_with_choices_left_out(rank: int, case: Case):
             with pytest.raises(ValueError, match="not dispatched to"):
                 buffer.low_latency_combine(recv_x, torch.where(idx == 0, 1, 0), weights, handle)
         buffer.low_latency_combine(recv_x, idx, weights, handle)
-        buffer.destroy()
 
 
 def test_combine_of_some_choices(pools, engine):
@@ -263,8 +249,7 @@ def test_combine_of_some_choices(pools, engine):
 def run_with_other_operations(rank: int, case: Case):
     """Two low-latency round trips under way at once, beside a dispatch of the other kind."""
     data, other = make_data(case, rank, hidden=HIDDEN), make_data(case, rank, seed=5, hidden=HIDDEN)
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
         trips = []
         for one in (data, other):
@@ -273,15 +258,12 @@ def run_with_other_operations(rank: int, case: Case):
                 one.x[rank], idx, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
             )
             trips.append((one, idx, recv_x, handle, receive))
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(data.topk_idx[rank], EXPERTS)
-        options = dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=in_rank)
-        buffer.dispatch(data.x[rank], topk_idx=data.topk_idx[rank], topk_weights=data.weights[rank], **options)
+        buffer.dispatch(data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank]))
         for one, idx, recv_x, handle, receive in trips:
             receive()
             weights = one.weights[rank]
             combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle, use_logfmt=True)
             assert torch.equal(combined, expected_sum(case, idx, weights, [one.x[rank]] * idx.shape[1]))
-        buffer.destroy()
 
 
 def test_two_at_once(pools, engine):
@@ -290,8 +272,7 @@ def test_two_at_once(pools, engine):
 
 def run_many_hooks(rank: int, case: Case):
     """More hooks than there are buffers, called late, twice and in another order; counts are added once."""
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         trips, stats = [], None
         for seed in range(4):
             one = make_data(case, rank, seed=seed, hidden=HIDDEN)
@@ -312,7 +293,6 @@ def run_many_hooks(rank: int, case: Case):
         for combined, expected, receive in sums[::-1]:
             receive()
             assert torch.equal(combined, expected)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("exact", [False, exhaustive(True)])
@@ -323,8 +303,7 @@ def test_many_hooks(pools, engine, exact):
 def run_choices_changed_in_place(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     x, weights = data.x[rank], data.weights[rank]
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         for mode in (contextlib.nullcontext, torch.inference_mode):  # which counts no changes
             with mode():
                 idx = data.topk_idx[rank].clone()
@@ -341,7 +320,6 @@ def run_choices_changed_in_place(rank: int, case: Case):
             for given in (idx, idx.clone()):
                 with pytest.raises(ValueError, match="changed in place .*EP_DISPATCHER_DEEP_EP_EXACT"):
                     buffer.low_latency_combine(recv_x, given, weights, handle)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -352,8 +330,7 @@ def test_choices_changed_in_place(pools, engine, exact):
 def run_masks_and_errors(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         status = torch.full((RANKS,), 7, dtype=torch.int32, device=x.device)
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [0] * RANKS
@@ -385,7 +362,6 @@ def run_masks_and_errors(rank: int, case: Case):
         cost = dict(combine_wait_recv_cost_stats=waits)
         refused(ValueError, "combine_wait_recv_cost_stats", combine, recv_x, idx, weights, handle, **cost)
         combine(recv_x, idx, weights, handle)
-        buffer.destroy()
 
 
 def test_masks_and_errors(pools, engine):
@@ -418,8 +394,7 @@ def trip_without(buffer, data: Data, rank: int, case: Case, absent: int | None) 
 def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
     """The victim stays away, masked by hand or late. Then all are let in again."""
     data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case, EP_DISPATCHER_TIMEOUT_S="60" if by_hand else "4"):
-        buffer = make_buffer(enable_shrink=True)
+    with opened(case, dict(EP_DISPATCHER_TIMEOUT_S="60" if by_hand else "4"), enable_shrink=True) as buffer:
         for _ in range(2):  # of both buffers
             trip_without(buffer, data, rank, case, None)
         assert status_of(buffer) == [0] * RANKS
@@ -442,7 +417,6 @@ def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
         assert status_of(buffer) == [0] * RANKS
         for _ in range(3):
             trip_without(buffer, data, rank, case, None)
-        buffer.destroy()
 
 
 @pytest.mark.parametrize("by_hand, exact", [(True, False), (False, False), exhaustive(False, True)])
@@ -452,8 +426,8 @@ def test_a_rank_that_stays_away(pools, engine, by_hand, exact):
 
 def run_query_before_a_hook(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case):
-        buffer, stats = make_buffer(enable_shrink=True), torch.zeros(LOCAL, dtype=torch.int32, device=data.x[0].device)
+    with opened(case, enable_shrink=True) as buffer:
+        stats = torch.zeros(LOCAL, dtype=torch.int32, device=data.x[0].device)
         _, count, _, _, receive = buffer.low_latency_dispatch(
             data.x[rank], data.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
         )
@@ -462,7 +436,6 @@ def run_query_before_a_hook(rank: int, case: Case):
         assert not bool(stats.any())  # nothing was received
         receive()
         assert bool(count.any()) and torch.equal(stats, count)
-        buffer.destroy()
 
 
 def test_a_query_of_masks_receives_nothing(pools, engine):
@@ -489,8 +462,7 @@ def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
 def run_beside_a_replay(rank: int, case: Case):
     """Rank 1 replays a round trip, which leaves its host as it was. The others make the same one anew."""
     data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case, EP_DISPATCHER_TIMEOUT_S="10"):
-        buffer = make_buffer()
+    with opened(case, dict(EP_DISPATCHER_TIMEOUT_S="10")) as buffer:
         trip_without(buffer, data, rank, case, None)
         (both,) = buffer._pool._in_turn.values()
         turn = both[0].turn
@@ -499,7 +471,6 @@ def run_beside_a_replay(rank: int, case: Case):
         if rank == 1:
             turn[0] = before
         trip_without(buffer, data, rank, case, None)
-        buffer.destroy()
 
 
 def test_graphs_of_any_length_beside_eager_ranks(pools, engine):
@@ -509,14 +480,12 @@ def test_graphs_of_any_length_beside_eager_ranks(pools, engine):
 
 def run_where_masks_are_impossible(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case):
-        buffer = make_buffer(enable_shrink=True)
+    with opened(case, enable_shrink=True) as buffer:
         buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)  # nobody knows yet that there are none
         dist.barrier()
         trip_without(buffer, data, rank, case, None)
         with pytest.raises(NotImplementedError, match="True with 2 nodes, allowed: True on one node"):
             buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)
-        buffer.destroy()
 
 
 def test_where_masks_are_impossible(pools, engine):
@@ -527,8 +496,7 @@ def run_late(rank: int, case: Case) -> list[list[int]]:
     """Rank 2 comes late to a dispatch, rank 1 to the combine. Return what each of both was waited for."""
     data = make_data(case, rank, hidden=HIDDEN)
     x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         waits = [torch.ones(RANKS, dtype=torch.int64, device=x.device) for _ in range(2)]
         for late in (False, True):
             recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
@@ -545,7 +513,6 @@ def run_late(rank: int, case: Case) -> list[list[int]]:
                     buffer.low_latency_combine(recv_x, idx, weights, handle, **stats)
                 if x.is_cuda:
                     torch.cuda.synchronize()
-        buffer.destroy()
     return [t.tolist() for t in waits]
 
 
@@ -562,15 +529,13 @@ def test_wait_statistics(pools, engine, exact):
 
 def run_no_tokens(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
-    with environment(case):
-        buffer = make_buffer()
+    with opened(case) as buffer:
         for use_fp8 in (False, True):
             x, idx = data.x[rank], data.topk_idx[rank]
             recv_x, count, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=use_fp8)
             y = unquantized(*recv_x).bfloat16() if use_fp8 else recv_x
             combined, _, _ = buffer.low_latency_combine(y, idx, data.weights[rank], handle)
             assert int(count.sum()) == 0 and combined.shape == x.shape and not bool(combined.any())
-        buffer.destroy()
 
 
 def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
@@ -583,18 +548,17 @@ def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
         chosen.append(num_sms)
         plain(self, *args, num_sms=num_sms, **options)
 
-    with environment(case), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("num_sms", "_chosen_sms"):
             patch.setattr(Buffer, name, getattr(Buffer, name))  # as they are, again at the end
         patch.setattr(ep.Buffer, "__init__", init)
-        buffer = make_buffer()
-        Buffer.set_num_sms(14)
-        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
-            data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False
-        )
-        Buffer.set_num_sms(18)
-        buffer.low_latency_combine(recv_x, data.topk_idx[rank], data.weights[rank], handle)
-        buffer.destroy()
+        with opened(case) as buffer:
+            Buffer.set_num_sms(14)
+            recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
+                data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False
+            )
+            Buffer.set_num_sms(18)
+            buffer.low_latency_combine(recv_x, data.topk_idx[rank], data.weights[rank], handle)
     return chosen
 
 
