@@ -18,7 +18,7 @@ from ep_dispatcher.integrations.deep_ep.config import (
     say_once,
     say_without_effect,
 )
-from ep_dispatcher.integrations.deep_ep.dispatch import Routing, dispatch
+from ep_dispatcher.integrations.deep_ep.dispatch import Received, Routing, dispatch
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
@@ -273,13 +273,10 @@ class Buffer(LowLatency):
             inputs = topk_idx, topk_weights, *given, *rows.tensors(), *(() if plans is None else plans.tensors())
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             if plans is not None:
-                recv_x = rows.restore(plans.dispatch(rows))
-                if operation.is_apart:
-                    operation.hand_over(*_flat(recv_x), *plans.tensors())  # rows of another kind have made a plan
-                received: tuple[Any, ...] = (recv_x, None, None, None, None)
+                received: Received = rows.restore(plans.dispatch(rows)), None, None, None, None
             else:
                 routing = Routing(*given, num_tokens_per_rdma_rank, topk_idx, topk_weights)  # it refuses None
-                made = dispatch(
+                received, plans = dispatch(
                     pool,
                     rows,
                     routing,
@@ -287,9 +284,9 @@ class Buffer(LowLatency):
                     num_worst_tokens=num_worst_tokens,
                     num_channels=max(1, (Buffer.num_sms if config is None else config.num_sms) // 2),
                 )
-                received = made[:5]
-                if operation.is_apart:
-                    operation.hand_over(*_flat(made.x), *made[1:3], *made.plans.tensors())
+            if operation.is_apart:
+                recv_x = received[0] if isinstance(received[0], tuple) else received[:1]
+                operation.hand_over(*recv_x, *received[1:3], *plans.tensors())
         return *received, operation.event
 
     def combine(
@@ -362,7 +359,3 @@ class Buffer(LowLatency):
     def _say_of_config(config: Config | None) -> None:
         if config is not None:
             say_without_effect("config", "Buffer.set_num_sms has one")
-
-
-def _flat(x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)

@@ -23,6 +23,10 @@ from ep_dispatcher.integrations.deep_ep.rows import Rows
 from ep_dispatcher.memory import MAX_EXPERTS
 
 _EXACT = f"with EP_DISPATCHER_DEEP_EP_EXACT=1 it may, if experts times choices are at most {MAX_EXPERTS}"
+# recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle
+Received = tuple[
+    Tensor | tuple[Tensor, Tensor], Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None
+]
 
 
 class Routing(NamedTuple):
@@ -53,21 +57,10 @@ class Routing(NamedTuple):
             check_same_routing(self.topk_idx, self.num_tokens_per_expert.numel(), self.is_token_in_rank)
 
 
-class Dispatched(NamedTuple):
-    """The results of ``Buffer.dispatch``, without the event."""
-
-    x: Tensor | tuple[Tensor, Tensor]
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    num_tokens_per_expert: list[int]
-    handle: tuple[Tensor, ...]
-    plans: Plans
-
-
 def dispatch(
     pool: Pool, rows: Rows, routing: Routing, *, expert_alignment: int, num_worst_tokens: int, num_channels: int
-) -> Dispatched:
-    """Dispatch with a new routing. The arguments are those of ``Buffer.dispatch``."""
+) -> tuple[Received, Plans]:
+    """Dispatch with a new routing. The arguments and what is received are those of ``Buffer.dispatch``."""
     is_distinct = False
     num_ranks, by_topk, exact = pool.group.size(), routing.topk_idx is not None, envs.deep_ep_exact()
     routing.check(rows, num_ranks)
@@ -113,7 +106,7 @@ def dispatch(
     if recv_idx is not None and is_distinct:
         recv_idx = recv_idx.div(recv_idx.shape[1], rounding_mode="floor")  # of -1 it is -1
     handle = items.handle(plans.num_rows, prefix)
-    return Dispatched(rows.restore(out.x), recv_idx, out.topk_weights, counts, handle, plans)
+    return (rows.restore(out.x), recv_idx, out.topk_weights, counts, handle), plans
 
 
 def _gather(pool: Pool, routing: Routing) -> Tensor:
