@@ -1,6 +1,7 @@
 # One command per chore; each first sets up what it needs.
 #   make demo     train a small MoE language model over several ranks, on GPUs where there are (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
+#   make check    a developer's loop: the format check and the core's tests, in less than 2 minutes
 #   make test     run every test, with a case of each path (10 to 15 minutes on two idle cores; ARGS="..." is passed on)
 #   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
 #   make test-all run every case of every test in one go
@@ -28,6 +29,8 @@ HAS_MEGATRON = -c 'import importlib.metadata; importlib.metadata.version("megatr
 OF_EXTRAS = -c 'import re, sys; from importlib.metadata import requires; \
     found = [re.fullmatch(r"(\S+) *; *extra == .(\w+).", one) for one in requires("ep_dispatcher")]; \
     print(*(one[1] for one in found if one and one[2] in sys.argv))'
+# Tests of `make check`.
+CORE = dispatch_combine autograd decode experts types memory megatron_routing deep_ep
 IN_VENV = -c 'import sys; assert sys.prefix != sys.base_prefix'
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -37,7 +40,7 @@ ifeq ($(wildcard $(PY)),)  # the environment is gone, and with it all that the s
 $(shell rm -rf $(STAMPS))
 endif
 
-.PHONY: always demo demo-megatron test test-exhaustive test-all bench doctor format check-format setup clean distclean
+.PHONY: always demo demo-megatron check test test-exhaustive test-all bench doctor format check-format setup clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/package  # and no more: where PyTorch is installed it may run without a network
@@ -49,6 +52,9 @@ demo: $(STAMPS)/package  # and no more: where PyTorch is installed it may run wi
 demo-megatron: setup
 	$(SAY) 'examples/megatron_gpt.py'
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 4 examples/megatron_gpt.py $(ARGS)
+
+check: setup check-format
+	$(PY) -m pytest -q -x -m 'not exhaustive' $(addprefix tests/test_,$(CORE:=.py)) $(ARGS)
 
 test: setup
 	$(SAY) 'tests'

@@ -30,6 +30,8 @@ failed=0
 "$bin/ruff" "${ruff_format[@]}" . || failed=1
 "$python" .ci/lint.py ep_dispatcher || failed=1
 "$python" .ci/docs.py || failed=1
+"$python" .ci/error_texts.py --check || failed=1
+"$python" .ci/budget.py || failed=1
 "$python" -m mypy --no-error-summary || failed=1  # with the types of the PyTorch there
 mapfile -t sources < <(find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' | sort)
 if [ ${#sources[@]} -gt 0 ]; then

@@ -398,7 +398,7 @@ def _keep_order(operator: CustomOpDef, small_output: int) -> None:
     ) -> Any:
         after = getattr(mode.tracer, "_ep_dispatcher_last", None)
         outputs = mode.__torch_dispatch__(func, types, args, {**(kwargs or {}), "after": after})
-        mode.tracer._ep_dispatcher_last = outputs[small_output]
+        mode.tracer._ep_dispatcher_last = outputs[small_output]  # noqa: SLF001
         return outputs
 
     operator.register_torch_dispatch(ProxyTorchDispatchMode, trace)

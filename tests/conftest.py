@@ -28,11 +28,17 @@ def exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
+def is_whole_exhaustive(item) -> bool:
+    """Whether the function itself is marked, not only a case of it."""
+    return any(mark.name == "exhaustive" for mark in getattr(item.function, "pytestmark", []))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m leaves cases out
 def pytest_collection_modifyitems(config, items):
-    """Refuse a test that ``make test`` would leave out altogether."""
+    """Refuse a test all of whose cases are exhaustive, unless the whole function is marked so."""
     if config.option.markexpr == "not exhaustive" and not config.option.keyword:
         named = [(item.nodeid.partition("[")[0], item.get_closest_marker("exhaustive")) for item in items]
+        named += [(item.nodeid.partition("[")[0], None) for item in items if is_whole_exhaustive(item)]
         missing = {name for name, _ in named} - {name for name, is_exhaustive in named if not is_exhaustive}
         if missing:
             raise pytest.UsageError(f"{sorted(missing)}: all cases are exhaustive, allowed: all but one")

@@ -38,6 +38,7 @@ def test_it_trains_as_megatrons_own_dispatcher_does(tmp_path):
     assert all(step["milliseconds"] > 0 and step["tokens_per_s"] > 0 for step in report["step"].values())
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_dispatcher_is_found(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG_COMBINE.format(folder=str(EXAMPLE.parent), example=str(EXAMPLE)))

@@ -646,6 +646,7 @@ def test_launcher_runs_a_module(script):
     assert report["path"] == str(script.parent) and report["chosen"] == OURS and "Replaced:" in out
 
 
+@pytest.mark.exhaustive
 def test_launcher_says_when_the_arguments_choose_another(script, tmp_path):
     started = [start(tmp_path, str(script), *CHOSEN[:2]), start(tmp_path, str(script), RANK="1")]
     for rank, (code, out, err) in enumerate(map(finish, started)):
@@ -657,6 +658,7 @@ def test_launcher_says_when_the_arguments_choose_another(script, tmp_path):
             assert said[0].endswith("missing: --moe-flex-dispatcher-backend ep_dispatcher")
 
 
+@pytest.mark.exhaustive
 def test_launcher_refuses_a_script_that_is_not_there(tmp_path):
     given = (("none.py", "--x"), ("-m", "none.of_it"), (), ("--help",))
     started = [start(tmp_path, *arguments) for arguments in given]

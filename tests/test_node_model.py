@@ -415,6 +415,7 @@ def test_merged_steps_leave_nothing_out(rule):
         assert {w.place for w in merged.wrong} == {w.place for w in single.wrong}
 
 
+@pytest.mark.exhaustive
 def test_single_steps_in_every_state():
     events = build((2, 1, 1), [COMBINE], blocks="few", merges=False).events
     findings = explore(events)

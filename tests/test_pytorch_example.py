@@ -110,6 +110,7 @@ def test_compile_and_checkpoints_change_no_bit_and_move_nothing(pools, precision
     assert len(launched) == NUM_STEPS * example().NUM_LAYERS * 4  # each operation, forward and backward
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", ["--precision autocast --no-compile", exhaustive("")])
 def test_it_runs_as_a_user_starts_it(options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import exhaustive
 from round_trip import (
     CONFIG,
     assert_received,
@@ -114,7 +115,7 @@ def cycle(rank: int, engine: str, ranks_per_node: int) -> dict:
         return dict(full=full, region=sizes.region_bytes, **levels)
 
 
-@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), exhaustive(4, 2)])
 def test_memory_goes_and_comes_a_hundred_times(pools, engine, num_ranks, ranks_per_node):
     for seen in pools(num_ranks).run(cycle, engine, ranks_per_node):
         suspended, resumed = seen["suspended"], seen["resumed"]

@@ -27,6 +27,7 @@ def test_the_list_is_complete():
     assert {name for name, _ in TOOLS} | {"ep_dispatcher"} == programs()
 
 
+@pytest.mark.exhaustive
 def test_none_prints_a_warning():
     """Started side by side, as most of the time goes into importing PyTorch."""
     names = sorted(programs())

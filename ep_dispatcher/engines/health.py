@@ -29,15 +29,15 @@ class Operation:
         health = self._health
         health.raise_if_ended(suspended=self.suspended, ended=self.ended)  # a forked child must not take the lock
         try:
-            with health._lock:
-                if health._inside is not None:
+            with health._lock:  # noqa: SLF001
+                if health._inside is not None:  # noqa: SLF001
                     checks.fail("buffer", "while another thread is in an operation on it", "one at a time")
-                health._inside = self
+                health._inside = self  # noqa: SLF001
             # Check again: from here on nothing is freed before this operation leaves.
             health.raise_if_ended(suspended=self.suspended, ended=self.ended)
             return self
         except BaseException:  # it is raised again
-            health._leave(self)
+            health._leave(self)  # noqa: SLF001
             raise
 
     def __exit__(
@@ -45,9 +45,9 @@ class Operation:
     ) -> None:
         try:
             if error is not None:
-                self._health._end_inside(self, error)
+                self._health._end_inside(self, error)  # noqa: SLF001
         finally:
-            self._health._leave(self)
+            self._health._leave(self)  # noqa: SLF001
 
 
 class Health:

@@ -178,7 +178,7 @@ class Rail:
 
 def _forget_all() -> None:
     for rail in list(_rails):
-        rail._forget()
+        rail._forget()  # noqa: SLF001
 
 
 os.register_at_fork(after_in_child=_forget_all)

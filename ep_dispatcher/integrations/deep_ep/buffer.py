@@ -44,7 +44,7 @@ class Runtime:
     @classmethod
     def of(cls, rank: int, num_ranks: int, comm: CommStream) -> Runtime:
         runtime = cls.__new__(cls)
-        runtime._rank, runtime._num_ranks, runtime._comm = rank, num_ranks, comm
+        runtime._rank, runtime._num_ranks, runtime._comm = rank, num_ranks, comm  # noqa: SLF001
         return runtime
 
     def is_available(self) -> bool:

@@ -141,7 +141,7 @@ class CommStream:
                 if t is not None:
                     t.record_stream(stream)
             yield operation
-            for t in operation._outputs:  # allocated in this stream, used in the caller's
+            for t in operation._outputs:  # allocated in this stream, used in the caller's  # noqa: SLF001
                 t.record_stream(caller)
             if async_finish:
                 operation.event = EventOverlap(EventHandle())

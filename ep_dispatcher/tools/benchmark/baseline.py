@@ -157,4 +157,4 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_x):
         baseline, plan = ctx.baseline, ctx.plan
-        return baseline._send(grad_x.index_select(0, plan.token_of), plan), None, None
+        return baseline._send(grad_x.index_select(0, plan.token_of), plan), None, None  # noqa: SLF001
