@@ -23,7 +23,7 @@ from test_parts import NAMES
 from torch.utils.checkpoint import checkpoint
 
 import ep_dispatcher as ep
-from ep_dispatcher.moe import overlap
+from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.tools.testing import device_of
 
 NODES = [(2, 1), (4, 2), (2, 2)]  # ranks, ranks per node
@@ -207,7 +207,7 @@ def main_grads(rank: int) -> None:
         for overlap in (False, True):
             for keep_activated in (True, False):
                 options = dict(keep_activated=keep_activated, overlap=overlap)
-                found, write = run_with_sums(overlap.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
+                found, write = run_with_sums(overlapping.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
                 write()
                 results.append(found)
         buffer.check()
@@ -233,7 +233,7 @@ def later_writes(rank: int) -> None:
                 x, idx, weights, *stacks = given[step % 3]
                 w1, w2 = ([w.clone() for w in stack] for stack in stacks)
                 options = dict(overlap=overlap, keep_activated=step % 2 == 0)
-                values, write = run_with_sums(overlap.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
+                values, write = run_with_sums(overlapping.mlp_in_parts, buffer, x, idx, weights, w1, w2, **options)
                 found.append(values)
                 waiting.append(write)
                 fill_what_is_free()
@@ -351,14 +351,14 @@ def between_the_parts(rank: int) -> None:
     dist.barrier()
     begin = time.monotonic()
     if rank == 0:
-        run_rows, calls = overlap.run_rows, []
+        run_rows, calls = overlapping.run_rows, []
 
         def fail(*args):
             calls.append(args)
             return raise_out_of_memory() if len(calls) == 2 else run_rows(*args)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError, match="made up"):
-            patch.setattr(overlap, "run_rows", fail)
+            patch.setattr(overlapping, "run_rows", fail)
             run_layer(buffer, given)
         with pytest.raises(RuntimeError, match="gave up while it ran the experts of a layer, by OutOfMemoryError"):
             run_layer(buffer, given)
