@@ -84,11 +84,14 @@ def test_what_is_not_built_is_said_to_be_missing(monkeypatch):
 
 @needs_module
 def test_an_event_raises_errors_as_the_buffer_words_them():
-    from ep_dispatcher.engines.cuda.engine import StreamEvent
+    from ep_dispatcher.engines.cuda.streams import StreamEvent
 
-    asked = []
-    StreamEvent(SimpleNamespace(synchronize="the engine's"), asked.append).synchronize()
-    assert asked == ["the engine's"]
+    def synchronize():
+        raise ValueError("the engine's")
+
+    owner = SimpleNamespace(explained=lambda error: ValueError(f"explained: {error}"))
+    with pytest.raises(ValueError, match="explained: the engine's"):
+        StreamEvent(SimpleNamespace(synchronize=synchronize), owner).synchronize()
 
 
 @pytest.fixture
