@@ -240,8 +240,8 @@ def test_every_operation_knows_its_layer_and_microbatch(settings):
     megatron_pool(2).run(notes_of_one_step, settings)
 
 
-def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
-    """Rank 3 begins when the others have given up; without a size in the environment it first agrees on one."""
+def come_late_to_the_first_forward(rank: int, size: int | None) -> None:
+    """Rank 3 begins when the others have given up; without a size it first agrees on one."""
     name = f"megatron/first/{size}"
     others = [f"{name}/{other}" for other in range(3)]
     store = dist.distributed_c10d._get_default_store()
@@ -266,7 +266,7 @@ def come_late_to_the_first_forward(rank: int, size: str | None) -> None:
         layer(tokens_of(rank).requires_grad_())[0].sum().backward()
 
 
-@pytest.mark.parametrize("size", [None, exhaustive("64")])
+@pytest.mark.parametrize("size", [None, exhaustive(64)])
 def test_a_rank_that_is_late_for_the_first_forward(size):
     megatron_pool(4).run(come_late_to_the_first_forward, size)
 

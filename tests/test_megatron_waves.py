@@ -395,7 +395,7 @@ def test_the_line_where_there_are_waves():
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
 
 
-def overlapped(rank: int, settings: dict, factor: str | None) -> None:
+def overlapped(rank: int, settings: dict, factor: int | None) -> None:
     """In bfloat16, with enough tokens, between nodes: dispatch and combine do run under the GEMMs."""
     from ep_dispatcher.moe import overlap
 
@@ -451,6 +451,6 @@ def overlapped(rank: int, settings: dict, factor: str | None) -> None:
     ],
     ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
 )
-@pytest.mark.parametrize("factor", [None, exhaustive("2")], ids=["counted", "limited rows"])
+@pytest.mark.parametrize("factor", [None, exhaustive(2)], ids=["counted", "limited rows"])
 def test_dispatch_and_combine_under_the_gemms(settings, factor):
     megatron_pool(2).run(overlapped, settings, factor)

@@ -136,16 +136,6 @@ __device__ __forceinline__ void load_pair(const void* p, uint64_t& first, uint64
                : "memory");
 }
 
-// [thread] Between the kernels of one GPU: add, after all earlier accesses of this thread; load.
-__device__ __forceinline__ void add_release(int32_t* p, int32_t value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-__device__ __forceinline__ int32_t load_acquire_on_gpu(const int32_t* p) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-}
-
 // [thread] Return the time of the GPU's global timer.
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t now;
