@@ -65,13 +65,12 @@ NO_WAVES_HERE = "its engine is cpu"
 @contextlib.contextmanager
 def two_parts():
     """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
-    from ep_dispatcher.integrations.megatron import deferred, experts
+    from ep_dispatcher.integrations.megatron import experts
     from ep_dispatcher.moe import overlap
 
     runs, run = [], overlap.mlp_in_parts
     with pytest.MonkeyPatch.context() as patch:
-        for module in (experts, deferred):
-            patch.setattr(module, "num_parts_of", lambda buffer: 2)
+        patch.setattr(experts, "num_parts_of", lambda buffer: 2)
         patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
         yield runs
 

@@ -100,9 +100,13 @@ def moe_mlp(
     if has_kernels:
         w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
     if has_kernels or (is_eager and num_parts > 1):
-        send = partial(dispatch, buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-        options: dict[str, Any] = dict(overlap=overlap, num_parts=num_parts, keep_activated=keep_activated)
-        return run_layer(buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows, send, **options)
+        with torch.cuda.device_of(x):
+            if num_parts > 1:
+                given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
+                return overlapping.mlp_in_parts(*given, overlap=overlap, keep_activated=keep_activated)
+            out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+            rows = grouped_swiglu_mlp(*_rows_of(out), w1, w2, keep_activated=keep_activated)
+            return combine(buffer, rows, out.handle)
     run = partial(_rows_of_experts, w1=w1, w2=w2, keep_activated=keep_activated)
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
@@ -121,34 +125,6 @@ def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | Non
     """
     check_buffer(buffer)
     return overlapping.why_not(buffer, num_parts)
-
-
-def run_layer(
-    buffer: Buffer,
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    w1: Matrices,
-    w2: Matrices,
-    max_recv_rows: int | None,
-    send: Callable[[], DispatchOutput],
-    *,
-    overlap: bool,
-    num_parts: int,
-    **options: Any,
-) -> Tensor:
-    """``moe_mlp`` in grouped GEMMs, with overlap unless ``overlap.why_not`` has a reason. The rest was checked.
-
-    send: dispatches x and topk_weights, in one part
-    w1, w2, options: as grouped_swiglu_mlp takes them
-    """
-    with torch.cuda.device_of(x):
-        if num_parts > 1:
-            overlap = overlap and overlapping.why_not(buffer, num_parts) is None
-            given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
-            return overlapping.mlp_in_parts(*given, overlap=overlap, **options)
-        out = send()
-        return combine(buffer, grouped_swiglu_mlp(*_rows_of(out), w1, w2, **options), out.handle)
 
 
 def run_nodes(
@@ -184,16 +160,14 @@ def run_grouped_nodes(
     w1: Matrices,
     w2: Matrices,
     max_recv_rows: int | None,
-    *,
-    num_parts: int,
     **options: Any,
 ) -> Tensor:
-    """``run_layer`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
+    """``mlp_in_parts`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
 
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
         return grouped_swiglu_mlp_of_sets([_rows_of(out) for out in sent], w1, w2, **options)
 
-    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, run_experts)
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts)
 
 
 def _has_values(t: Tensor) -> bool:

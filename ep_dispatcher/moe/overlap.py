@@ -118,8 +118,9 @@ def mlp_in_parts(
     """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights were checked.
 
     max_recv_rows: of each part
-    overlap: whether its operations run in a stream of their own, on a GPU
+    overlap: run its operations in a stream of their own, unless ``why_not`` has a reason
     """
+    overlap = overlap and why_not(buffer, num_parts=2) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
     call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)

@@ -18,7 +18,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
     """Return the side stream of the current, main stream. It has a higher priority.
 
     Up to 32 main streams of a device have one each; further ones share them. A caller may have the same stream from
-    PyTorch. So before memory of a side stream is freed, let that stream wait for the readers (parts.py).
+    PyTorch. So before memory of a side stream is freed, let that stream wait for the readers (moe/overlap.py).
     """
     main = device, torch._C._cuda_getCurrentRawStream(device)
     if main not in _streams:

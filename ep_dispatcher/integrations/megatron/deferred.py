@@ -8,24 +8,26 @@ experts. So the other steps only pass on what they get:
     experts               run it: dispatch, GEMMs, combine                           -> the sum over each token's rows
     combine_preprocess, token_combine                                                -> the same
     combine_postprocess   as always
+
+They do so between nodes alone, in two parts of the tokens (moe/overlap.py). Each part makes a plan of its own, so no
+plan of an earlier pass is used then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
 from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
-from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_gemm import Matrices
-from ep_dispatcher.moe.mlp import run_grouped_nodes, run_layer, run_nodes
-from ep_dispatcher.moe.overlap import num_parts_of
+from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +54,16 @@ class Deferred:
     def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
 
-        It overlaps unless ``overlap.why_not`` has a reason; else it runs one step after the other, bit by bit the same.
-        It runs in two parts of the tokens if the buffer says so, unless there is a plan (on all ranks or on none). If a
-        tool looks at operators on one rank (FlopCounterMode), that rank still runs the operations of the others.
+        Two parts of the tokens, bit by bit the same whether they overlap or not. If a tool looks at operators on one
+        rank (FlopCounterMode), that rank still runs the operations of the others.
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
         """
-        send = partial(self.send, tokens, probs)
-        observed = is_observed((tokens, probs, self.topk_idx))
-        num_parts = self._num_parts()
         given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
-        if observed and num_parts > 1:
-            return run_grouped_nodes(*given, num_parts=num_parts, **options)
-        overlap = self.handle is None and not observed and grouped_gemm.has_kernels(tokens)
-        return run_layer(*given, send, overlap=overlap, num_parts=num_parts, **options)
+        if is_observed((tokens, probs, self.topk_idx)):
+            return run_grouped_nodes(*given, **options)
+        with torch.cuda.device_of(tokens):
+            return overlap.mlp_in_parts(*given, overlap=True, **options)
 
     def run_megatrons_way(
         self, tokens: Tensor, probs: Tensor, run_experts: Callable[..., tuple[Tensor, Any]]
@@ -81,11 +79,4 @@ class Deferred:
             ]
             return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
 
-        num_parts = self._num_parts()
-        if num_parts > 1:
-            return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, num_parts, run)
-        out = self.send(tokens, probs)
-        return ep.combine(self.buffer, run([out])[0], out.handle)
-
-    def _num_parts(self) -> int:
-        return 1 if self.handle is not None else num_parts_of(self.buffer)
+        return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, 2, run)

@@ -311,7 +311,7 @@ def _decide_all() -> None:
         if copied:
             print(f"ep_dispatcher copies weights of experts for each GEMM: {copied}", flush=True)
         if any(one.may_overlap for one in layers):
-            print(_said_of_waves(layers), flush=True)
+            print(_said_of_overlap(layers), flush=True)
 
 
 def _decide_again() -> None:
@@ -344,7 +344,7 @@ def _said(layers: Sequence[Experts]) -> str:
     return f"{line}. Megatron's own way: {others}" if others else line
 
 
-def _said_of_waves(layers: Sequence[Experts]) -> str:
+def _said_of_overlap(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers overlap communication with their experts, and why the others do not."""
     buffer = _buffer_of(layers)
     of_buffer = None if buffer is None else overlap.why_not(buffer)
