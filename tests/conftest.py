@@ -41,7 +41,9 @@ def pytest_collection_modifyitems(config, items):
         named += [(item.nodeid.partition("[")[0], None) for item in items if is_whole_exhaustive(item)]
         missing = {name for name, _ in named} - {name for name, is_exhaustive in named if not is_exhaustive}
         if missing:
-            raise pytest.UsageError(f"{sorted(missing)}: all cases are exhaustive, allowed: all but one")
+            raise pytest.UsageError(
+                f"{sorted(missing)}: all cases are exhaustive, allowed: all but one, or the whole function marked so"
+            )
 
 
 @pytest.fixture(params=[on(engine) for engine in ENGINES])

@@ -1,4 +1,4 @@
-// Print the order of csrc/cuda/combine/progress flags.h for the given sizes, as four lines of numbers: what each
+// Print the order of csrc/cuda/combine/progress_flags.h for the given sizes, as four lines of numbers: what each
 // progress flag stands for; the progress flags of all chunks of pushes, then their end; of all sums, then the end; the
 // chunks that need slots.
 #include "cuda/combine/progress_flags.h"

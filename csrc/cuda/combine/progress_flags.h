@@ -1,4 +1,4 @@
-// The order of a combine in every block's queue of works. A progress flag is a chunk of pushes, or a chunk of sums for
+// The order of a combine in every block's queue of tasks. A progress flag is a chunk of pushes, or a chunk of sums for
 // another node.
 #pragma once
 #include "common/cursor.h"

@@ -5,7 +5,7 @@
 //   sender                                           relay for node m, on the receiving rank
 //   `inbox_free` -> rail peers                       (senders wait for it)
 //   Call (and counts) -> rail peers                  Counts, then Call -> ranks of the node
-//   rows and metadata, chunk by chunk -> rail peers     `staged`
+//   rows and metadata, chunk by chunk -> rail peers  `staged`
 //   items and tables, between two chunks             `listed`
 //   sums and weights, chunk by chunk -> rail peers   `sums_relayed`, for this rank alone
 //
