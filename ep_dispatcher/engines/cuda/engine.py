@@ -1,4 +1,4 @@
-"""The CUDA engine: launches kernels in the current stream.
+"""The CUDA engine, from its memory to its end. launch.py has its operations.
 
 Kernels read and write the memory of all ranks of a node, and send to other nodes through a wire.
 """
@@ -7,59 +7,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cuda, checks, envs
-from ep_dispatcher.engines.base import (
-    ANY,
-    Combined,
-    CombineRequest,
-    DispatchRequest,
-    EngineConfig,
-    ExplainsErrors,
-    Received,
-    address_of,
-)
+from ep_dispatcher.engines.base import EngineConfig, ExplainsErrors
 from ep_dispatcher.engines.cuda import stuck_kernels
 from ep_dispatcher.engines.cuda.aborts import Aborts
 from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
+from ep_dispatcher.engines.cuda.launch import Launches
 from ep_dispatcher.engines.cuda.regions import SuspendableRegions, mapped_rail, regions_of
-from ep_dispatcher.engines.cuda.streams import StreamEvent, side_stream
+from ep_dispatcher.engines.cuda.streams import SLICE_S, StreamEvent
 from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.optional import suspension
 from ep_dispatcher.engines.optional.masks import Masks
-from ep_dispatcher.engines.ranges import ranges_of
 from ep_dispatcher.engines.trace import Counters, StreamTrace, trace_of
 from ep_dispatcher.errors import PeerTimeoutError
-from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
 from ep_dispatcher.gather import Gather
 from ep_dispatcher.memory import DEFAULT_SMS, Shape, check_cuda_masks, check_cuda_sizes, check_cuda_sms
 from ep_dispatcher.topology import Topology
 
-T = TypeVar("T")
-Step = Callable[[str], None]
-
-_SLICE_OVER = -2  # result of wait_for_counts after SLICE_S without counts
-_HERE = nullcontext()  # for the device that is the current one already
-
 # One SM in so many serves the wire, by layout. In rank layout the others have less to do: they write a row once.
 _RAIL_SHARES = {"expert": 6, "rank": 4, "decode": 6}
-# How often a waiting host checks for signals, and for destroy() in another thread.
-SLICE_S = 0.05
 _stuck_engines: list[CudaEngine] = []  # destroyed, but a kernel may still write their memory
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Return the tensor, or a copy, at an address that is a multiple of 16: kernels copy 16 bytes at a time."""
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _rail_sms(topology: Topology, num_sms: int) -> dict[str, int]:
@@ -76,26 +52,18 @@ def _late_ranks(engine: _C_cuda.Engine) -> list[int]:
     return [] if late is None else late[3]
 
 
-class CudaEngine:
+class CudaEngine(Launches):
+    """The life cycle of the engine: memory, late errors, masks, suspension, destruction."""
+
     device = "cuda"
     layouts: tuple[str, ...] = ("expert", "rank", "decode")
-    rows_on_host: Tensor | None = None
 
     def __init__(self, config: EngineConfig):
+        super().__init__(config)
         topology = config.topology
-        self._config, self._topology, self._num_local_experts = config, topology, config.num_local_experts
-        self._ticket = 0
         self._is_sound = False  # destroy() found all operations complete
         self._thread = threading.get_ident()  # the one that made the buffer
-        self._wait_ns: dict[str, Tensor] = {}  # by operation, if the caller measures waits
         self._stamps: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None  # of the last operation
-        self._own_stream: torch.cuda.Stream | None = None
-        self._caller: torch.cuda.Stream | None = None  # the stream that will wait for an asynchronous operation
-        # An operation that has only sent: its name, its second launch with arguments, and the tensors that these
-        # arguments point to.
-        self._unreceived: tuple[str, Callable[..., None], Any, Tensor, tuple[Tensor | None, ...]] | None = None
-        self._sent_in_capture = False  # whether that operation was sent while a CUDA graph was captured
         with config.gather.same_on_all_ranks():
             check_cuda_sizes(topology, config.num_experts, config.max_tokens_per_rank)
             shape = Shape(
@@ -172,7 +140,7 @@ class CudaEngine:
             self._reports = KernelReports(
                 self._c, config, self._health, self._masks if config.mask_late_ranks else None
             )
-            self._stuck: StuckKernels | None = None  # only if kernels may never end
+            self._stuck = None
             if compiled is not _C_cuda:
                 self._stuck = StuckKernels(self._c.late)
                 stuck_kernels.watch(self)
@@ -204,187 +172,6 @@ class CudaEngine:
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         self.all_sms, self.num_sms = num_sms, min(self._config.num_sms or DEFAULT_SMS, num_sms)
         return _rail_sms(self._topology, self.num_sms)
-
-    def dispatch(self, request: DispatchRequest) -> Received:
-        counted = request.counts
-        if counted and torch.cuda.is_current_stream_capturing():
-            checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
-        launch = partial(self._dispatch, request)
-        received = self._run("dispatch", launch, *request[:5], traced=not request.sends_only)
-        if counted and (self._c.has_report() or self._health.ended):
-            try:
-                self._reports.raise_found(ends=False)
-            except ValueError:
-                if request.sends_only:
-                    self.receive()
-                assert self._stream is not None  # that of this operation
-                self._wait(self._stream)  # after the operation all ranks are in step
-                raise
-        return received
-
-    def _dispatch(self, request: DispatchRequest, stream: int, step: Step) -> Received:
-        """Launch the kernels of a dispatch; with `sends_only` only those before its hook."""
-        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, *rest = request
-        quantize, sends_only, packs_scales = rest
-        counted = request.counts
-        rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
-        num_tokens, hidden = rows.shape
-        dtype, num_scales = (torch.float8_e4m3fn, hidden // BLOCK) if quantize else (rows.dtype, 0)
-        num_scales = num_scales if scales is None else scales.shape[1]
-        # Every assignment and every call costs host time: set only fields that differ from their defaults, and write
-        # address_of() out.
-        args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
-        args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
-        args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
-        args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
-        if num_scales:
-            args.quantizes, args.scales, args.scale_bytes = quantize, address_of(scales), num_scales * 4
-        if topk_idx is not None:
-            args.topk_idx = topk_idx.data_ptr() or ANY
-        if topk_weights is not None:
-            args.topk_weights = topk_weights.data_ptr() or ANY
-        if self._wait_ns:
-            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
-        decodes = layout == "decode"
-        count_dtype = torch.int32 if decodes else torch.int64
-        tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
-        if decodes:
-            rows_per_expert = tokens_per_expert
-            args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
-        else:
-            rows_per_expert = torch.empty_like(tokens_per_expert)
-            args.out_tokens_per_expert = tokens_per_expert.data_ptr()
-            args.out_rows_per_expert = rows_per_expert.data_ptr()
-        new_plan = None
-        if plan is None:
-            elements = self.plan_capacity(num_rows, layout)
-            plan = new_plan = torch.empty(elements, dtype=torch.int32, device=self._device)
-        if counted:
-            self._ticket += 1
-            args.ticket = self._ticket
-            self._c.prepare(args, plan.data_ptr(), stream)
-            step("wait for counts")
-            num_rows = self._wait_for_counts()
-            step("launch")
-        by_rank = layout == "rank"
-        weights_out = idx_out = scales_out = None
-        rows_out = rows.new_empty(num_rows, hidden, dtype=dtype)
-        args.num_rows, args.out_rows = num_rows, rows_out.data_ptr() or ANY
-        if num_scales:
-            scales_out = self._empty_scales(num_rows, num_scales, decodes, packs_scales)
-            args.out_scales = address_of(scales_out)
-        per_choice = (num_rows, self._config.num_topk)
-        if topk_weights is not None:
-            weights_out = topk_weights.new_empty(per_choice if by_rank else num_rows)
-            args.out_weights = weights_out.data_ptr() or ANY
-        if by_rank:
-            idx_out = rows.new_empty(per_choice, dtype=torch.int64)
-            args.out_topk_idx = idx_out.data_ptr() or ANY
-        received = Received(rows_out, scales_out, weights_out, idx_out, tokens_per_expert, rows_per_expert, new_plan)
-        if sends_only:
-            if not counted:
-                self._c.prepare(args, plan.data_ptr(), stream)
-            self._wait_for_receive("dispatch", self._c.pull, args, plan, rows, *received)
-        else:
-            (self._c.pull if counted else self._c.dispatch)(args, plan.data_ptr(), stream)
-        if counted:  # copy only now, while the rows move
-            # An invalid plan has no rows, and the counts in memory are not its own.
-            self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
-        if self._caller is not None:
-            self._hand_over(received)
-        return received
-
-    def check_routing(self, topk_idx: Tensor) -> None:
-        """Do nothing: kernels find invalid entries, and the host does not wait for them here."""
-
-    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
-        """Allocate the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
-        if not by_column:
-            return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
-        columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
-        shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
-        return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
-
-    def _wait_for_counts(self) -> int:
-        """Return the number of rows of the dispatch with the last ticket.
-
-        Kernels have a limit of their own. The limit here applies if they cannot start in this stream.
-        """
-        end = time.monotonic() + 2 * self._config.timeout_s + 5
-        while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
-            self._health.raise_if_ended()
-            if time.monotonic() > end:
-                raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
-        if num_rows < 0:
-            self._reports.raise_found(ends=True)
-            raise RuntimeError("the kernels were aborted")
-        return num_rows
-
-    def combine(self, request: CombineRequest) -> Combined:
-        launch = partial(self._combine, request)
-        return self._run("combine", launch, *request[:3], request.weights, traced=not request.sends_only)
-
-    def _combine(self, request: CombineRequest, stream: int, step: Step) -> Combined:
-        """Launch the kernels of a combine; with `sends_only` only those before its hook."""
-        y, plan, topk_weights, num_tokens, layout, weights, sends_only, out = request
-        y, weights_out = _aligned(y), None
-        x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
-        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set only what differs from defaults, as in _dispatch
-        args.y, args.out, args.num_tokens = y.data_ptr() or ANY, x.data_ptr() or ANY, num_tokens
-        args.rail_blocks = self._rail_sms[layout]
-        if topk_weights is not None:
-            weights_out = topk_weights.new_empty(num_tokens, self._config.num_topk)
-            args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)
-        if weights is not None:
-            args.combine_weights = address_of(weights)
-        if self._wait_ns:
-            args.wait_ns = address_of(self._wait_ns.get("combine"))
-        combined = Combined(x, weights_out)
-        if sends_only:
-            self._c.push(args, plan.data_ptr(), stream)
-            self._wait_for_receive("combine", self._c.reduce, args, plan, *combined)
-        else:
-            self._c.combine(args, plan.data_ptr(), stream)
-        if self._caller is not None:
-            self._hand_over(combined)
-        return combined
-
-    @property
-    def unreceived(self) -> str | None:
-        return None if self._unreceived is None or self._health.ended else self._unreceived[0]
-
-    def _wait_for_receive(
-        self, name: str, launch: Callable[..., None], args: Any, plan: Tensor, *outputs: Tensor | None
-    ) -> None:
-        """Keep the second launch of an operation, and the tensors that it accesses."""
-        self._unreceived = name, launch, args, plan, (*outputs, self._wait_ns.get(name))
-        self._sent_in_capture = torch.cuda.is_current_stream_capturing()
-
-    def receive(self) -> None:
-        assert self._unreceived is not None  # the caller checks this
-        name, launch, args, plan, outputs = self._unreceived
-        if torch.cuda.is_current_stream_capturing() != self._sent_in_capture:
-            where = "in the CUDA graph" if self._sent_in_capture else "outside of a CUDA graph"
-            checks.fail("hook", f"a call elsewhere than the {name}", f"one {where}, where the {name} was called")
-
-        def pull_or_reduce(stream: int, step: Step) -> None:
-            for t in (plan, *outputs):
-                if t is not None:
-                    t.record_stream(torch.cuda.current_stream())  # it may differ from the stream of the first launch
-            launch(args, plan.data_ptr(), stream)
-            self._unreceived = None
-
-        self._run(name, pull_or_reduce)
-
-    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
-        self._wait_ns.pop(operation, None)
-        if wait_ns is not None:
-            if wait_ns.device != self._device:
-                checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
-            self._wait_ns[operation] = wait_ns
-
-    def plan_capacity(self, num_rows: int, layout: str) -> int:
-        return self._compiled.plan_capacity(self._c_config, num_rows)
 
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters(). The host waits for the device."""
@@ -547,49 +334,8 @@ class CudaEngine:
         self._aborts.free()
         self._regions.free(self._is_sound)
 
-    # ---- streams --------------------------------------------------------------------------------------------------
-
     def event(self, owner: ExplainsErrors) -> StreamEvent:
         return StreamEvent(self, owner)
-
-    @contextmanager
-    def asynchronous(self, *inputs: object) -> Iterator[None]:
-        """Run operations inside in a stream of the buffer's own, after all work so far in the current stream."""
-        self._caller = torch.cuda.current_stream(self._device)
-        if self._own_stream is None:
-            self._own_stream = torch.cuda.Stream(self._device, priority=-1)
-        self._own_stream.wait_stream(self._caller)
-        for value in inputs:
-            for t in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(t, Tensor) and t.is_cuda:
-                    t.record_stream(self._own_stream)
-        try:
-            with torch.cuda.stream(self._own_stream):
-                yield
-        finally:
-            self._caller = None
-
-    def side_stream(self) -> torch.cuda.Stream:
-        """Return the stream for operations beside kernels of experts in the current stream."""
-        return side_stream(self._device.index)
-
-    def join(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)
-
-    def _follow(self) -> None:
-        """Let the current stream wait for the last operation."""
-        # In a capture a stream cannot wait for earlier work, only for streams of the same capture.
-        if not torch.cuda.is_current_stream_capturing() or self._is_captured():
-            self.join()
-
-    def _is_captured(self) -> bool:
-        """Return whether the stream of the last operation is being captured."""
-        if self._stream is None or self._stream.cuda_stream == 0:  # the default stream is never captured; do not ask it
-            return False
-        with torch.cuda.stream(self._stream):
-            return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
         """Wait for the last operation, and raise errors found by operations.
@@ -624,9 +370,6 @@ class CudaEngine:
         text = f"this buffer gave up while it {doing}, by {type(error).__name__}: {error}; destroy() it"
         self._health.end(partial(RuntimeError, text))
 
-    def idle(self) -> bool:
-        return self._stream is None or self._stream.query()
-
     def has_stuck_kernel(self) -> bool | None:
         """Return whether a kernel runs on long after the report of a late rank. None if the answer is final.
 
@@ -645,51 +388,3 @@ class CudaEngine:
                 return False
             time.sleep(SLICE_S)
         return True
-
-    def _wait(self, stream: torch.cuda.Stream) -> None:
-        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not."""
-        begin = time.monotonic()
-        while not stream.query():
-            if self._stuck is not None and self._stuck.found():
-                self._reports.raise_found(ends=True, reason=stuck_kernels.REASON)
-            waited = time.monotonic() - begin
-            if waited > 1e-3:  # then a sleep of a tenth of this time adds little
-                time.sleep(min(waited / 10, SLICE_S))
-
-    def _hand_over(self, outputs: Received | Combined) -> None:
-        """Keep outputs of the buffer's own stream until the caller's stream no longer uses them."""
-        assert self._caller is not None  # of an asynchronous operation
-        for t in outputs:
-            if t is not None:
-                t.record_stream(self._caller)
-
-    def _run(self, name: str, launch: Callable[[int, Step], T], *inputs: Tensor | None, traced: bool = True) -> T:
-        """Run one operation at a time, in the current stream. Return ``launch(stream, step)``.
-
-        ``stream``: its address. ``step``: names a step to profilers. ``traced``: EP_DISPATCHER_TRACE shows the
-        operation. One with a hook is shown once, when it receives.
-
-        A ``contextmanager`` would cost the host 1 us more.
-        """
-        with ranges_of(name) as ranges:
-            ranges.step("check")
-            self._health.raise_if_ended()
-            if self._c.has_report():
-                self._reports.raise_found(ends=True)
-            device = self._device_index
-            for t in inputs:
-                if t is not None and t.get_device() != device:
-                    argument = "x" if name == "dispatch" else "y"
-                    checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
-            is_current = torch._C._cuda_getDevice() == device
-            with self._health.operation(name), _HERE if is_current else torch.cuda.device(device):
-                # Only the address: torch.cuda.current_stream() makes a Python object, which costs 2 us more.
-                stream = torch._C._cuda_getCurrentRawStream(device)
-                if self._stream is None or self._stream.cuda_stream != stream:
-                    self._follow()
-                    self._stream = torch.cuda.current_stream()
-                ranges.step("launch")
-                if self._trace is None or not traced:
-                    return launch(stream, ranges.step)
-                with self._trace.operation(name):
-                    return launch(stream, ranges.step)

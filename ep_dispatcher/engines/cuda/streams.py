@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from ep_dispatcher.engines.base import ExplainsErrors
+from ep_dispatcher.engines.base import Combined, ExplainsErrors, Received
 from ep_dispatcher.errors import PeerTimeoutError
 
+# How often a waiting host checks for signals, and for destroy() in another thread.
+SLICE_S = 0.05
 # Streams beside kernels of experts. All engines share them, and their memory in PyTorch's cache.
 POOL = 32  # streams of high priority that PyTorch has for each device; it returns them in turn
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and address of the main stream
@@ -28,6 +33,65 @@ def side_stream(device: int) -> torch.cuda.Stream:
             if _streams[main].cuda_stream not in taken:
                 break
     return _streams[main]
+
+
+class Streams:
+    """Lets the operations of one engine follow each other, whatever streams they run in."""
+
+    _device: torch.device
+    _device_index: int
+    _stream: torch.cuda.Stream | None = None  # of the last operation
+    _own_stream: torch.cuda.Stream | None = None
+    _caller: torch.cuda.Stream | None = None  # the stream that will wait for an asynchronous operation
+
+    @contextmanager
+    def asynchronous(self, *inputs: object) -> Iterator[None]:
+        """Run operations inside in a stream of the buffer's own, after all work so far in the current stream."""
+        self._caller = torch.cuda.current_stream(self._device)
+        if self._own_stream is None:
+            self._own_stream = torch.cuda.Stream(self._device, priority=-1)
+        self._own_stream.wait_stream(self._caller)
+        for value in inputs:
+            for t in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(t, Tensor) and t.is_cuda:
+                    t.record_stream(self._own_stream)
+        try:
+            with torch.cuda.stream(self._own_stream):
+                yield
+        finally:
+            self._caller = None
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """Return the stream for operations beside kernels of experts in the current stream."""
+        return side_stream(self._device_index)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last operation."""
+        # In a capture a stream cannot wait for earlier work, only for streams of the same capture.
+        if not torch.cuda.is_current_stream_capturing() or self._is_captured():
+            self.join()
+
+    def _is_captured(self) -> bool:
+        """Return whether the stream of the last operation is being captured."""
+        if self._stream is None or self._stream.cuda_stream == 0:  # the default stream is never captured; do not ask it
+            return False
+        with torch.cuda.stream(self._stream):
+            return torch.cuda.is_current_stream_capturing()
+
+    def idle(self) -> bool:
+        return self._stream is None or self._stream.query()
+
+    def _hand_over(self, outputs: Received | Combined) -> None:
+        """Keep outputs of the buffer's own stream until the caller's stream no longer uses them."""
+        assert self._caller is not None  # of an asynchronous operation
+        for t in outputs:
+            if t is not None:
+                t.record_stream(self._caller)
 
 
 class _InStreams(Protocol):

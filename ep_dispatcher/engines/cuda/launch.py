@@ -1,0 +1,306 @@
+"""The operations of the CUDA engine: from a request to the launch of its kernels in the current stream."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_dispatcher import _C_cuda, checks
+from ep_dispatcher.engines.base import (
+    ANY,
+    Combined,
+    CombineRequest,
+    DispatchRequest,
+    EngineConfig,
+    Received,
+    address_of,
+)
+from ep_dispatcher.engines.cuda import stuck_kernels
+from ep_dispatcher.engines.cuda.kernel_reports import KernelReports
+from ep_dispatcher.engines.cuda.streams import SLICE_S, Streams
+from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
+from ep_dispatcher.engines.health import Health
+from ep_dispatcher.engines.ranges import NoRanges, ranges_of
+from ep_dispatcher.engines.trace import StreamTrace
+from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
+
+_SLICE_OVER = -2  # result of wait_for_counts after SLICE_S without counts
+_NO_SCOPE = nullcontext()
+
+
+class _Unreceived(NamedTuple):
+    """An operation that has only sent: what its second launch needs, and the tensors that this launch accesses."""
+
+    operation: str
+    args: Any  # DispatchArgs or CombineArgs of the compiled module in use
+    plan: Tensor
+    tensors: tuple[Tensor | None, ...]
+    in_capture: bool  # whether it was sent while a CUDA graph was captured
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Return the tensor, or a copy, at an address that is a multiple of 16: kernels copy 16 bytes at a time."""
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+class Launches(Streams):
+    """Dispatch, combine, and their hooks."""
+
+    rows_on_host: Tensor | None = None
+    # Made by the engine before its first operation:
+    _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
+    _c: _C_cuda.Engine
+    _c_config: _C_cuda.Config
+    _health: Health
+    _reports: KernelReports
+    _trace: StreamTrace | None
+    _stuck: StuckKernels | None  # only if kernels may never end
+    _rail_sms: dict[str, int]  # multiprocessors that serve the wire between nodes, by layout
+    _counted_rows: Tensor  # int64 [num_local_experts], pinned: what kernels have counted
+
+    def __init__(self, config: EngineConfig):
+        self._config, self._topology, self._num_local_experts = config, config.topology, config.num_local_experts
+        self._ticket = 0
+        self._wait_ns: dict[str, Tensor] = {}  # by operation, if the caller measures waits
+        self._unreceived: _Unreceived | None = None
+
+    def dispatch(self, request: DispatchRequest) -> Received:
+        counted = request.counts
+        if counted and torch.cuda.is_current_stream_capturing():
+            checks.fail("max_recv_rows", None, "a number while a CUDA graph is captured: no host can wait for counts")
+        with ranges_of("dispatch") as ranges:
+            self._check(ranges, "x", request[:5])
+            with self._health.operation("dispatch"), self._on_device():
+                stream = self._enter(ranges)
+                with self._traced("dispatch", request):
+                    received = self._dispatch(request, stream, ranges)
+        if counted and (self._c.has_report() or self._health.ended):
+            try:
+                self._reports.raise_found(ends=False)
+            except ValueError:
+                if request.sends_only:
+                    self.receive()
+                assert self._stream is not None  # that of this operation
+                self._wait(self._stream)  # after the operation all ranks are in step
+                raise
+        return received
+
+    def _dispatch(self, request: DispatchRequest, stream: int, ranges: NoRanges) -> Received:
+        """Launch the kernels of a dispatch; with `sends_only` only those before its hook."""
+        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, *rest = request
+        quantize, sends_only, packs_scales = rest
+        counted = request.counts
+        rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
+        num_tokens, hidden = rows.shape
+        dtype, num_scales = (torch.float8_e4m3fn, hidden // BLOCK) if quantize else (rows.dtype, 0)
+        num_scales = num_scales if scales is None else scales.shape[1]
+        # Every assignment and every call costs host time: set only fields that differ from their defaults, and write
+        # address_of() out.
+        args: _C_cuda.DispatchArgs = self._compiled.DispatchArgs()
+        args.layout, args.expert_alignment = getattr(self._compiled.Layout, layout), expert_alignment
+        args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
+        args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
+        if num_scales:
+            args.quantizes, args.scales, args.scale_bytes = quantize, address_of(scales), num_scales * 4
+        if topk_idx is not None:
+            args.topk_idx = topk_idx.data_ptr() or ANY
+        if topk_weights is not None:
+            args.topk_weights = topk_weights.data_ptr() or ANY
+        if self._wait_ns:
+            args.wait_ns = address_of(self._wait_ns.get("dispatch"))
+        decodes = layout == "decode"
+        count_dtype = torch.int32 if decodes else torch.int64
+        tokens_per_expert = torch.empty(self._num_local_experts, dtype=count_dtype, device=self._device)
+        if decodes:
+            rows_per_expert = tokens_per_expert
+            args.out_counts, args.packs_scales = address_of(tokens_per_expert), packs_scales
+        else:
+            rows_per_expert = torch.empty_like(tokens_per_expert)
+            args.out_tokens_per_expert = tokens_per_expert.data_ptr()
+            args.out_rows_per_expert = rows_per_expert.data_ptr()
+        new_plan = None
+        if plan is None:
+            elements = self.plan_capacity(num_rows, layout)
+            plan = new_plan = torch.empty(elements, dtype=torch.int32, device=self._device)
+        if counted:
+            self._ticket += 1
+            args.ticket = self._ticket
+            self._c.prepare(args, plan.data_ptr(), stream)
+            ranges.step("wait for counts")
+            num_rows = self._wait_for_counts()
+            ranges.step("launch")
+        by_rank = layout == "rank"
+        weights_out = idx_out = scales_out = None
+        rows_out = rows.new_empty(num_rows, hidden, dtype=dtype)
+        args.num_rows, args.out_rows = num_rows, rows_out.data_ptr() or ANY
+        if num_scales:
+            scales_out = self._empty_scales(num_rows, num_scales, decodes, packs_scales)
+            args.out_scales = address_of(scales_out)
+        per_choice = (num_rows, self._config.num_topk)
+        if topk_weights is not None:
+            weights_out = topk_weights.new_empty(per_choice if by_rank else num_rows)
+            args.out_weights = weights_out.data_ptr() or ANY
+        if by_rank:
+            idx_out = rows.new_empty(per_choice, dtype=torch.int64)
+            args.out_topk_idx = idx_out.data_ptr() or ANY
+        received = Received(rows_out, scales_out, weights_out, idx_out, tokens_per_expert, rows_per_expert, new_plan)
+        if sends_only:
+            if not counted:
+                self._c.prepare(args, plan.data_ptr(), stream)
+            self._keep_for_receive("dispatch", args, plan, rows, *received)
+        elif counted:
+            self._c.pull(args, plan.data_ptr(), stream)
+        else:
+            self._c.dispatch(args, plan.data_ptr(), stream)
+        if counted:  # copy only now, while the rows move
+            # An invalid plan has no rows, and the counts in memory are not its own.
+            self.rows_on_host = self._counted_rows.clone() if num_rows > 0 else torch.zeros_like(self._counted_rows)
+        if self._caller is not None:
+            self._hand_over(received)
+        return received
+
+    def check_routing(self, topk_idx: Tensor) -> None:
+        """Do nothing: kernels find invalid entries, and the host does not wait for them here."""
+
+    def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
+        """Allocate the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
+        if not by_column:
+            return torch.empty(num_rows, num_scales, dtype=torch.float32, device=self._device)
+        columns, dtype = (num_scales // SCALES_OF_INT, torch.int32) if packs else (num_scales, torch.float32)
+        shape = (self._num_local_experts, columns, num_rows // self._num_local_experts)
+        return torch.empty(shape, dtype=dtype, device=self._device).transpose(1, 2)
+
+    def _wait_for_counts(self) -> int:
+        """Return the number of rows of the dispatch with the last ticket.
+
+        Kernels have a limit of their own. The limit here applies if they cannot start in this stream.
+        """
+        end = time.monotonic() + 2 * self._config.timeout_s + 5
+        while (num_rows := self._c.wait_for_counts(self._ticket, SLICE_S)) == _SLICE_OVER:
+            self._health.raise_if_ended()
+            if time.monotonic() > end:
+                raise RuntimeError("the kernels did not start in time: what is before them in the stream?")
+        if num_rows < 0:
+            self._reports.raise_found(ends=True)
+            raise RuntimeError("the kernels were aborted")
+        return num_rows
+
+    def combine(self, request: CombineRequest) -> Combined:
+        with ranges_of("combine") as ranges:
+            self._check(ranges, "y", (*request[:3], request.weights))
+            with self._health.operation("combine"), self._on_device():
+                stream = self._enter(ranges)
+                with self._traced("combine", request):
+                    return self._combine(request, stream)
+
+    def _combine(self, request: CombineRequest, stream: int) -> Combined:
+        """Launch the kernels of a combine; with `sends_only` only those before its hook."""
+        y, plan, topk_weights, num_tokens, layout, weights, sends_only, out = request
+        y, weights_out = _aligned(y), None
+        x = y.new_empty(num_tokens, self._config.hidden) if out is None else out
+        args: _C_cuda.CombineArgs = self._compiled.CombineArgs()  # set only what differs from defaults, as in _dispatch
+        args.y, args.out, args.num_tokens = y.data_ptr() or ANY, x.data_ptr() or ANY, num_tokens
+        args.rail_blocks = self._rail_sms[layout]
+        if topk_weights is not None:
+            weights_out = topk_weights.new_empty(num_tokens, self._config.num_topk)
+            args.topk_weights, args.out_weights = address_of(topk_weights), address_of(weights_out)
+        if weights is not None:
+            args.combine_weights = address_of(weights)
+        if self._wait_ns:
+            args.wait_ns = address_of(self._wait_ns.get("combine"))
+        combined = Combined(x, weights_out)
+        if sends_only:
+            self._c.push(args, plan.data_ptr(), stream)
+            self._keep_for_receive("combine", args, plan, *combined)
+        else:
+            self._c.combine(args, plan.data_ptr(), stream)
+        if self._caller is not None:
+            self._hand_over(combined)
+        return combined
+
+    @property
+    def unreceived(self) -> str | None:
+        return None if self._unreceived is None or self._health.ended else self._unreceived.operation
+
+    def _keep_for_receive(self, operation: str, args: Any, plan: Tensor, *outputs: Tensor | None) -> None:
+        """Keep the second launch of an operation, and the tensors that it accesses."""
+        in_capture = torch.cuda.is_current_stream_capturing()
+        self._unreceived = _Unreceived(operation, args, plan, (*outputs, self._wait_ns.get(operation)), in_capture)
+
+    def receive(self) -> None:
+        assert self._unreceived is not None  # the caller checks this
+        operation, args, plan, outputs, in_capture = self._unreceived
+        if torch.cuda.is_current_stream_capturing() != in_capture:
+            where = "in the CUDA graph" if in_capture else "outside of a CUDA graph"
+            checks.fail(
+                "hook", f"a call elsewhere than the {operation}", f"one {where}, where the {operation} was called"
+            )
+        with ranges_of(operation) as ranges:
+            self._check(ranges, "hook", ())
+            with self._health.operation(operation), self._on_device():
+                stream = self._enter(ranges)
+                with self._traced(operation):
+                    for t in (plan, *outputs):
+                        if t is not None:
+                            t.record_stream(torch.cuda.current_stream())  # may differ from that of the first launch
+                    if operation == "dispatch":
+                        self._c.pull(args, plan.data_ptr(), stream)
+                    else:
+                        self._c.reduce(args, plan.data_ptr(), stream)
+                    self._unreceived = None
+
+    def measure_waits(self, operation: str, wait_ns: Tensor | None) -> None:
+        self._wait_ns.pop(operation, None)
+        if wait_ns is not None:
+            if wait_ns.device != self._device:
+                checks.fail(f"{operation}_wait_ns", f"a tensor on {wait_ns.device}", f"a tensor on {self._device}")
+            self._wait_ns[operation] = wait_ns
+
+    def plan_capacity(self, num_rows: int, layout: str) -> int:
+        return self._compiled.plan_capacity(self._c_config, num_rows)
+
+    def _wait(self, stream: torch.cuda.Stream) -> None:
+        """Wait for a stream, and let Python's signal handlers run. In ``stream.synchronize()`` they would not."""
+        begin = time.monotonic()
+        while not stream.query():
+            if self._stuck is not None and self._stuck.found():
+                self._reports.raise_found(ends=True, reason=stuck_kernels.REASON)
+            waited = time.monotonic() - begin
+            if waited > 1e-3:  # then a sleep of a tenth of this time adds little
+                time.sleep(min(waited / 10, SLICE_S))
+
+    def _check(self, ranges: NoRanges, argument: str, inputs: tuple[Tensor | None, ...]) -> None:
+        """Raise errors of earlier operations, and refuse tensors of another device."""
+        ranges.step("check")
+        self._health.raise_if_ended()
+        if self._c.has_report():
+            self._reports.raise_found(ends=True)
+        for t in inputs:
+            if t is not None and t.get_device() != self._device_index:
+                checks.fail(argument, f"a tensor on {t.device}", f"tensors on {self._device}")
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        is_current = torch._C._cuda_getDevice() == self._device_index
+        return _NO_SCOPE if is_current else torch.cuda.device(self._device_index)
+
+    def _enter(self, ranges: NoRanges) -> int:
+        """Let the current stream follow the last operation. Return the stream's address."""
+        # Only the address: torch.cuda.current_stream() makes a Python object, which costs 2 us more.
+        stream: int = torch._C._cuda_getCurrentRawStream(self._device_index)
+        if self._stream is None or self._stream.cuda_stream != stream:
+            self._follow()
+            self._stream = torch.cuda.current_stream()
+        ranges.step("launch")
+        return stream
+
+    def _traced(
+        self, operation: str, request: DispatchRequest | CombineRequest | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a scope for EP_DISPATCHER_TRACE. An operation with a hook is shown once, when it receives."""
+        if self._trace is None or (request is not None and request.sends_only):
+            return _NO_SCOPE
+        return self._trace.operation(operation)
