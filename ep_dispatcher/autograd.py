@@ -367,8 +367,8 @@ def _dispatch_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _dispatch_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     received = Received(*gradients)
-    of_rows, of_weights = _dispatch_backward(ctx, received.rows, received.topk_weights, received.anchor)
-    return of_rows, None, None, of_weights, *[None] * 7  # in the order of the operator's arguments
+    grad_rows, grad_weights = _dispatch_backward(ctx, received.rows, received.topk_weights, received.anchor)
+    return grad_rows, None, None, grad_weights, *[None] * 7  # in the order of the operator's arguments
 
 
 def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -377,8 +377,8 @@ def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    of_y, of_weights = _combine_backward(ctx, *gradients)
-    return of_y, None, of_weights, *[None] * 4  # in the order of the operator's arguments
+    of_y, grad_weights = _combine_backward(ctx, *gradients)
+    return of_y, None, grad_weights, *[None] * 4  # in the order of the operator's arguments
 
 
 dispatch_op.register_autograd(_dispatch_op_backward, setup_context=_dispatch_op_setup)

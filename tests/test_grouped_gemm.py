@@ -70,11 +70,11 @@ def test_each_row_meets_the_weights_of_its_expert(ends, place, n, k, dtype):
     torch.manual_seed(1)
     weights = matrices(place, len(ends), n, k, dtype, ends.device)
     rows, grad = rows_of(ends, k, dtype), rows_of(ends, n, dtype)
-    forward, of_rows = grouped_gemm.linear(rows, weights, ends), grouped_gemm.linear_grad_rows(grad, weights, ends)
-    assert forward.dtype == of_rows.dtype == dtype and forward.shape[0] == of_rows.shape[0] == rows.shape[0]
+    forward, grad_rows = grouped_gemm.linear(rows, weights, ends), grouped_gemm.linear_grad_rows(grad, weights, ends)
+    assert forward.dtype == grad_rows.dtype == dtype and forward.shape[0] == grad_rows.shape[0] == rows.shape[0]
     for group, weight in zip(groups(ends), weights):
         close(forward[group], rows[group].double() @ weight.double().t(), dtype)
-        close(of_rows[group], grad[group].double() @ weight.double(), dtype)
+        close(grad_rows[group], grad[group].double() @ weight.double(), dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -132,11 +132,11 @@ def test_weighted_swiglu_and_its_gradients(ends, dtype):
     right = torch.nn.functional.silu(gate) * up * leaves[1][:, None]
     right.backward(grad[:end].double())
     close(grouped_gemm.weighted_swiglu(rows, weights, ends)[:end], right.detach(), dtype)
-    of_rows, of_weights = grouped_gemm.weighted_swiglu_grad(grad, rows, weights, ends)
-    assert of_rows.dtype == dtype and of_weights.dtype == torch.float32
-    close(of_rows[:end], leaves[0].grad, dtype)
-    close(of_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
-    assert not of_weights[end:].any()
+    grad_rows, grad_weights = grouped_gemm.weighted_swiglu_grad(grad, rows, weights, ends)
+    assert grad_rows.dtype == dtype and grad_weights.dtype == torch.float32
+    close(grad_rows[:end], leaves[0].grad, dtype)
+    close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
+    assert not grad_weights[end:].any()
 
 
 def test_nobody_writes_behind_the_last_row(engine):

@@ -104,13 +104,13 @@ def test_gradients_of_weights_go_where_take_grads_writes_them(device, grad_dtype
     mine, other = make_inputs(device, torch.bfloat16), make_inputs(device, torch.bfloat16)
     rows, row_weights, ends, w1, w2 = mine
     outs = [torch.full(w.shape, 7.0, dtype=grad_dtype, device=device) for w in (*w1, *w2)]
-    of_w1, of_w2 = outs[: len(w1)], outs[len(w1) :]
+    grad_w1, grad_w2 = outs[: len(w1)], outs[len(w1) :]
     later = []
     for accumulate in (False, True):  # what was there is overwritten, then added to
         out = grouped_swiglu_mlp(*mine, take_grads=later.append)
         loss(out).backward()
         assert len(later) == 1, "once in every backward"
-        later.pop()(of_w1, of_w2, accumulate)
+        later.pop()(grad_w1, grad_w2, accumulate)
         loss(one_after_the_other(*other)).backward()
         assert all(w.grad is None for w in (*w1, *w2))
         close = dict(rtol=3e-2, atol=6e-2)

@@ -72,8 +72,8 @@ def linear(rows: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     if has_kernels(rows):
         kernels().multiply(rows, weights, ends, out, transposed=True)
         return out
-    for expert, of_expert in _groups(ends):
-        torch.mm(rows[of_expert], weights[expert].t(), out=out[of_expert])
+    for expert, expert_rows in _groups(ends):
+        torch.mm(rows[expert_rows], weights[expert].t(), out=out[expert_rows])
     return out
 
 
@@ -83,8 +83,8 @@ def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     if has_kernels(grad):
         kernels().multiply(grad, weights, ends, out, transposed=False)
         return out
-    for expert, of_expert in _groups(ends):
-        torch.mm(grad[of_expert], weights[expert], out=out[of_expert])
+    for expert, expert_rows in _groups(ends):
+        torch.mm(grad[expert_rows], weights[expert], out=out[expert_rows])
     return out
 
 
@@ -100,14 +100,14 @@ def linear_grad_weights(
         kernels().outer_products(grad, rows, ends, out, accumulate=accumulate, more=more)
         return
     sets = [(grad, rows, ends)] if more is None else [(grad, rows, ends), more]
-    for expert, of_expert in enumerate(zip(*([one for _, one in _groups(each)] for _, _, each in sets))):
-        a, b = ([t[group] for t, group in zip(ts, of_expert)] for ts in list(zip(*sets))[:2])
+    for expert, expert_rows in enumerate(zip(*([one for _, one in _groups(each)] for _, _, each in sets))):
+        a, b = ([t[group] for t, group in zip(ts, expert_rows)] for ts in list(zip(*sets))[:2])
         with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
-            of_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
+            grad_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
         if accumulate:
-            out[expert].add_(of_weights)
+            out[expert].add_(grad_weights)
         else:
-            out[expert].copy_(of_weights)
+            out[expert].copy_(grad_weights)
 
 
 def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     if has_kernels(rows):
         return kernels().weighted_swiglu(rows, weights, ends)
-    return swiglu_of_all(rows, weights)
+    return swiglu(rows, weights)
 
 
 def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,27 +127,27 @@ def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tens
     """
     if has_kernels(rows):
         return kernels().weighted_swiglu_grad(grad, rows, weights, ends)
-    of_rows, of_weights = swiglu_grad_of_all(grad, rows, weights)
-    of_weights[int(ends[-1]) :] = 0
-    return of_rows, of_weights
+    grad_rows, grad_weights = swiglu_grad(grad, rows, weights)
+    grad_weights[int(ends[-1]) :] = 0
+    return grad_rows, grad_weights
 
 
-def swiglu_of_all(rows: Tensor, weights: Tensor) -> Tensor:
+def swiglu(rows: Tensor, weights: Tensor) -> Tensor:
     """weighted_swiglu in PyTorch's operators, of all rows there are."""
     gate, up = rows.chunk(2, dim=1)
     return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
 
 
-def swiglu_grad_of_all(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """weighted_swiglu_grad likewise."""
     gate, up = rows.float().chunk(2, dim=1)
     grad, sigmoid = grad.float(), gate.sigmoid()
     silu = gate * sigmoid
-    of_weights = (grad * silu * up).sum(1)
+    grad_weights = (grad * silu * up).sum(1)
     grad = grad * weights[:, None]
     # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
-    of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((of_gate, grad * silu), dim=1).to(rows.dtype), of_weights
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad_gate, grad * silu), dim=1).to(rows.dtype), grad_weights
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:

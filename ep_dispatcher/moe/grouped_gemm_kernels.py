@@ -341,11 +341,11 @@ def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    out, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+    out, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     if rows.shape[0]:
         half = grad.shape[1]
-        _swiglu_grad[rows.shape[0],](grad, rows, weights, ends[-1:], out, of_weights, half, BLOCK=SWIGLU_COLUMNS)
-    return out, of_weights
+        _swiglu_grad[rows.shape[0],](grad, rows, weights, ends[-1:], out, grad_weights, half, BLOCK=SWIGLU_COLUMNS)
+    return out, grad_weights
 
 
 @triton.jit
@@ -363,10 +363,10 @@ def _swiglu(rows, weights, end, out, half, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_grad(grad, rows, weights, end, out, of_weights, half, BLOCK: tl.constexpr):
+def _swiglu_grad(grad, rows, weights, end, out, grad_weights, half, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(end):
-        tl.store(of_weights + row, 0.0)
+        tl.store(grad_weights + row, 0.0)
         return
     weight = tl.load(weights + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -380,7 +380,7 @@ def _swiglu_grad(grad, rows, weights, end, out, of_weights, half, BLOCK: tl.cons
         total += given * silu * up
         given *= weight
         # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
-        of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + row * 2 * half + i, of_gate.to(out.dtype.element_ty), i < half)
+        grad_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out + row * 2 * half + i, grad_gate.to(out.dtype.element_ty), i < half)
         tl.store(out + row * 2 * half + half + i, (given * silu).to(out.dtype.element_ty), i < half)
-    tl.store(of_weights + row, tl.sum(total))
+    tl.store(grad_weights + row, tl.sum(total))

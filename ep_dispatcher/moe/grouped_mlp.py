@@ -15,7 +15,7 @@ from ep_dispatcher import checks
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.grouped_gemm import Matrices
 
-# write(of_w1, of_w2, accumulate): write the gradients into these tensors, one per expert, or add them to what is there.
+# write(grad_w1, grad_w2, accumulate): write the gradients into these tensors, one per expert, or add to what is there.
 WriteGrads = Callable[[Matrices, Matrices, bool], None]
 
 
@@ -55,9 +55,9 @@ class Call:
             return [self.take_grads(write)]
         if not wanted:
             return [None] * (1 + len(weights))
-        of_w1, of_w2 = map(empty_grads, self.saved(weights))
-        write(of_w1, of_w2, False)
-        return [None, *((of_w1, of_w2) if isinstance(of_w1, Tensor) else (*of_w1, *of_w2))]
+        grad_w1, grad_w2 = map(empty_grads, self.saved(weights))
+        write(grad_w1, grad_w2, False)
+        return [None, *((grad_w1, grad_w2) if isinstance(grad_w1, Tensor) else (*grad_w1, *grad_w2))]
 
 
 def grouped_swiglu_mlp(
@@ -84,8 +84,8 @@ def grouped_swiglu_mlp(
                     each, or one tensor of them all
     w2              for each expert [hidden, intermediate], likewise
     keep_activated  False: the backward computes the activation again, and num_rows * intermediate values less are kept
-    take_grads      called once in every backward with write(of_w1, of_w2, accumulate). It calls that then or later, on
-                    tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of w1 and w2,
+    take_grads      called once in every backward with write(grad_w1, grad_w2, accumulate). It calls that then or later,
+                    on tensors of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of w1 and w2,
                     and runs nothing for each of them. None: they get their gradients from autograd
     anchor          a tensor that autograd sees instead of w1 and w2: its gradient is what take_grads returns
 
@@ -144,10 +144,10 @@ class Kept(NamedTuple):
 class RowGrads(NamedTuple):
     """Gradients in a backward pass, by row."""
 
-    of_out: Tensor
-    of_hidden: Tensor
-    of_row_weights: Tensor
-    of_rows: Tensor | None
+    grad_out: Tensor
+    grad_hidden: Tensor
+    grad_row_weights: Tensor
+    grad_rows: Tensor | None
 
 
 def run_rows(rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call) -> tuple[Tensor, Kept]:
@@ -158,25 +158,25 @@ def run_rows(rows: Tensor, row_weights: Tensor, ends: Tensor, call: Call) -> tup
     return out, Kept(rows, row_weights, ends, hidden, activated if call.keep_activated else None)
 
 
-def grads_of_rows(of_out: Tensor, kept: Kept, w1: Matrices, w2: Matrices, wants_rows: bool) -> RowGrads:
+def grads_of_rows(grad_out: Tensor, kept: Kept, w1: Matrices, w2: Matrices, wants_rows: bool) -> RowGrads:
     """Return all gradients but those of the weights."""
-    of_activated = grouped_gemm.linear_grad_rows(of_out, w2, kept.ends)
-    of_hidden, of_row_weights = grouped_gemm.weighted_swiglu_grad(
-        of_activated, kept.hidden, kept.row_weights, kept.ends
+    grad_activated = grouped_gemm.linear_grad_rows(grad_out, w2, kept.ends)
+    grad_hidden, grad_row_weights = grouped_gemm.weighted_swiglu_grad(
+        grad_activated, kept.hidden, kept.row_weights, kept.ends
     )
-    of_rows = grouped_gemm.linear_grad_rows(of_hidden, w1, kept.ends) if wants_rows else None
-    return RowGrads(of_out, of_hidden, of_row_weights, of_rows)
+    grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, w1, kept.ends) if wants_rows else None
+    return RowGrads(grad_out, grad_hidden, grad_row_weights, grad_rows)
 
 
-def write_grads(sets: Sequence[tuple[Kept, RowGrads]], of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
+def write_grads(sets: Sequence[tuple[Kept, RowGrads]], grad_w1: Matrices, grad_w2: Matrices, accumulate: bool) -> None:
     """Write the gradients of the weights, or add them to what is there. They are sums over one or two sets of rows."""
 
-    def write(of_weights: Matrices, all_rows: list[grouped_gemm.RowSet]) -> None:
+    def write(grad_weights: Matrices, all_rows: list[grouped_gemm.RowSet]) -> None:
         first, *more = all_rows
-        grouped_gemm.linear_grad_weights(*first, of_weights, accumulate=accumulate, more=more[0] if more else None)
+        grouped_gemm.linear_grad_weights(*first, grad_weights, accumulate=accumulate, more=more[0] if more else None)
 
-    write(of_w2, [(grads.of_out, _activated(kept), kept.ends) for kept, grads in sets])
-    write(of_w1, [(grads.of_hidden, kept.rows, kept.ends) for kept, grads in sets])
+    write(grad_w2, [(grads.grad_out, _activated(kept), kept.ends) for kept, grads in sets])
+    write(grad_w1, [(grads.grad_hidden, kept.rows, kept.ends) for kept, grads in sets])
 
 
 def _activated(kept: Kept) -> Tensor:
@@ -207,20 +207,20 @@ class _GroupedSwigluMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *of_results: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_results: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
-        num_fields, num_sets = len(Kept._fields), len(of_results)
+        num_fields, num_sets = len(Kept._fields), len(grad_results)
         weights = saved[num_fields * num_sets :]
         call: Call = ctx.call
         w1, w2 = call.saved(weights)
-        sets, of_given = list[tuple[Kept, RowGrads]](), list[Tensor | None]()
-        for i, of_out in enumerate(of_results):
+        sets, grads_given = list[tuple[Kept, RowGrads]](), list[Tensor | None]()
+        for i, grad_out in enumerate(grad_results):
             kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
-            grads = grads_of_rows(of_out.contiguous(), kept, w1, w2, ctx.needs_input_grad[2 + _PER_SET * i])
-            sets.append((kept, grads._replace(of_rows=None)))
-            of_given += [grads.of_rows, grads.of_row_weights, None]
+            grads = grads_of_rows(grad_out.contiguous(), kept, w1, w2, ctx.needs_input_grad[2 + _PER_SET * i])
+            sets.append((kept, grads._replace(grad_rows=None)))
+            grads_given += [grads.grad_rows, grads.grad_row_weights, None]
         wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])
-        return None, None, *of_given, *call.gradients(partial(write_grads, sets), weights, wanted)
+        return None, None, *grads_given, *call.gradients(partial(write_grads, sets), weights, wanted)
 
 
 def empty_grads(weights: Matrices) -> Matrices:

@@ -225,9 +225,9 @@ class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights)
-        return grouped_gemm.swiglu_of_all(rows, weights)
+        return grouped_gemm.swiglu(rows, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grouped_gemm.swiglu_grad_of_all(grad, *ctx.saved_tensors)
+        return grouped_gemm.swiglu_grad(grad, *ctx.saved_tensors)

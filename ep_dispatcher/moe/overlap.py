@@ -150,22 +150,22 @@ class _Mlp(torch.autograd.Function):
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # keeps them alive: combines read them until the end
-        with _Lane(buffer, x, overlap, num_operations=4) as lane:
+        with _Operations(buffer, x, overlap, num_operations=4) as operations:
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
             # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
             # both cases launch combine A before the experts of B.
             waits = request.counts
-            sent = [lane.dispatch(one) for one in requests[: 1 if waits else 2]]
+            sent = [operations.dispatch(one) for one in requests[: 1 if waits else 2]]
             for i, out in enumerate(cut(y)):
-                received = lane.take(*sent[i])
+                received = operations.take(*sent[i])
                 assert received.topk_weights is not None and received.plan is not None  # as these were given
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
                 rows, kept = run_rows(received.rows, received.topk_weights, ends, call)
-                experts_end = lane.record()
+                experts_end = operations.record()
                 results.append(rows)
                 if waits and i == 0:
-                    sent.append(lane.dispatch(requests[1]))
-                lane.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
+                    sent.append(operations.dispatch(requests[1]))
+                operations.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
                 saved += [*kept, received.plan]
         ctx.save_for_backward(*saved, *weights)
         ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer.backward_note
@@ -182,36 +182,36 @@ class _Mlp(torch.autograd.Function):
         for plan in plans:
             check_saved_plan(plan)
         goes_back = dispatch_goes_back(ctx)
-        of_x = grad.new_empty(grad.shape) if goes_back else None
-        of_topk_weights: list[Any] = [None, None]
+        grad_x = grad.new_empty(grad.shape) if goes_back else None
+        grad_topk_weights: list[Any] = [None, None]
         grads: list[Any] = [None, None]
-        with _Lane(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as lane:
+        with _Operations(buffer, grad, ctx.overlap, num_operations=4 if goes_back else 2) as operations:
             sent: list[Any] = [None, None]
             for i in (1, 0):
                 num_rows = kept[i].rows.shape[0]
                 given = DispatchRequest(cut(grad)[i], plan=plans[i], num_rows=num_rows)
-                sent[i] = lane.dispatch(given)
+                sent[i] = operations.dispatch(given)
             for i in (1, 0):
-                of_out = lane.take(*sent[i]).rows
-                grads[i] = grads_of_rows(of_out, kept[i], w1, w2, goes_back)
-                if of_x is not None:
-                    out = cut(of_x)[i]
-                    y = CombineRequest(grads[i].of_rows, plans[i], grads[i].of_row_weights, len(out), "expert")
-                    of_topk_weights[i] = lane.combine(y, out, lane.record()).topk_weights
-            sets = [(of_part, of_rows._replace(of_rows=None)) for of_part, of_rows in zip(kept, grads)]
-            side = lane.side  # `write` keeps this alone, not the lane: it may be called later
+                grad_out = operations.take(*sent[i]).rows
+                grads[i] = grads_of_rows(grad_out, kept[i], w1, w2, goes_back)
+                if grad_x is not None:
+                    out = cut(grad_x)[i]
+                    y = CombineRequest(grads[i].grad_rows, plans[i], grads[i].grad_row_weights, len(out), "expert")
+                    grad_topk_weights[i] = operations.combine(y, out, operations.record()).topk_weights
+            sets = [(of_part, grad_rows._replace(grad_rows=None)) for of_part, grad_rows in zip(kept, grads)]
+            side = operations.side  # `write` keeps this alone, not the operations: it may be called later
 
-            def write(of_w1: Matrices, of_w2: Matrices, accumulate: bool) -> None:
-                write_grads(sets, of_w1, of_w2, accumulate)
+            def write(grad_w1: Matrices, grad_w2: Matrices, accumulate: bool) -> None:
+                write_grads(sets, grad_w1, grad_w2, accumulate)
                 _order_memory(side)
 
-            of_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
-            lane.join()
-            of_probs = torch.cat(of_topk_weights) if goes_back else None  # reads memory of the side stream
-        return of_x, of_probs, None, None, None, None, *of_inputs
+            grad_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+            operations.join()
+            grad_probs = torch.cat(grad_topk_weights) if goes_back else None  # reads memory of the side stream
+        return grad_x, grad_probs, None, None, None, None, *grad_inputs
 
 
-class _Lane:
+class _Operations:
     """The operations of a layer, beside its GEMMs, or between them in the current stream.
 
     Arguments and results of an operation have to live until the end of `with`. There each stream waits for the other.
@@ -229,7 +229,7 @@ class _Lane:
         if overlap and self.engine is not None:
             self.main, self.side = torch.cuda.current_stream(x.device), self.engine.side_stream()
 
-    def __enter__(self) -> _Lane:
+    def __enter__(self) -> _Operations:
         if self.main is not None and self.side is not None:
             self.side.wait_stream(self.main)
         return self

@@ -143,9 +143,9 @@ class Experts:
             write([w.main_grad for w in w1], [w.main_grad for w in w2], accumulate)
             _say_added(weights)
         else:
-            of_w1, of_w2 = empty_grads(w1), empty_grads(w2)
-            write(of_w1, of_w2, False)
-            for weight, grad in zip(weights, (*of_w1, *of_w2)):
+            grad_w1, grad_w2 = empty_grads(w1), empty_grads(w2)
+            write(grad_w1, grad_w2, False)
+            for weight, grad in zip(weights, (*grad_w1, *grad_w2)):
                 weight.grad = grad if weight.grad is None else weight.grad + grad
         self._run_hooks(weights, fused)
 
