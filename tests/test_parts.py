@@ -306,7 +306,7 @@ class Machine:
         patch.setattr(torch.cuda, "stream", self.using)
         patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
-        patch.setattr(overlap, "_Lane", partial(self.lane, overlap._Lane))
+        patch.setattr(overlap, "_Operations", partial(self.lane, overlap._Operations))
         for name, size in (("dispatch", lambda request: len(request.rows)), ("combine", lambda of: of.num_tokens)):
             engine = buffer.live_engine()
             patch.setattr(engine, name, partial(self.note, getattr(engine, name), name, size))
@@ -327,7 +327,7 @@ class Machine:
         yield
         self.current = before
 
-    def lane(self, make, *given, **options) -> overlap._Lane:
+    def lane(self, make, *given, **options) -> overlap._Operations:
         """A lane as on a GPU. Its engine notes who gives it up."""
         lane = make(*given, **options)
         lane.main, lane.side = self.main, self.side
