@@ -37,7 +37,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import envs
 from ep_dispatcher.moe import overlap
-from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.tools.benchmark.harness import in_turn, make_parser, on_device, on_host, start_gpu_ranks, use_gpu
 from ep_dispatcher.tools.benchmark.ranks import most_rows
 from ep_dispatcher.tools.testing import make_routing
@@ -169,7 +169,7 @@ def sides_of(
         return ep.moe_mlp(buffer, x, idx, weights, w1, w2, **options)
 
     def experts(rows: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return grouped_swiglu_mlp(rows, weights, ends, w1, w2)
+        return grouped_mlp([(rows, weights, ends)], Parameters(w1, w2))[0]
 
     calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {}  # what to run, and its arguments
     ran: dict[tuple[str, str], str] = {}

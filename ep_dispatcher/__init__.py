@@ -7,9 +7,11 @@ from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import BufferBytes, buffer_bytes
+from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.mlp import moe_mlp, why_no_overlap
 
 __all__ = [
+    "Activation",
     "Buffer",
     "BufferBytes",
     "CombineOutput",

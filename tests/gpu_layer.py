@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher.moe.grouped_mlp import Parameters
 
 HIDDEN, INTERMEDIATE, TOPK, EXPERTS_PER_RANK = 256, 192, 4, 6
 MAX_TOKENS = 3000  # too many for direct plans
@@ -93,10 +94,10 @@ def run_with_sums(
     take: list = []
     leaves = [x.clone().requires_grad_(), topk_weights.clone().requires_grad_()]
     enough = ENOUGH * dist.get_world_size()
-    y = layer(buffer, leaves[0], idx, leaves[1], w1, w2, enough, take_grads=take.append, **options)
+    y = layer(buffer, leaves[0], idx, leaves[1], Parameters(w1, w2), enough, take_grads=take.append, **options)
     go_back(y)
     (write,) = take
-    return [y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]], partial(write, *sums, True)
+    return [y.detach(), *(leaf.grad for leaf in leaves), *sums[0], *sums[1]], partial(write, Parameters(*sums), True)
 
 
 def assert_graph(

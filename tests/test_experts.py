@@ -204,7 +204,7 @@ def wrong_arguments(rank: int, engine: str) -> None:
     right = {name: value.to(device) for name, value in given.items()} | dict(w1=w1, w2=w2)
     pair = (right["x"].to(torch.float8_e4m3fn), right["topk_weights"])
     wrong = [
-        ("activation", dict(activation="gelu"), "'gelu'", "'swiglu'"),
+        ("activation", dict(activation="relu"), "'relu'", "'swiglu'"),
         ("w1", dict(w1=w1[:, 1:]), f"[3, {2 * INTERMEDIATE - 1}, 16]", f"[3, {2 * INTERMEDIATE}, 16]"),
         ("w1", dict(w1=w1[:2]), "[2, ", "[3, "),
         ("w1", dict(w1=w1.double()), "float64", "float32"),

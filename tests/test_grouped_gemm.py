@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.activation import SWIGLU
 from ep_dispatcher.tools.testing import device_of
 
 ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
@@ -131,8 +132,8 @@ def test_weighted_swiglu_and_its_gradients(ends, dtype):
     gate, up = leaves[0].chunk(2, dim=1)
     right = torch.nn.functional.silu(gate) * up * leaves[1][:, None]
     right.backward(grad[:end].double())
-    close(grouped_gemm.weighted_swiglu(rows, weights, ends)[:end], right.detach(), dtype)
-    grad_rows, grad_weights = grouped_gemm.weighted_swiglu_grad(grad, rows, weights, ends)
+    close(grouped_gemm.activate(rows, weights, ends, SWIGLU)[:end], right.detach(), dtype)
+    grad_rows, grad_weights = grouped_gemm.activate_grad(grad, rows, weights, ends, SWIGLU)
     assert grad_rows.dtype == dtype and grad_weights.dtype == torch.float32
     close(grad_rows[:end], leaves[0].grad, dtype)
     close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)

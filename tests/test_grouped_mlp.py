@@ -1,11 +1,11 @@
-"""grouped_swiglu_mlp: results and gradients of one expert after the other, and gradients that go elsewhere."""
+"""grouped_mlp: results and gradients of one expert after the other, and gradients that go elsewhere."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp
+from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 
 HIDDEN, INTERMEDIATE = 16, 24
 COUNTS = [5, 0, 7, 1, 0]  # rows of each expert, some without
@@ -35,6 +35,11 @@ def make_inputs(device: str, dtype: torch.dtype) -> tuple:
     w2 = [leaf(HIDDEN, INTERMEDIATE).requires_grad_() for _ in COUNTS]
     ends = torch.tensor(COUNTS, device=device).cumsum(0, dtype=torch.int32)
     return rows.requires_grad_(), row_weights.requires_grad_(), ends, w1, w2
+
+
+def run(rows, row_weights, ends, w1, w2, **options) -> torch.Tensor:
+    (out,) = grouped_mlp([(rows, row_weights, ends)], Parameters(w1, w2), **options)
+    return out
 
 
 def one_after_the_other(rows, row_weights, ends, w1, w2) -> torch.Tensor:
@@ -70,9 +75,9 @@ def assert_close(got, wanted, dtype: torch.dtype) -> None:
 def test_it_is_one_expert_after_the_other(device, dtype, how):
     mine, other = make_inputs(device, dtype), make_inputs(device, dtype)
     if how == "recomputed":
-        out = checkpoint(grouped_swiglu_mlp, *mine, use_reentrant=False)
+        out = checkpoint(run, *mine, use_reentrant=False)
     else:
-        out = grouped_swiglu_mlp(*mine, keep_activated=how == "plain")
+        out = run(*mine, keep_activated=how == "plain")
     wanted = one_after_the_other(*other)
     assert out.dtype == dtype and out.shape == (sum(COUNTS) + BEHIND, HIDDEN)
     assert_close([out[: sum(COUNTS)]], [wanted], dtype)
@@ -94,7 +99,7 @@ def test_the_activation_is_kept_or_computed_again(device):
     for keep_activated in (True, False):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            grouped_swiglu_mlp(*make_inputs(device, torch.bfloat16), keep_activated=keep_activated)
+            run(*make_inputs(device, torch.bfloat16), keep_activated=keep_activated)
         widths.append([shape[-1] for shape in kept].count(INTERMEDIATE))
     assert widths == [len(COUNTS) + 1, len(COUNTS)]  # w2, and the activation
 
@@ -107,10 +112,10 @@ def test_gradients_of_weights_go_where_take_grads_writes_them(device, grad_dtype
     grad_w1, grad_w2 = outs[: len(w1)], outs[len(w1) :]
     later = []
     for accumulate in (False, True):  # what was there is overwritten, then added to
-        out = grouped_swiglu_mlp(*mine, take_grads=later.append)
+        out = run(*mine, take_grads=later.append)
         loss(out).backward()
         assert len(later) == 1, "once in every backward"
-        later.pop()(grad_w1, grad_w2, accumulate)
+        later.pop()(Parameters(grad_w1, grad_w2), accumulate)
         loss(one_after_the_other(*other)).backward()
         assert all(w.grad is None for w in (*w1, *w2))
         close = dict(rtol=3e-2, atol=6e-2)
@@ -122,7 +127,7 @@ def test_gradients_of_weights_go_where_take_grads_writes_them(device, grad_dtype
 def test_take_grads_is_called_where_only_weights_want_a_gradient(device):
     rows, row_weights, ends, w1, w2 = make_inputs(device, torch.bfloat16)
     calls = []
-    out = grouped_swiglu_mlp(rows.detach(), row_weights.detach(), ends, w1, w2, take_grads=calls.append)
+    out = run(rows.detach(), row_weights.detach(), ends, w1, w2, take_grads=calls.append)
     loss(out).backward()
     assert len(calls) == 1
 
@@ -138,7 +143,7 @@ def test_an_anchor_gets_what_take_grads_returns(device):
 
     for given in ((rows, row_weights), (rows.detach(), row_weights.detach())):
         w2[0].grad = None
-        out = grouped_swiglu_mlp(*given, ends, w1, w2, take_grads=take, anchor=w2[0])
+        out = run(*given, ends, w1, w2, take_grads=take, anchor=w2[0])
         loss(out).backward()
         assert torch.equal(w2[0].grad, dummy)
         assert all(weight.grad is None for weight in (*w1, *w2[1:]))
@@ -149,14 +154,14 @@ def test_frozen_weights_get_no_gradient(device):
     rows, row_weights, ends, w1, w2 = mine = make_inputs(device, torch.bfloat16)
     for weight in (*w1, *w2):
         weight.requires_grad_(False)
-    loss(grouped_swiglu_mlp(*mine)).backward()
+    loss(run(*mine)).backward()
     assert rows.grad is not None and row_weights.grad is not None
     assert all(weight.grad is None for weight in (*w1, *w2))
 
 
 def test_a_changed_weight_is_found_by_the_backward(device):
     *_, w1, _ = mine = make_inputs(device, torch.bfloat16)
-    out = loss(grouped_swiglu_mlp(*mine))
+    out = loss(run(*mine))
     with torch.no_grad():
         w1[0].add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
@@ -166,4 +171,4 @@ def test_a_changed_weight_is_found_by_the_backward(device):
 def test_other_dtypes_are_refused(device):
     rows, row_weights, ends, w1, w2 = make_inputs(device, torch.bfloat16)
     with pytest.raises(ValueError, match="w2: given torch.float32, allowed: torch.bfloat16"):
-        grouped_swiglu_mlp(rows, row_weights, ends, w1, [w.float() for w in w2])
+        run(rows, row_weights, ends, w1, [w.float() for w in w2])

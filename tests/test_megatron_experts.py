@@ -84,6 +84,36 @@ CASES = {
 }
 
 
+def family(name: str) -> dict:
+    """The settings of a family of models."""
+    from megatron.core import activations
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    clamped = dict(activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=0.5)
+    return {
+        "gpt-oss": dict(add_bias_linear=True, **clamped),
+        "clamped SwiGLU": dict(activation_func_clamp_value=0.5),
+        "squared ReLU": dict(activation_func=activations.squared_relu, gated_linear_unit=False),
+        "GELU, biases": dict(activation_func=torch.nn.functional.gelu, gated_linear_unit=False, add_bias_linear=True),
+        "tanh GELU": dict(activation_func=activations.fast_gelu, gated_linear_unit=False),
+        "probabilities on the input": dict(
+            moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
+        ),
+    }[name]
+
+
+FAMILIES = ("gpt-oss", "clamped SwiGLU", "squared ReLU", "GELU, biases", "tanh GELU", "probabilities on the input")
+
+
+def a_family(rank: int, name: str) -> None:
+    with_and_without(rank, Case(settings=family(name), lengths=(12, 0, 3, 17)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_of_each_family_agree_with_megatrons_own(name):
+    megatron_pool(4).run(a_family, name)
+
+
 def with_and_without(rank: int, case: Case) -> None:
     dispatcher = case.references[0] if len(case.references) == 1 else OURS
     use_layout(case.layout)
@@ -121,7 +151,7 @@ def counts_on_the_device(rank: int) -> None:
     assert counts_of(make_layer(make_config())) == (False, True)
     with switched_on():
         assert counts_of(make_layer(make_config())) == (True, False)
-        assert counts_of(make_layer(make_config(add_bias_linear=True))) == (False, True)
+        assert counts_of(make_layer(make_config(activation_func=torch.nn.functional.relu))) == (False, True)
 
 
 def test_counts_stay_on_the_device():
@@ -144,7 +174,7 @@ def limited_rows(rank: int) -> None:
         layer(tokens_of(rank, length=lengths[rank]))
         ((rows, counts),) = seen
         assert rows == 200 > int(counts.sum()), "2.5 x 40 tokens x top-2"
-        unlimited = make_layer(make_config(add_bias_linear=True))
+        unlimited = make_layer(make_config(activation_func=torch.nn.functional.relu))
         unlimited.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
         unlimited(tokens_of(rank, length=lengths[rank]))
         assert seen[1][0] == int(seen[1][1].sum()), "Megatron's own experts take no other rows"
@@ -673,15 +703,18 @@ def refusals(rank: int) -> None:
         layer.config.cuda_graph_impl = "local"
         setattr(layer.config, modules, [kind.moe])
 
+    def clamp_fused(layer):
+        layer.config.activation_func_clamp_value, layer.config.bias_activation_fusion = 7.0, True
+
     def setting(name, value):
         return lambda layer: setattr(layer.config, name, value)
 
     changes = [
-        (setting("activation_func", torch.nn.functional.gelu), "activation_func is gelu"),
+        (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
         (setting("fp8", "e4m3"), "fp8 is e4m3"),
-        (setting("activation_func_clamp_value", 7.0), "activation_func_clamp_value is 7.0"),
-        (setting("glu_linear_offset", 1.0), "glu_linear_offset is 1.0"),
-        (setting("moe_apply_probs_on_input", True), "moe_apply_probs_on_input is True"),
+        (clamp_fused, "Megatron's fused SwiGLU clamps nothing"),
+        (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
+        (setting("use_te_activation_func", True), "use_te_activation_func is True"),
         (graphs, "CUDA graphs contain the experts"),
         (derive, "its experts are InferenceGroupedMLP"),
         (wrap, "its linear layers are Wrapped"),
@@ -700,7 +733,7 @@ def refusals(rank: int) -> None:
         for number, (change, _) in enumerate(changes, 1):
             layers.append(make_grouped_layer(make_config("alltoall", **GROUPED), number))
             change(layers[-1])
-        layers += [make_layer(make_config("alltoall", gated_linear_unit=False), number) for number in (16, 17)]
+        layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
         layers.append(make_layer(make_config("alltoall"), 18))
         layers[-1].config.fine_grained_activation_offloading, layers[-1].config.offload_modules = True, ["moe_act"]
         layers.append(make_layer(make_config("alltoall"), 19))
@@ -710,7 +743,7 @@ def refusals(rank: int) -> None:
         head, _, others = line.partition(". Megatron's own way: ")
         assert head == "ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs"
         reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(changes, 1)]
-        reasons += ["layer 16, 17: gated_linear_unit is False", "layer 18: offload_modules has moe_act"]
+        reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
         found = others.split("; ")
         assert len(found) == len(reasons)
         assert all(one.startswith(wanted) for one, wanted in zip(found, reasons)), found
@@ -722,14 +755,13 @@ def test_what_cannot_run_so_is_named_with_its_reason():
 
 def refused_layers_still_run(rank: int) -> None:
     use_layout(EP2)
-    config = make_config(add_bias_linear=True)
-    settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True, add_bias_linear=True)
+    settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
+    settings["activation_func"] = torch.nn.functional.relu
     wanted = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
     with switched_on() as printed:
         got = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    assert config.add_bias_linear
-    assert said(printed).endswith("Megatron's own way: layer 1: add_bias_linear is True" * (rank == 0))
+    assert said(printed).endswith("Megatron's own way: layer 1: activation_func is relu" * (rank == 0))
 
 
 def test_a_layer_that_is_refused_runs_megatrons_way():

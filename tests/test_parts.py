@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ep_dispatcher as ep
 from ep_dispatcher.engines.cuda import streams
 from ep_dispatcher.moe import overlap
+from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.tools.testing import device_of
 
 NAMES = ("y", "x", "topk_weights", "w1", "w2")
@@ -137,14 +138,14 @@ def taken(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         for keep_activated in (True, False):
             take: list = []
             options = dict(keep_activated=keep_activated, take_grads=take.append, overlap=True)
-            y = overlap.mlp_in_parts(buffer, x, idx, weights, w1, w2, None, **options)
+            y = overlap.mlp_in_parts(buffer, x, idx, weights, Parameters(w1, w2), None, **options)
             y.sum().backward()
             (write,) = take
             sums = [torch.empty_like(w) for w in (w1, w2)]
-            write(*sums, False)
+            write(Parameters(*sums), False)
             assert all(torch.equal(a, b.grad) for a, b in zip(sums, plain))
             sums = [torch.ones_like(w, dtype=torch.float32) for w in (w1, w2)]
-            write(*sums, True)
+            write(Parameters(*sums), True)
             for a, b in zip(sums, plain):
                 torch.testing.assert_close(a, b.grad.float() + 1, rtol=2e-2, atol=2e-2)
 
@@ -375,12 +376,12 @@ def write_later(rank: int) -> None:
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
     with ep.Buffer(engine="cpu", dtype=torch.float32, **sizes) as buffer, pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch, buffer)
-        given = buffer, x, idx, probs, w1, w2, 40
+        given = buffer, x, idx, probs, Parameters(w1, w2), 40
         overlap.mlp_in_parts(*given, overlap=True, take_grads=take.append).sum().backward()
         machine.log.clear()
         machine.current = Stream("other", machine.log)
         (write,) = take
-        write(torch.empty_like(w1), torch.empty_like(w2), False)
+        write(Parameters(w1, w2).empty_like(), False)
         assert machine.log == ["other: gradients of weights", "side waits for other"]
 
 

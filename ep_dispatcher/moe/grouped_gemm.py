@@ -1,9 +1,10 @@
 """Grouped GEMMs: rows that lie expert by expert, times the weights of their expert, wherever those lie.
 
-    linear                rows[r] @ weights[e].T               of the expert e of row r
+    linear                rows[r] @ weights[e].T + bias[e]     of the expert e of row r
     linear_grad_rows      grad[r] @ weights[e]
     linear_grad_weights   the sum over e's rows of the outer products grad[r] x rows[r]
-    weighted_swiglu       silu(gate) * up * weight of each row (gate, up); and its gradients
+    linear_grad_bias      the sum over e's rows of grad[r]
+    activate              the activation of each row, times the row's weight; and its gradients
 
 `ends` int32 [num_experts] has the end of each expert's rows; expert e's begin where those of e - 1 end. It stays on the
 device: the host waits for nothing. Rows at or behind ends[-1] are neither read nor written. GEMMs take a float32
@@ -19,13 +20,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from ep_dispatcher.moe import activation as plain
+from ep_dispatcher.moe.activation import Activation
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 LINE_BYTES = 16  # the kernels read matrices whose rows begin at multiples of it
 Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
 RowSet = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
+BiasSet = tuple[Tensor, Tensor, Tensor | None]  # grad, ends and row_weights of linear_grad_bias
 
 
 class Stack(NamedTuple):
@@ -66,15 +70,31 @@ def has_kernels(rows: Tensor) -> bool:
     return rows.is_cuda and rows.dtype in KERNEL_DTYPES
 
 
-def linear(rows: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
-    """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], as nn.Linear has it."""
+def linear(
+    rows: Tensor, weights: Matrices, ends: Tensor, bias: Matrices | None = None, row_weights: Tensor | None = None
+) -> Tensor:
+    """Return [num_rows, n] of the rows' dtype: rows [num_rows, k] times weights[e] [n, k], as nn.Linear has it.
+
+    bias: [n] for each expert, added to the sums in float32. row_weights: float32 [num_rows], factors of the bias
+    """
     out = rows.new_empty(rows.shape[0], weights[0].shape[0])
     if has_kernels(rows):
-        kernels().multiply(rows, weights, ends, out, transposed=True)
+        stacked = None if bias is None else stack_bias(bias)
+        kernels().multiply(rows, weights, ends, out, transposed=True, bias=stacked, row_weights=row_weights)
         return out
     for expert, expert_rows in _groups(ends):
         torch.mm(rows[expert_rows], weights[expert].t(), out=out[expert_rows])
+        if bias is not None:
+            added = bias[expert].float()
+            if row_weights is not None:
+                added = row_weights[expert_rows, None] * added
+            out[expert_rows] = (out[expert_rows].float() + added).to(out.dtype)
     return out
+
+
+def stack_bias(bias: Matrices) -> Tensor:
+    """Return the biases of all experts, [num_experts, n]."""
+    return bias.contiguous() if isinstance(bias, Tensor) else torch.stack(tuple(bias))
 
 
 def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
@@ -110,44 +130,63 @@ def linear_grad_weights(
             out[expert].copy_(grad_weights)
 
 
-def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return [num_rows, i] of the rows' dtype: silu(gate) * up * weight of rows (gate, up) [num_rows, 2 * i].
+def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
+    """Write the gradient of `linear`'s bias, or add it to what is there, into out[e] [n] of each expert.
 
-    weights float32 [num_rows]. Computed in float32, rounded once.
+    sets: grad [num_rows, n], ends, and row_weights float32 [num_rows] or None, once or twice. All rows are summed in
+    float32 before the sums are rounded. out in float32 or the rows' dtype. An expert without rows gets zeros.
     """
-    if has_kernels(rows):
-        return kernels().weighted_swiglu(rows, weights, ends)
-    return swiglu(rows, weights)
+    if has_kernels(sets[0][0]):
+        kernels().bias_grads(sets, out, accumulate=accumulate)
+        return
+    sums = torch.zeros(len(out), out[0].shape[0], dtype=torch.float32, device=out[0].device)
+    for grad, ends, row_weights in sets:
+        for expert, expert_rows in _groups(ends):
+            weighted = grad[expert_rows].float()
+            if row_weights is not None:
+                weighted = weighted * row_weights[expert_rows, None]
+            sums[expert] += weighted.sum(0)
+    for expert_out, expert_sum in zip(out, sums):
+        if accumulate:
+            expert_out.add_(expert_sum)
+        else:
+            expert_out.copy_(expert_sum)
 
 
-def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of weighted_swiglu's rows [num_rows, 2 * i] and weights, float32 [num_rows].
+def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+    """Return [num_rows, i] of the rows' dtype: the activation of hidden [num_rows, i or 2 * i], times row_weights.
 
-    grad [num_rows, i]. The gradient of the weights is 0 behind ends[-1].
+    row_weights float32 [num_rows]. Computed in float32, rounded once.
     """
-    if has_kernels(rows):
-        return kernels().weighted_swiglu_grad(grad, rows, weights, ends)
-    grad_rows, grad_weights = swiglu_grad(grad, rows, weights)
+    if has_kernels(hidden):
+        return kernels().activate(hidden, row_weights, ends, activation)
+    return plain.activate(hidden, row_weights, activation)
+
+
+def activate_grad(
+    grad: Tensor,
+    hidden: Tensor,
+    row_weights: Tensor,
+    ends: Tensor,
+    activation: Activation,
+    grad_out: Tensor | None = None,
+    bias: Matrices | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `activate`'s rows, like hidden, and of its row_weights, float32 [num_rows].
+
+    grad [num_rows, i]. The gradient of row_weights is 0 behind ends[-1]. grad_out, bias: of the `linear` that follows,
+    where row_weights are factors of its bias: that gradient of row_weights is added.
+    """
+    stacked = None if bias is None else stack_bias(bias)
+    if has_kernels(hidden):
+        return kernels().activate_grad(grad, hidden, row_weights, ends, activation, grad_out, stacked)
+    grad_rows, grad_weights = plain.activate_grad(grad, hidden, row_weights, activation)
+    if stacked is not None:
+        assert grad_out is not None
+        for expert, expert_rows in _groups(ends):
+            grad_weights[expert_rows] += grad_out[expert_rows].float() @ stacked[expert].float()
     grad_weights[int(ends[-1]) :] = 0
     return grad_rows, grad_weights
-
-
-def swiglu(rows: Tensor, weights: Tensor) -> Tensor:
-    """weighted_swiglu in PyTorch's operators, of all rows there are."""
-    gate, up = rows.chunk(2, dim=1)
-    return F.silu(gate.float()).mul_(up).mul_(weights[:, None]).to(rows.dtype)
-
-
-def swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """weighted_swiglu_grad likewise."""
-    gate, up = rows.float().chunk(2, dim=1)
-    grad, sigmoid = grad.float(), gate.sigmoid()
-    silu = gate * sigmoid
-    grad_weights = (grad * silu * up).sum(1)
-    grad = grad * weights[:, None]
-    # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * silu), dim=1).to(rows.dtype), grad_weights
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:

@@ -11,7 +11,8 @@ Operands come through the tensor memory accelerator, tile by tile. It reads matr
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ep_dispatcher.moe.grouped_gemm import Matrices, RowSet, Stack, stack_in_place
+from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.grouped_gemm import BiasSet, Matrices, RowSet, Stack, stack_in_place
 
 
 class Tile(NamedTuple):
@@ -50,7 +52,8 @@ ADDED_TILES = {
     2048: Tile(128, 128, 64, 8, 3, down=1024),
     math.inf: Tile(128, 128, 64, 4, 3, down=1024),
 }
-SWIGLU_COLUMNS = 1024
+ACTIVATION_COLUMNS = 1024
+BIAS_ROWS, BIAS_COLUMNS = 64, 64  # of a step of the sums for a bias
 
 
 def stacked(weights: Matrices) -> Stack:
@@ -62,8 +65,17 @@ def stacked(weights: Matrices) -> Stack:
     return stack
 
 
-def multiply(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, *, transposed: bool) -> None:
-    """out[r] = rows[r] @ weights[e].T, or rows[r] @ weights[e] where not `transposed`."""
+def multiply(
+    rows: Tensor,
+    weights: Matrices,
+    ends: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    bias: Tensor | None = None,
+    row_weights: Tensor | None = None,
+) -> None:
+    """out[r] = rows[r] @ weights[e].T + row_weights[r] * bias[e], or rows[r] @ weights[e] where not `transposed`."""
     num_rows, length = rows.shape
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
@@ -76,6 +88,8 @@ def multiply(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, *, tran
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         TensorDescriptor(stack.base, [stack.num_rows, wide], [wide, 1], block),
         out,
+        bias,
+        row_weights,
         ends,
         num_rows,
         columns,
@@ -90,6 +104,8 @@ def multiply(rows: Tensor, weights: Matrices, ends: Tensor, out: Tensor, *, tran
         DOWN=tile.down,
         TRANSPOSED=transposed,
         MASKS=not transposed and length % tile.k != 0,
+        BIASED=bias is not None,
+        WEIGHTED=row_weights is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -139,6 +155,8 @@ def _multiply(
     rows,
     weights,
     out,
+    bias,
+    row_weights,
     ends,
     num_rows,
     columns,
@@ -153,6 +171,8 @@ def _multiply(
     DOWN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     MASKS: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
 ):
     n_tiles = tl.cdiv(columns, BLOCK_N)
     expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
@@ -172,6 +192,11 @@ def _multiply(
                 b = tl.where((k + tl.arange(0, BLOCK_K) < length)[:, None], b, 0)
             total = tl.dot(a, b, total)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    if BIASED:
+        added = tl.load(bias + expert * columns + column + n, column + n < columns, 0).to(tl.float32)[None, :]
+        if WEIGHTED:
+            added = tl.load(row_weights + row + m, row + m < end, 0)[:, None] * added
+        total += added
     inside = (row + m < end)[:, None] & (column + n < columns)[None, :]
     to = out + row.to(tl.int64) * columns + column + (m[:, None] * columns + n[None, :])
     tl.store(to, total.to(out.dtype.element_ty), inside)
@@ -332,55 +357,278 @@ def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     tl.store(to, tile.to(to.dtype.element_ty), inside)
 
 
-def weighted_swiglu(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    num_rows, half = rows.shape[0], rows.shape[1] // 2
-    out = rows.new_empty(num_rows, half)
+def bias_grads(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
+    """out[e] [n] = the sum of row_weights[r] * grad[r] [n] over the rows of e in all sets, or that is added."""
+    n = sets[0][0].shape[1]
+    first, second = sets[0], sets[1] if len(sets) > 1 else (None, None, None)
+    _bias_grads[len(out), triton.cdiv(n, BIAS_COLUMNS)](
+        *first,
+        first[0].shape[0],
+        *second,
+        0 if second[0] is None else second[0].shape[0],
+        out[0],
+        _addresses(out, first[0].device),
+        n,
+        ROWS=BIAS_ROWS,
+        COLUMNS=BIAS_COLUMNS,
+        WEIGHTED=first[2] is not None,
+        MORE=len(sets) > 1,
+        ACCUMULATE=accumulate,
+    )
+
+
+@triton.jit
+def _add_rows(
+    total, grad, ends, row_weights, num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """Add the rows of an expert to the sums of a block of columns."""
+    begin, end = _rows_of(tl.program_id(0), ends, num_rows)
+    i, j = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for first in range(begin, end, ROWS):
+        row = first + i
+        rows = tl.load(grad + row.to(tl.int64)[:, None] * n + j[None, :], (row < end)[:, None] & (j < n)[None, :], 0)
+        rows = rows.to(tl.float32)
+        if WEIGHTED:
+            rows *= tl.load(row_weights + row, row < end, 0)[:, None]
+        total += tl.sum(rows, 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_more"])
+def _bias_grads(
+    grad,
+    ends,
+    row_weights,
+    num_rows,
+    more_grad,
+    more_ends,
+    more_row_weights,
+    num_more,
+    out,
+    addresses,
+    n,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MORE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    total = tl.zeros((COLUMNS,), tl.float32)
+    total = _add_rows(total, grad, ends, row_weights, num_rows, n, ROWS, COLUMNS, WEIGHTED)
+    if MORE:
+        total = _add_rows(total, more_grad, more_ends, more_row_weights, num_more, n, ROWS, COLUMNS, WEIGHTED)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    to = tl.load(addresses + tl.program_id(0)).to(out.dtype) + j
+    if ACCUMULATE:
+        total += tl.load(to, j < n, 0).to(tl.float32)
+    tl.store(to, total.to(to.dtype.element_ty), j < n)
+
+
+def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+    num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
+    out = hidden.new_empty(num_rows, columns)
     if num_rows:
-        _swiglu[num_rows,](rows, weights, ends[-1:], out, half, BLOCK=SWIGLU_COLUMNS)
+        settings = _settings(activation)
+        _activate[num_rows,](hidden, row_weights, ends[-1:], out, columns, **settings, BLOCK=ACTIVATION_COLUMNS)
     return out
 
 
-def weighted_swiglu_grad(grad: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    out, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-    if rows.shape[0]:
-        half = grad.shape[1]
-        _swiglu_grad[rows.shape[0],](grad, rows, weights, ends[-1:], out, grad_weights, half, BLOCK=SWIGLU_COLUMNS)
+def activate_grad(
+    grad: Tensor,
+    hidden: Tensor,
+    row_weights: Tensor,
+    ends: Tensor,
+    activation: Activation,
+    grad_out: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    out, grad_weights = torch.empty_like(hidden), torch.empty_like(row_weights)
+    if hidden.shape[0]:
+        _activate_grad[hidden.shape[0],](
+            grad,
+            hidden,
+            row_weights,
+            ends,
+            out,
+            grad_weights,
+            grad.shape[1],
+            grad_out,
+            bias,
+            0 if bias is None else bias.shape[1],
+            len(ends),
+            **_settings(activation),
+            BIASED=bias is not None,
+            EXPERTS=triton.next_power_of_2(len(ends)),
+            BLOCK=ACTIVATION_COLUMNS,
+        )
     return out, grad_weights
 
 
+def _settings(activation: Activation) -> dict[str, Any]:
+    return dict(
+        FUNCTION=activation.function,
+        GATED=activation.gated,
+        ALPHA=float(activation.alpha),
+        CLAMPS=activation.limit is not None,
+        LIMIT=float(activation.limit or 0),
+        OFFSET=float(activation.offset),
+        BETA=float(activation.beta),
+        LINEAR_BETA=float(activation.linear_beta),
+    )
+
+
 @triton.jit
-def _swiglu(rows, weights, end, out, half, BLOCK: tl.constexpr):
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+# The formulas of activation.py: a value, and its derivative, which the compiler leaves out where it is not used.
+@triton.jit
+def _function(
+    x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr
+):
+    inside = x <= LIMIT
+    if CLAMPS:
+        x = tl.minimum(x, LIMIT)
+    if FUNCTION == "silu":
+        scaled = x
+        if ALPHA != 1:
+            scaled = ALPHA * x
+        sigmoid = tl.sigmoid(scaled)
+        value = x * sigmoid
+        slope = sigmoid * (1 + scaled * (1 - sigmoid))
+    elif FUNCTION == "gelu":
+        erf = tl.erf(x * 0.7071067811865476)
+        value = x * (1 + erf) * 0.5
+        slope = (1 + erf) * 0.5 + x * tl.exp(-x * x * 0.5) * 0.3989422804014327
+    elif FUNCTION == "gelu_tanh":
+        tanh = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        value = x * (1 + tanh) * 0.5
+        slope = (1 + tanh) * 0.5 + x * (1 - tanh * tanh) * 0.3989422804014327 * (1 + 0.134145 * x * x)
+    elif FUNCTION == "squared_relu":
+        positive = tl.maximum(x, 0.0)
+        value = positive * positive
+        slope = 2 * positive
+    else:
+        sigmoid = tl.sigmoid(x)
+        tanh = _tanh(x / BETA)
+        value = BETA * tanh * sigmoid
+        slope = (1 - tanh * tanh) * sigmoid + value * (1 - sigmoid)
+    if CLAMPS:
+        slope = tl.where(inside, slope, 0.0)
+    return value, slope
+
+
+@triton.jit
+def _linear(
+    up,
+    FUNCTION: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):
+    slope = up * 0 + 1
+    if FUNCTION == "situ":
+        tanh = _tanh(up / LINEAR_BETA)
+        up = LINEAR_BETA * tanh
+        slope = 1 - tanh * tanh
+    if CLAMPS:
+        slope = tl.where(tl.abs(up) <= LIMIT, slope, 0.0)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    if OFFSET != 0:
+        up += OFFSET
+    return up, slope
+
+
+@triton.jit
+def _activate(
+    hidden,
+    row_weights,
+    end,
+    out,
+    columns,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(end):
         return
-    weight = tl.load(weights + row)
-    for first in range(0, half, BLOCK):
+    weight = tl.load(row_weights + row)
+    hidden += row * columns * (2 if GATED else 1)
+    for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
-        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up * weight
-        tl.store(out + row * half + i, value.to(out.dtype.element_ty), i < half)
+        gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
+        value, _ = _function(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
+        if GATED:
+            up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
+            up, _ = _linear(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            value = value * up
+        tl.store(out + row * columns + i, (value * weight).to(out.dtype.element_ty), i < columns)
 
 
 @triton.jit
-def _swiglu_grad(grad, rows, weights, end, out, grad_weights, half, BLOCK: tl.constexpr):
+def _activate_grad(
+    grad,
+    hidden,
+    row_weights,
+    ends,
+    out,
+    grad_weights,
+    columns,
+    grad_out,
+    bias,
+    wide,
+    experts,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    BIASED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(end):
+    if row >= tl.load(ends + experts - 1):
         tl.store(grad_weights + row, 0.0)
         return
-    weight = tl.load(weights + row)
+    weight = tl.load(row_weights + row)
     total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, half, BLOCK):
+    pair = columns * (2 if GATED else 1)
+    hidden += row * pair
+    out += row * pair
+    for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        gate = tl.load(rows + row * 2 * half + i, i < half, 0).to(tl.float32)
-        up = tl.load(rows + row * 2 * half + half + i, i < half, 0).to(tl.float32)
-        given = tl.load(grad + row * half + i, i < half, 0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        total += given * silu * up
-        given *= weight
-        # d silu / d gate = sigmoid * (1 + gate * (1 - sigmoid))
-        grad_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(out + row * 2 * half + i, grad_gate.to(out.dtype.element_ty), i < half)
-        tl.store(out + row * 2 * half + half + i, (given * silu).to(out.dtype.element_ty), i < half)
+        gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
+        given = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
+        value, slope = _function(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
+        if GATED:
+            up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
+            up, up_slope = _linear(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            total += given * value * up
+            given *= weight
+            tl.store(out + columns + i, (given * value * up_slope).to(out.dtype.element_ty), i < columns)
+            given *= up
+        else:
+            total += given * value
+            given *= weight
+        tl.store(out + i, (given * slope).to(out.dtype.element_ty), i < columns)
+    if BIASED:
+        e = tl.arange(0, EXPERTS)
+        expert = tl.sum((tl.load(ends + e, e < experts, 0x7FFFFFFF) <= row).to(tl.int32))
+        for first in range(0, wide, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            given = tl.load(grad_out + row * wide + i, i < wide, 0).to(tl.float32)
+            total += given * tl.load(bias + expert * wide + i, i < wide, 0).to(tl.float32)
     tl.store(grad_weights + row, tl.sum(total))

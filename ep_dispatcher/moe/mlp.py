@@ -17,13 +17,12 @@ from ep_dispatcher import checks, operation
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput
+from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe import overlap as overlapping
-from ep_dispatcher.moe.grouped_gemm import Matrices
-from ep_dispatcher.moe.grouped_mlp import grouped_swiglu_mlp, grouped_swiglu_mlp_of_sets
+from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
 from ep_dispatcher.plain import require_memory
-
-ACTIVATIONS = ("swiglu",)
 
 
 def moe_mlp(
@@ -34,24 +33,29 @@ def moe_mlp(
     w1: Tensor,
     w2: Tensor,
     *,
-    activation: str = "swiglu",
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: str | Activation = "swiglu",
     max_recv_rows: int | None = None,
     overlap: bool = True,
     num_parts: int | None = None,
     keep_activated: bool = True,
 ) -> Tensor:
-    """Run a layer of experts, each a gated MLP without biases. Return y [num_tokens, hidden] of the buffer's dtype.
+    """Run a layer of experts, each an MLP of two linear layers. Return y [num_tokens, hidden] of the buffer's dtype.
 
-        gate, up = w1[e] @ x[t]                                   the first half of the entries, and the second half
-        y[t] = sum over k of topk_weights[t, k] * w2[e] @ (silu(gate) * up),  e = topk_idx[t, k]
+        gate, up = w1[e] @ x[t] + b1[e]                           the first half of the entries, and the second half
+        y[t] = sum over k of topk_weights[t, k] * (w2[e] @ (silu(gate) * up) + b2[e]),  e = topk_idx[t, k]
 
     x              [num_tokens, hidden] of the buffer's dtype
     topk_idx       int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none
     topk_weights   float32 [num_tokens, num_topk]
     w1             [num_local_experts, 2 * intermediate, hidden] of the buffer's dtype: for each expert of this rank the
-                   weight of a linear layer, as torch.nn.Linear has it
+                   weight of a linear layer, as torch.nn.Linear has it. Without a gate [.., intermediate, hidden]
     w2             [num_local_experts, hidden, intermediate], likewise. On a GPU a row has a multiple of 16 bytes
-    activation     "swiglu"
+    b1, b2         [num_local_experts, 2 * intermediate or intermediate] and [num_local_experts, hidden] of the buffer's
+                   dtype, or None: no bias
+    activation     "swiglu", "geglu", "situ"; without a gate "gelu", "squared_relu"; or an ep.Activation, such as that
+                   of gpt-oss: ep.Activation("silu", alpha=1.702, limit=7.0, offset=1.0)
     max_recv_rows  as in ep.dispatch, for each part. With it the host never waits on a GPU with bfloat16 or float16
     overlap        with two parts let communication run under the GEMMs; every bit is the same. It needs a GPU and
                    bfloat16 or float16. Elsewhere it changes nothing, and ep.why_no_overlap(buffer) says why. Ranks may
@@ -62,52 +66,57 @@ def moe_mlp(
     keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
                    ``intermediate`` values per received row
 
-    Under torch.autocast of the buffer's dtype x, w1 and w2 are cast in each call, as in ep.dispatch. torch.compile
-    keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
+    Under torch.autocast of the buffer's dtype x, weights and biases are cast in each call, as in ep.dispatch.
+    torch.compile keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
 
-    GEMMs accumulate in float32 and round once. The activation is computed in float32, multiplied by topk_weights, then
-    rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype too. The gradients
-    of w1 and w2 sum over the rows of the first part, then over those of the second, and are rounded once. In
-    torch.compile the sum of each part is rounded.
+    GEMMs accumulate in float32, add the bias and round once. The activation is computed in float32, multiplied by
+    topk_weights, then rounded; the second GEMM follows. Gradients between the GEMMs are rounded to the buffer's dtype
+    too. The gradients of weights and biases sum over the rows of the first part, then over those of the second, and are
+    rounded once. In torch.compile the sum of each part is rounded, and GEMMs are rounded before the bias is added.
 
-    Gradients reach x, topk_weights, w1 and w2. For the backward the layer keeps the received rows, the results of the
-    first GEMM and those of the activation, all in the buffer's dtype. With max_recv_rows two parts keep twice as many
-    rows. There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x, topk_weights
-    and the pair (w1, w2) must require a gradient on all ranks or on none. torch.autograd.grad or backward(inputs=...)
-    must ask for the same gradients on all ranks too.
+    Gradients reach x, topk_weights, weights and biases. For the backward the layer keeps the received rows, the results
+    of the first GEMM and those of the activation, all in the buffer's dtype. With max_recv_rows two parts keep twice as
+    many rows. There are no second derivatives. As in ep.dispatch, every rank must run the backward. Each of x,
+    topk_weights and all parameters together must require a gradient on all ranks or on none. torch.autograd.grad or
+    backward(inputs=...) must ask for the same gradients on all ranks too.
 
     Errors are those of ep.dispatch. A wrong argument is a ValueError before anything is sent.
     """
     check_buffer(buffer)
-    refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2)
-    checks.one_of("activation", activation, ACTIVATIONS)
+    refuse_transforms(x=x, topk_weights=topk_weights, w1=w1, w2=w2, b1=b1, b2=b2)
+    act = activations.checked(activation)
     num_parts = overlapping.num_parts_of(buffer, num_parts)
     config, experts = buffer.config, buffer.num_local_experts
     device = buffer.live_engine().device
     if torch.is_autocast_enabled(device):
-        x, w1, w2 = (operation.as_autocast(buffer, t) for t in (x, w1, w2))
+        x, w1, w2, b1, b2 = (operation.as_autocast(buffer, t) for t in (x, w1, w2, b1, b2))
     checks.tensor("x", x, (config.dtype,), ("num_tokens", config.hidden), device)
     checks.tensor("topk_weights", topk_weights, (torch.float32,), ("num_tokens", config.num_topk), device)
     checks.tensor("w2", w2, (config.dtype,), (experts, config.hidden, "intermediate"), device)
     intermediate = w2.shape[2]
-    checks.tensor("w1", w1, (config.dtype,), (experts, 2 * intermediate, config.hidden), device)
+    checks.tensor("w1", w1, (config.dtype,), (experts, act.pair * intermediate, config.hidden), device)
+    for name, bias, length in (("b1", b1, act.pair * intermediate), ("b2", b2, config.hidden)):
+        if bias is not None:
+            checks.tensor(name, bias, (config.dtype,), (experts, length), device)
     if device == "cuda" and (intermediate == 0 or intermediate * w2.itemsize % grouped_gemm.LINE_BYTES):
         allowed = f"a multiple of {grouped_gemm.LINE_BYTES // w2.itemsize} with {config.dtype} on a GPU"
         checks.fail("w2", f"intermediate {intermediate}", allowed)
-    refuse_dtensors(w1=w1, w2=w2)
-    is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2))
+    refuse_dtensors(w1=w1, w2=w2, b1=b1, b2=b2)
+    is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2, b1, b2))
     has_kernels = grouped_gemm.has_kernels(x) and is_eager
     if has_kernels:
         w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
+    parameters = Parameters(w1, w2, b1, b2)
+    options: dict[str, Any] = dict(activation=act, keep_activated=keep_activated)
     if has_kernels or (is_eager and num_parts > 1):
         with torch.cuda.device_of(x):
             if num_parts > 1:
-                given = buffer, x, topk_idx, topk_weights, w1, w2, max_recv_rows
-                return overlapping.mlp_in_parts(*given, overlap=overlap, keep_activated=keep_activated)
+                given = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows
+                return overlapping.mlp_in_parts(*given, overlap=overlap, **options)
             out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
-            rows = grouped_swiglu_mlp(*_rows_of(out), w1, w2, keep_activated=keep_activated)
+            (rows,) = grouped_mlp([_rows_of(out)], parameters, **options)
             return combine(buffer, rows, out.handle)
-    run = partial(_rows_of_experts, w1=w1, w2=w2, keep_activated=keep_activated)
+    run = partial(_rows_of_experts, w1=w1, w2=w2, b1=b1, b2=b2, **options)
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
 
 
@@ -157,15 +166,14 @@ def run_grouped_nodes(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    w1: Matrices,
-    w2: Matrices,
+    parameters: Parameters,
     max_recv_rows: int | None,
     **options: Any,
 ) -> Tensor:
     """``mlp_in_parts`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
 
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
-        return grouped_swiglu_mlp_of_sets([_rows_of(out) for out in sent], w1, w2, **options)
+        return grouped_mlp([_rows_of(out) for out in sent], parameters, **options)
 
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts)
 
@@ -190,44 +198,67 @@ def _aligned(argument: str, weight: Tensor) -> Tensor:
     return weight if weight.data_ptr() % grouped_gemm.LINE_BYTES == 0 else weight.clone()
 
 
-def _grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _grouped_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, row_weights: Tensor | None
+) -> Tensor:
     """Return rows [rows, k] times weight[e].T of each row's expert e, [rows, n]. Rows of no expert are not computed.
 
-    weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows
+    weight: [experts, n, k]; ends: int32 [experts], the end of each expert's rows. bias: [experts, n], added in float32,
+    times row_weights if they are given
     """
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:  # without fullgraph this is no error but a break
         checks.fail("buffer", f"one of {rows.dtype}", "one of torch.bfloat16 for moe_mlp in a whole graph")
     if hasattr(F, "grouped_mm"):  # PyTorch 2.10 and newer
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-    end = ends.tolist()
-    with torch.autocast(rows.device.type, enabled=False):  # it casts rows of another dtype too, and not grouped_mm's
-        parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
-    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    else:
+        end = ends.tolist()
+        with torch.autocast(rows.device.type, enabled=False):  # it casts rows of another dtype too, unlike grouped_mm's
+            parts = [rows[b:e] @ w.t() for b, e, w in zip([0, *end], end, weight)]
+        out = torch.cat([*parts, rows.new_zeros(rows.shape[0] - end[-1], weight.shape[1])])
+    if bias is None:
+        return out
+    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    expert = torch.searchsorted(ends, row, right=True).clamp(max=len(bias) - 1)
+    added = bias.float()[expert] if row_weights is None else bias.float()[expert] * row_weights[:, None]
+    added = torch.where((row < ends[-1])[:, None], added, 0)  # gradients of rows of no expert are undefined
+    return (out.float() + added).to(out.dtype)
 
 
-def _rows_of_experts(out: DispatchOutput, w1: Tensor, w2: Tensor, keep_activated: bool) -> Tensor:
+def _rows_of_experts(
+    out: DispatchOutput,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    activation: Activation,
+    keep_activated: bool,
+) -> Tensor:
     """Return the results of the experts by row, by PyTorch's grouped GEMMs."""
     rows, row_weights, ends = _rows_of(out)
     second = _activated_linear
     if not keep_activated:
         second = partial(checkpoint, _activated_linear, use_reentrant=False, preserve_rng_state=False)
-    return second(_grouped_linear(rows, w1, ends), row_weights, w2, ends)
+    return second(_grouped_linear(rows, w1, b1, ends, None), row_weights, w2, b2, ends, activation)
 
 
-def _activated_linear(hidden_rows: Tensor, row_weights: Tensor, w2: Tensor, ends: Tensor) -> Tensor:
+def _activated_linear(
+    hidden: Tensor, row_weights: Tensor, w2: Tensor, b2: Tensor | None, ends: Tensor, activation: Activation
+) -> Tensor:
     """Return the results of the experts, from those of their first GEMM."""
-    return _grouped_linear(_WeightedSwiglu.apply(hidden_rows, row_weights), w2, ends)
+    return _grouped_linear(_WeightedActivation.apply(hidden, row_weights, activation), w2, b2, ends, row_weights)
 
 
-class _WeightedSwiglu(torch.autograd.Function):
-    """silu(gate) * up * weight for rows (gate, up), in float32. It saves its arguments only, and nothing in float32."""
+class _WeightedActivation(torch.autograd.Function):
+    """The activation of rows, times their weights, in float32. It saves its arguments only, and nothing in float32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return grouped_gemm.swiglu(rows, weights)
+    def forward(ctx: Any, hidden: Tensor, row_weights: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(hidden, row_weights)
+        ctx.activation = activation
+        return activations.activate(hidden, row_weights, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grouped_gemm.swiglu_grad(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, row_weights = ctx.saved_tensors
+        return *activations.activate_grad(grad, hidden, row_weights, ctx.activation), None

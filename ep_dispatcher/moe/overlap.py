@@ -39,12 +39,13 @@ from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_ba
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.grouped_mlp import (
-    Call,
     Kept,
+    Mlp,
+    Parameters,
     WriteGrads,
-    checked_call,
+    checked_mlp,
     grads_of_rows,
     run_rows,
     write_grads,
@@ -106,16 +107,16 @@ def mlp_in_parts(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    w1: Matrices,
-    w2: Matrices,
+    parameters: Parameters,
     max_recv_rows: int | None,
     *,
     overlap: bool,
+    activation: Activation = SWIGLU,
     keep_activated: bool = True,
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
 ) -> Tensor:
-    """``ep.moe_mlp`` in two parts; weights and keywords are those of grouped_swiglu_mlp. The weights were checked.
+    """``ep.moe_mlp`` in two parts; parameters and keywords are those of grouped_mlp. The parameters were checked.
 
     max_recv_rows: of each part
     overlap: run its operations in a stream of their own, unless ``why_not`` has a reason
@@ -123,13 +124,13 @@ def mlp_in_parts(
     overlap = overlap and why_not(buffer, num_parts=2) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
-    call = checked_call(x.dtype, w1, w2, keep_activated, take_grads, anchor)
+    mlp = checked_mlp(x.dtype, parameters, activation, keep_activated, take_grads, anchor)
     request = operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
-    return _Mlp.apply(x, topk_weights, buffer, request, call, overlap, *call.inputs(x, topk_weights))
+    return _MlpInParts.apply(x, topk_weights, buffer, request, mlp, overlap, *mlp.inputs(x, topk_weights))
 
 
-class _Mlp(torch.autograd.Function):
+class _MlpInParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -137,10 +138,10 @@ class _Mlp(torch.autograd.Function):
         topk_weights: Tensor,
         buffer: Buffer,
         request: DispatchRequest,
-        call: Call,
+        mlp: Mlp,
         overlap: bool,
         anchor: Tensor | None,
-        *weights: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
         assert request.topk_idx is not None
         requests = [
@@ -160,25 +161,25 @@ class _Mlp(torch.autograd.Function):
                 received = operations.take(*sent[i])
                 assert received.topk_weights is not None and received.plan is not None  # as these were given
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
-                rows, kept = run_rows(received.rows, received.topk_weights, ends, call)
+                rows, kept = run_rows(received.rows, received.topk_weights, ends, mlp)
                 experts_end = operations.record()
                 results.append(rows)
                 if waits and i == 0:
                     sent.append(operations.dispatch(requests[1]))
                 operations.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
                 saved += [*kept, received.plan]
-        ctx.save_for_backward(*saved, *weights)
-        ctx.call, ctx.overlap, ctx.buffer_id, ctx.note = call, overlap, buffer.id, buffer.backward_note
+        ctx.save_for_backward(*saved, *tensors)
+        ctx.mlp, ctx.overlap, ctx.buffer_id, ctx.note = mlp, overlap, buffer.id, buffer.backward_note
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Any, ...] = ctx.saved_tensors
-        of_a, of_b, weights = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
+        of_a, of_b, tensors = saved[:_PER_PART], saved[_PER_PART : 2 * _PER_PART], saved[2 * _PER_PART :]
         kept, plans = [Kept(*of_a[:-1]), Kept(*of_b[:-1])], [of_a[-1], of_b[-1]]
-        call: Call = ctx.call
-        (w1, w2), buffer = call.saved(weights), buffer_of(ctx)
+        mlp: Mlp = ctx.mlp
+        parameters, buffer = mlp.saved(tensors), buffer_of(ctx)
         for plan in plans:
             check_saved_plan(plan)
         goes_back = dispatch_goes_back(ctx)
@@ -193,7 +194,7 @@ class _Mlp(torch.autograd.Function):
                 sent[i] = operations.dispatch(given)
             for i in (1, 0):
                 grad_out = operations.take(*sent[i]).rows
-                grads[i] = grads_of_rows(grad_out, kept[i], w1, w2, goes_back)
+                grads[i] = grads_of_rows(grad_out, kept[i], mlp, parameters, goes_back)
                 if grad_x is not None:
                     out = cut(grad_x)[i]
                     y = CombineRequest(grads[i].grad_rows, plans[i], grads[i].grad_row_weights, len(out), "expert")
@@ -201,11 +202,11 @@ class _Mlp(torch.autograd.Function):
             sets = [(of_part, grad_rows._replace(grad_rows=None)) for of_part, grad_rows in zip(kept, grads)]
             side = operations.side  # `write` keeps this alone, not the operations: it may be called later
 
-            def write(grad_w1: Matrices, grad_w2: Matrices, accumulate: bool) -> None:
-                write_grads(sets, grad_w1, grad_w2, accumulate)
+            def write(out: Parameters, accumulate: bool) -> None:
+                write_grads(sets, mlp.activation, out, accumulate)
                 _order_memory(side)
 
-            grad_inputs = call.gradients(write, weights, any(ctx.needs_input_grad[7:]))
+            grad_inputs = mlp.gradients(write, tensors, any(ctx.needs_input_grad[7:]))
             operations.join()
             grad_probs = torch.cat(grad_topk_weights) if goes_back else None  # reads memory of the side stream
         return grad_x, grad_probs, None, None, None, None, *grad_inputs

@@ -26,7 +26,7 @@ import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
 from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
 from ep_dispatcher.moe import overlap
-from ep_dispatcher.moe.grouped_gemm import Matrices
+from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
 
 
@@ -51,15 +51,15 @@ class Deferred:
         self.plans.keep(self.topk_idx, self.microbatch, self.buffer, out.handle)
         return out
 
-    def run(self, tokens: Tensor, probs: Tensor, w1: Matrices, w2: Matrices, **options: Any) -> Tensor:
+    def run(self, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
         """Return the sum over each token's rows, [num_tokens, hidden].
 
         Two parts of the tokens, bit by bit the same whether they overlap or not. If a tool looks at operators on one
         rank (FlopCounterMode), that rank still runs the operations of the others.
 
-        tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; weights and options: grouped_swiglu_mlp
+        tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
         """
-        given = self.buffer, tokens, self.topk_idx, probs, w1, w2, self.max_rows
+        given = self.buffer, tokens, self.topk_idx, probs, parameters, self.max_rows
         if is_observed((tokens, probs, self.topk_idx)):
             return run_grouped_nodes(*given, **options)
         with torch.cuda.device_of(tokens):

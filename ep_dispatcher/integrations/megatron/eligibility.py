@@ -19,14 +19,13 @@ from torch.utils.module_tracker import ModuleTracker
 from ep_dispatcher.integrations.megatron import graphs, limits, registration
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.activation import SWIGLU, Activation
 
 if TYPE_CHECKING:
     from ep_dispatcher.integrations.megatron.experts import Experts
 
 # Fields of TransformerConfig with the values that they must have. Not every version has all of them.
 PLAIN_SETTINGS = {
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
     "fp8": None,
     "fp4": None,
     "fp8_param": False,
@@ -38,10 +37,7 @@ PLAIN_SETTINGS = {
     "moe_use_grouped_tensor": False,
     "expert_gtp_weight_remat_size": 1,
     "activation_func_fp8_input_store": False,
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
     "moe_mlp_glu_interleave_size": None,
-    "moe_apply_probs_on_input": False,
     "cpu_offloading": False,
 }
 DTYPES_ON_GPU = grouped_gemm.KERNEL_DTYPES  # with others the host would wait for the counts
@@ -141,9 +137,40 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__name__ in known else kind.__name__
 
 
+@functools.cache
+def _functions() -> dict[Callable[..., Any], Activation]:
+    """Return Megatron's activation functions, and what runs in their place."""
+    from megatron.core import activations
+    from megatron.core.fusions import fused_bias_geglu
+
+    quick_gelu = Activation("silu", alpha=1.702)
+    return {
+        F.silu: SWIGLU,
+        F.gelu: Activation("gelu"),
+        activations.fast_gelu: Activation("gelu_tanh"),
+        activations.quick_gelu: quick_gelu,
+        fused_bias_geglu.quick_gelu: quick_gelu,
+        activations.squared_relu: Activation("squared_relu"),
+    }
+
+
+def activation_of(config: Any) -> Activation:
+    """Return the activation of experts with this config, one of those that ``why_not`` allows."""
+    found = _functions()[config.activation_func]
+    if not config.gated_linear_unit:
+        return found._replace(gated=False)
+    limit, offset = getattr(config, "activation_func_clamp_value", None), getattr(config, "glu_linear_offset", 0.0)
+    return found._replace(limit=limit, offset=offset)
+
+
 def _why_not_settings(config, kind: str) -> str | None:
-    if config.activation_func != F.silu:
+    if config.activation_func not in _functions():
         return f"activation_func is {getattr(config.activation_func, '__name__', config.activation_func)}"
+    clamps = getattr(config, "activation_func_clamp_value", None) is not None
+    if clamps and config.activation_func is F.silu and config.gated_linear_unit and config.bias_activation_fusion:
+        return "Megatron's fused SwiGLU clamps nothing, and activation_func_clamp_value is set"
+    if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
+        return f"add_bias_linear with an expert_tensor_parallel_size of {config.expert_tensor_parallel_size}"
     for name, plain in PLAIN_SETTINGS.items():
         value = getattr(config, name, plain)
         if value != plain:
@@ -166,7 +193,8 @@ def _why_not_settings(config, kind: str) -> str | None:
 def _why_not_modules(experts: Any, ours: Experts) -> str | None:
     grouped = "linear_fc1" in vars(experts)["_modules"]  # TEGroupedMLP
     num_weights = experts.num_local_experts if grouped else 1
-    names = [f"weight{i}" for i in range(num_weights)] if grouped else ["weight"]
+    kinds = ("weight", "bias") if ours.config.add_bias_linear else ("weight",)
+    names = [f"{kind}{i}" if grouped else kind for kind in kinds for i in range(num_weights)]
     linears = {*ours.fc1, *ours.fc2}
     for module in ours.bypassed:
         kind, forwards = type(module), plain_forwards()
@@ -174,14 +202,14 @@ def _why_not_modules(experts: Any, ours: Experts) -> str | None:
             return f"its {'linear layers' if module in linears else 'experts'} are {_name(kind)}"
         if "forward" in vars(module) or kind.forward is not forwards[kind]:
             return f"the forward of {kind.__name__} was replaced"
-        if module in linears and [name for name, _ in module.named_parameters()] != names:
+        if module in linears and {name for name, _ in module.named_parameters()} != set(names):
             return (
                 f"{kind.__name__} has other parameters than {names[0]}{f' to {names[-1]}' if num_weights > 1 else ''}"
             )
         if getattr(module, "te_quant_params", None) is not None:
             return f"{kind.__name__} has a quantisation of its own"
     for module in (experts, *ours.bypassed):
-        if getattr(module, "activation_func", F.silu) is not F.silu:
+        if getattr(module, "activation_func", ours.config.activation_func) is not ours.config.activation_func:
             return f"the activation_func of {type(module).__name__} was replaced"
     return _why_not_global_hooks() or _why_not_hooks(*ours.bypassed) or _why_not_weights(ours)
 
@@ -218,18 +246,19 @@ def _brings_weights(hook: Any) -> bool:
 
 
 def _why_not_weights(ours: Experts) -> str | None:
-    w1, w2 = ours.weights()
+    parameters = ours.parameters()
+    tensors, w1, w2 = parameters.flat(), parameters.w1, parameters.w2
     dtype, device = w1[0].dtype, w1[0].device
-    for weight in (*w1, *w2):
+    for weight in tensors:
         if type(weight) is not Parameter or type(weight.data) is not Tensor:
             return f"its weights are {type(weight).__name__} of {type(weight.data).__name__}"
         if hasattr(weight, "__fsdp_param__"):
             return "Megatron's FSDP holds its weights"
         if weight.dtype != dtype or weight.device != device:
             return "its weights have different dtypes or devices"
-    if len({hasattr(weight, "main_grad") for weight in (*w1, *w2)}) > 1:
+    if len({hasattr(weight, "main_grad") for weight in tensors}) > 1:
         return "some of its weights have no main_grad"
-    if len({getattr(weight, "main_grad", weight).dtype for weight in (*w1, *w2)}) > 1:
+    if len({getattr(weight, "main_grad", weight).dtype for weight in tensors}) > 1:
         return "its main_grads have different dtypes"
     if device.type == "cuda":
         if dtype not in DTYPES_ON_GPU:
@@ -263,7 +292,7 @@ def why_copied(ours: Experts) -> str | None:
 
     Megatron's DistributedDataParallel gives weights their final place, so ask after it is made.
     """
-    weights = ours.weights()
+    weights = ours.parameters()[:2]
     if not grouped_gemm.has_kernels(weights[0][0]) or all(map(grouped_gemm.stack_in_place, weights)):
         return None
     ddp = ours.ddp()

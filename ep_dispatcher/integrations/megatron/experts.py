@@ -27,7 +27,7 @@ from ep_dispatcher.integrations.megatron import arguments, eligibility, graphs, 
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.dispatcher import MoEEPTokenDispatcher
 from ep_dispatcher.moe import overlap
-from ep_dispatcher.moe.grouped_mlp import WriteGrads, empty_grads, grouped_swiglu_mlp
+from ep_dispatcher.moe.grouped_mlp import Parameters, WriteGrads, grouped_mlp
 from ep_dispatcher.moe.overlap import num_parts_of
 
 TakeGrads = Callable[[WriteGrads], Tensor | None]
@@ -61,9 +61,11 @@ class Experts:
         self.delayed: deque[Callable[[], None]] = deque()  # gradients of weights that wait for backward_dw
         self.fc1, self.fc2, self.bypassed = [], [], []  # until it is decided
 
-    def weights(self) -> tuple[list[Any], list[Any]]:
-        """Return w1 and w2 of each expert, as the modules have them now."""
-        return _parameters(self.fc1), _parameters(self.fc2)
+    def parameters(self) -> Parameters:
+        """Return weights and biases of each expert, as the modules have them now, with Megatron's attributes."""
+        names = ("weight", "bias") if self.config.add_bias_linear else ("weight",)
+        found = [[_parameters(linears, name) for linears in (self.fc1, self.fc2)] for name in names]
+        return Parameters(*(one for pair in found for one in pair))
 
     def decide(self, experts: Any) -> None:
         self.is_decided = True
@@ -94,60 +96,60 @@ class Experts:
         for module in self.bypassed:  # with overlap_param_gather their hooks wait for the weights, and do no more
             for hook in module._forward_pre_hooks.values():
                 hook(module, (rows, counts))
-        w1, w2 = self.weights()
-        take_grads, anchor = self._take_grads(w1, w2, communicate=isinstance(counts, Deferred))
+        if getattr(self.config, "moe_apply_probs_on_input", False):  # top-k is 1, so a token has one
+            rows, probs = (rows * probs.view(-1, 1)).to(rows.dtype), torch.ones_like(probs)
+        parameters = self.parameters()
+        take_grads, anchor = self._take_grads(parameters, communicate=isinstance(counts, Deferred))
         options: dict[str, Any] = dict(
-            keep_activated=not _recomputes_activation(self.config), take_grads=take_grads, anchor=anchor
+            activation=eligibility.activation_of(self.config),
+            keep_activated=not _recomputes_activation(self.config),
+            take_grads=take_grads,
+            anchor=anchor,
         )
         if isinstance(counts, Deferred):
-            return counts.run(rows, probs, w1, w2, **options), None
-        out = grouped_swiglu_mlp(
-            rows.contiguous(),
-            probs.float(),
-            counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True),
-            w1,
-            w2,
-            **options,
-        )
+            return counts.run(rows, probs, parameters, **options), None
+        ends = counts.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+        (out,) = grouped_mlp([(rows.contiguous(), probs.float(), ends)], parameters, **options)
         return out, None
 
-    def _take_grads(self, w1: list[Any], w2: list[Any], *, communicate: bool) -> tuple[TakeGrads | None, Tensor | None]:
-        """Return who writes the gradients of the weights in the backward, and the tensor that autograd sees instead.
+    def _take_grads(self, parameters: Parameters, *, communicate: bool) -> tuple[TakeGrads | None, Tensor | None]:
+        """Return who writes the gradients of the parameters in the backward, and the tensor that autograd sees instead.
 
         None: autograd writes them, as for every other tensor. ``communicate``: whether the experts run dispatch and
         combine. Then communication of the backward runs under these gradients anyway, and they need not wait for it.
         """
-        if not all(weight.requires_grad for weight in (*w1, *w2)):
+        tensors = parameters.flat()
+        if not all(one.requires_grad for one in tensors):
             return None, None
-        fused = self.config.gradient_accumulation_fusion and hasattr(w1[0], "main_grad")
+        fused = self.config.gradient_accumulation_fusion and hasattr(tensors[0], "main_grad")
         overlaps = limits.overlaps_wgrad(self.config) and not communicate
         if overlaps or getattr(self.config, "delay_wgrad_compute", False):
-            return lambda write: self.delayed.append(lambda: self._deliver(write, w1, w2, fused)), None
+            return lambda write: self.delayed.append(lambda: self._deliver(write, parameters, fused)), None
         if not fused:
             return None, None
         if limits.layers_may_be_captured(self.config):
-            return functools.partial(self._deliver_in_graph, w1, w2), self._anchored(w2[0])
-        return lambda write: self._deliver(write, w1, w2, True), None
+            return functools.partial(self._deliver_in_graph, parameters), self._anchored(parameters.w2[0])
+        return lambda write: self._deliver(write, parameters, True), None
 
-    def _deliver(self, write: WriteGrads, w1: list[Any], w2: list[Any], fused: bool) -> None:
+    def _deliver(self, write: WriteGrads, parameters: Parameters, fused: bool) -> None:
         """Write the gradients where Megatron looks for them, and call its hooks.
 
         Transformer Engine returns a dummy for each weight, so that autograd accumulates it and calls the hook of
         Megatron's DistributedDataParallel. Experts have many weights, so that takes much host time. Calling the hooks
         from here avoids it.
         """
-        weights = [*w1, *w2]
+        tensors: list[Any] = parameters.flat()
         if fused:
             # False since main_grad was filled with zeros: nothing has been added yet.
-            accumulate = getattr(w1[0], "grad_added_to_main_grad", True)
-            write([w.main_grad for w in w1], [w.main_grad for w in w2], accumulate)
-            _say_added(weights)
+            accumulate = getattr(tensors[0], "grad_added_to_main_grad", True)
+            write(parameters.like([one.main_grad for one in tensors]), accumulate)
+            _say_added(tensors)
         else:
-            grad_w1, grad_w2 = empty_grads(w1), empty_grads(w2)
-            write(grad_w1, grad_w2, False)
-            for weight, grad in zip(weights, (*grad_w1, *grad_w2)):
-                weight.grad = grad if weight.grad is None else weight.grad + grad
-        self._run_hooks(weights, fused)
+            grads = parameters.empty_like()
+            write(grads, False)
+            for one, grad in zip(tensors, grads.flat()):
+                one.grad = grad if one.grad is None else one.grad + grad
+        self._run_hooks(tensors, fused)
 
     def _run_hooks(self, weights: list[Any], fused: bool) -> None:
         """Run the hooks of Megatron's DistributedDataParallel that autograd's accumulation would run."""
@@ -166,16 +168,18 @@ class Experts:
             weight.register_post_accumulate_grad_hook(self.after_backward)
         return weight
 
-    def _deliver_in_graph(self, w1: list[Any], w2: list[Any], write: WriteGrads) -> Tensor:
+    def _deliver_in_graph(self, parameters: Parameters, write: WriteGrads) -> Tensor:
         """Write the gradients to main_grad, in a CUDA graph or not. Return the gradient of the anchor.
 
         A replay runs kernels only, the same in every microbatch: all add to main_grad, which Megatron fills with zeros
         before a step. Then autograd accumulates the anchor's gradient, and ``after_backward`` does the rest.
         """
-        write([w.main_grad for w in w1], [w.main_grad for w in w2], True)
-        _say_added([*w1, *w2])
+        tensors: list[Any] = parameters.flat()
+        write(parameters.like([one.main_grad for one in tensors]), True)
+        _say_added(tensors)
         self.is_delivered = True
-        return _dummy(w2[0].shape, w2[0].dtype, w2[0].device).detach()
+        anchor = parameters.w2[0]
+        return _dummy(anchor.shape, anchor.dtype, anchor.device).detach()
 
     def after_backward(self, anchor: Any) -> None:
         """Run Megatron's hooks for all weights, once autograd has accumulated the gradient of the anchor.
@@ -189,9 +193,9 @@ class Experts:
         is_replayed = self.is_captured and self.why_not is None and self.takes_deferred(layer.experts)
         if not is_delivered and not is_replayed:
             return
-        w1, w2 = self.weights()
-        _say_added([*w1, *w2])
-        self._run_hooks([weight for weight in (*w1, *w2) if weight is not anchor], True)
+        tensors = self.parameters().flat()
+        _say_added(tensors)
+        self._run_hooks([one for one in tensors if one is not anchor], True)
         if self.ddp() is None:
             anchor.grad = None  # a dummy
 
@@ -263,9 +267,10 @@ def _recomputes_activation(config) -> bool:
     return config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
 
 
-def _parameters(linears: Sequence[Module]) -> list[Any]:
-    """Return weight0, weight1, ... of one grouped layer, or the weights of many layers, with Megatron's attributes."""
-    return [weight for linear in linears for weight in linear._parameters.values() if weight is not None]
+def _parameters(linears: Sequence[Module], name: str) -> list[Any]:
+    """Return weight0, weight1, ... of one grouped layer, or the weights of many layers; likewise with biases."""
+    named = [item for linear in linears for item in linear._parameters.items()]
+    return [one for key, one in named if one is not None and key.startswith(name)]
 
 
 def communicates(experts: Module, buffer: Any) -> bool:

@@ -1,0 +1,174 @@
+"""Activations and biases of experts, against autograd in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_autograd import dense_moe_layer, normal
+from test_dispatch_combine import Case, Inputs, make_buffer
+from test_errors import error_of
+from test_experts import CLOSE, INTERMEDIATE, MAX_RECV_ROWS, MAX_TOKENS, make_case, weights_of
+from test_grouped_gemm import COUNTS, close, groups, rows_of
+
+import ep_dispatcher as ep
+from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe.activation import NAMED
+from ep_dispatcher.tools.testing import device_of
+
+FAMILIES = {
+    **NAMED,
+    "gpt-oss": ep.Activation("silu", alpha=1.702, limit=1.0, offset=1.0),
+    "DeepSeek-V4": ep.Activation("silu", limit=1.5),
+    "gelu_tanh": ep.Activation("gelu_tanh", gated=False),
+    "clamped situ": ep.Activation("situ", limit=1.0, beta=2.0, linear_beta=3.0),
+}
+
+
+def right(hidden: torch.Tensor, act: ep.Activation) -> torch.Tensor:
+    """The activation of the last dimension, in PyTorch's own functions."""
+    gate, up = hidden.chunk(2, dim=-1) if act.gated else (hidden, torch.ones_like(hidden))
+    if act.limit is not None:
+        gate = gate.clamp(max=act.limit)
+    function = {
+        "silu": lambda x: x * torch.sigmoid(act.alpha * x),
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "squared_relu": lambda x: F.relu(x).square(),
+        "situ": lambda x: act.beta * torch.tanh(x / act.beta) * torch.sigmoid(x),
+    }
+    if act.function == "situ":
+        up = act.linear_beta * torch.tanh(up / act.linear_beta)
+    if act.limit is not None:
+        up = up.clamp(-act.limit, act.limit)
+    return function[act.function](gate) * (up + act.offset)
+
+
+@pytest.fixture(params=COUNTS)
+def ends(request, engine) -> torch.Tensor:
+    return torch.tensor(COUNTS[request.param]).cumsum(0).int().to(device_of(engine, 0))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_activation_and_its_gradients(ends, dtype, name):
+    torch.manual_seed(3)
+    act, columns, end = FAMILIES[name], 1100, int(ends[-1])  # more than a kernel takes at once
+    hidden, grad = rows_of(ends, act.pair * columns, dtype), rows_of(ends, columns, dtype)
+    weights = torch.rand(hidden.shape[0], device=ends.device)
+    leaves = hidden[:end].double().requires_grad_(), weights[:end].double().requires_grad_()
+    result = right(leaves[0], act) * leaves[1][:, None]
+    result.backward(grad[:end].double())
+    close(grouped_gemm.activate(hidden, weights, ends, act)[:end], result.detach(), dtype)
+    grad_hidden, grad_weights = grouped_gemm.activate_grad(grad, hidden, weights, ends, act)
+    assert grad_hidden.dtype == dtype and grad_weights.dtype == torch.float32
+    close(grad_hidden[:end], leaves[0].grad, dtype)
+    close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
+    assert not grad_weights[end:].any()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_row_gets_the_bias_of_its_expert(ends, dtype, apart, weighted):
+    torch.manual_seed(5)
+    n, k, experts, act = 264, 72, len(ends), NAMED["swiglu"]
+    weights = (torch.randn(experts, n, k) / k**0.5).to(ends.device, dtype)
+    bias = torch.randn(experts, n).to(ends.device, dtype)
+    given = [one.clone() for one in bias] if apart else bias
+    rows, grad = rows_of(ends, k, dtype), rows_of(ends, n, dtype)
+    row_weights = torch.rand(rows.shape[0], device=ends.device)
+    out = grouped_gemm.linear(rows, weights, ends, given, row_weights if weighted else None)
+    factors = row_weights.double()[:, None] if weighted else torch.ones_like(row_weights.double()[:, None])
+    sums = torch.ones(experts, n, dtype=torch.float32, device=ends.device)
+    fresh = [torch.full_like(one, 7.0) for one in bias]
+    sets = [(grad, ends, row_weights if weighted else None)]
+    grouped_gemm.linear_grad_bias([*sets, *sets], sums, accumulate=True)
+    grouped_gemm.linear_grad_bias(sets, fresh, accumulate=False)
+    for e, group in enumerate(groups(ends)):
+        close(out[group], rows[group].double() @ weights[e].double().t() + factors[group] * bias[e].double(), dtype)
+        total = (factors[group] * grad[group].double()).sum(0)
+        close(sums[e], 1 + 2 * total, torch.float32)
+        close(fresh[e], total, dtype)
+    hidden, grad_activated = rows_of(ends, 2 * 40, dtype), rows_of(ends, 40, dtype)
+    without = grouped_gemm.activate_grad(grad_activated, hidden, row_weights, ends, act)
+    grads = grouped_gemm.activate_grad(grad_activated, hidden, row_weights, ends, act, grad, given)
+    end = int(ends[-1])
+    assert torch.equal(grads[0][:end], without[0][:end])
+    for e, group in enumerate(groups(ends)):
+        close(grads[1][group], without[1][group].double() + grad[group].double() @ bias[e].double(), torch.float32)
+    assert not grads[1][end:].any()
+
+
+def biases_of(case: Case, pair: int) -> tuple[torch.Tensor, torch.Tensor]:
+    b1, b2 = normal((case.num_experts, pair * INTERMEDIATE), 9), normal((case.num_experts, case.hidden), 10)
+    return b1.to(case.dtype), b2.to(case.dtype)
+
+
+def layer(rank: int, engine: str, case: Case, inputs: Inputs, name: str, how: str):
+    """Return y, and the gradients of x, topk_weights, w1, w2, b1 and b2."""
+    device, act, first = device_of(engine, rank), FAMILIES[name], rank * case.experts_per_rank
+    w1, w2 = weights_of(case)
+    matrices = (w1[:, : act.pair * INTERMEDIATE], w2, *biases_of(case, act.pair))
+    own = [one[first : first + case.experts_per_rank].contiguous() for one in matrices]
+    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
+    topk_idx = inputs.topk_idx[rank].to(device)
+    options = {"max_recv_rows": MAX_RECV_ROWS} if how in ("fixed rows", "compiled") else {}
+    options |= {"num_parts": 2} if how == "two parts" else {}
+
+    def forward(x, topk_weights, w1, w2, b1, b2):
+        activation = name if name in NAMED else act
+        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, activation=activation, **options)
+
+    with make_buffer(case, engine, MAX_TOKENS) as buffer:
+        torch.compiler.reset()  # PyTorch compiles one function 8 times at most
+        run = torch.compile(forward, backend="aot_eager", fullgraph=True) if how == "compiled" else forward
+        y = run(*leaves)
+        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
+    return y.detach(), *(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("how", ["plain", "fixed rows", "two parts", "compiled"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_with_biases_is_the_dense_layer(pools, engine, name, how):
+    dtype = torch.bfloat16 if how == "compiled" else torch.float32
+    (case, inputs), act = make_case(2, 2, dtype), FAMILIES[name]
+
+    def experts(x, w1, w2, b1, b2):
+        hidden = torch.einsum("th,eih->tei", x, w1) + b1
+        return torch.einsum("tei,ehi->teh", right(hidden, act), w2) + b2
+
+    w1, w2 = weights_of(case)
+    matrices = [w1[:, : act.pair * INTERMEDIATE], w2, *biases_of(case, act.pair)]
+    results, x_grads, weight_grads, grads = dense_moe_layer(case, inputs, matrices, experts)
+    for rank, seen in enumerate(pools(2).run(layer, engine, case, inputs, name, how)):
+        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
+        expected = results[rank], x_grads[rank], weight_grads[rank], *(grad[own] for grad in grads)
+        for value, wanted in zip(seen, expected, strict=True):
+            if dtype == torch.bfloat16:  # rounding moves some values beyond a limit, where the gradient is another
+                assert (value.double() - wanted).norm() <= 0.03 * wanted.norm()
+            else:
+                torch.testing.assert_close(value, wanted, check_dtype=False, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(
+    "argument, options",
+    [
+        ("activation", dict(activation="relu")),
+        ("activation.function", dict(activation=ep.Activation("relu"))),
+        ("activation.gated", dict(activation=ep.Activation("gelu", gated=False, limit=1.0))),
+        ("activation.limit", dict(activation=ep.Activation(limit=0.0))),
+        ("activation.alpha", dict(activation=ep.Activation(alpha=float("nan")))),
+        ("w1", dict(activation="gelu")),
+        ("b1", dict(b1=torch.zeros(8, INTERMEDIATE, dtype=torch.float32, device="cpu"))),
+        ("b2", dict(b2=torch.zeros(8, 16, dtype=torch.float64, device="cpu"))),
+    ],
+)
+def test_wrong_arguments_are_value_errors(pools, argument, options):
+    (text,) = pools(1).run(error_with, options)
+    assert text.startswith(f"{argument}: given "), text
+
+
+def error_with(rank: int, options: dict) -> str:
+    w1, w2 = torch.zeros(8, 2 * INTERMEDIATE, 16), torch.zeros(8, 16, INTERMEDIATE)
+    x, idx, weights = torch.zeros(4, 16), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    with ep.Buffer(engine="cpu", hidden=16, num_experts=8, num_topk=2, max_tokens_per_rank=4, dtype=x.dtype) as buffer:
+        return error_of(ep.moe_mlp, buffer, x, idx, weights, w1, w2, **options)
