@@ -144,7 +144,7 @@ def test_a_layer_with_biases_is_the_dense_layer(pools, engine, name, how):
         expected = results[rank], x_grads[rank], weight_grads[rank], *(grad[own] for grad in grads)
         for value, wanted in zip(seen, expected, strict=True):
             if dtype == torch.bfloat16:  # rounding moves some values beyond a limit, where the gradient is another
-                assert (value.double() - wanted).norm() <= 0.06 * wanted.norm()
+                assert (value.double() - wanted).norm() <= 0.12 * wanted.norm()
             else:
                 torch.testing.assert_close(value, wanted, check_dtype=False, **CLOSE[dtype])
 
