@@ -9,6 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 from megatron_layer import (
     NO_MEGATRON,
     Layout,
@@ -125,12 +126,12 @@ def experts_that_must_be_grouped(rank: int) -> None:
     for experts in ("grouped", "auto"):
         with environment(experts=experts):
             plain = make_layer(make_config())
-            layer = make_layer(make_config(gated_linear_unit=False), layer_number=7)
+            layer = make_layer(make_config(activation_func=torch.tanh), layer_number=7)
             plain(tokens_of(rank))
             if experts == "grouped":
                 text = error_of(lambda layer=layer: layer(tokens_of(rank)))
                 assert text.startswith("--ep-dispatcher-experts: given grouped, allowed: auto or megatron"), text
-                assert text.endswith("layer 7: gated_linear_unit is False")
+                assert text.endswith("layer 7: activation_func is tanh")
             else:
                 layer(tokens_of(rank))
 

@@ -344,7 +344,7 @@ def refusals(rank: int) -> None:
     with switched_on(WAVES) as printed, two_parts() as runs:
         layers = [make_layer(make_config(OURS, **settings), n) for n, settings in enumerate([{}] * 4, 1)]
         layers.append(make_layer(make_config("alltoall"), 5))
-        layers.append(make_layer(make_config(add_bias_linear=True), 6))
+        layers.append(make_layer(make_config(activation_func=torch.tanh), 6))
         for layer, change in zip(layers, (hook, schedule, pad)):
             change(layer)
         for layer in (layers[3], layers[0]):
