@@ -170,11 +170,9 @@ def give_a_handle_alone(rank: int, odd: int) -> str:
 
 @pytest.mark.parametrize("odd", [0, 2])
 def test_one_rank_gives_a_handle_and_the_others_a_routing(pools, odd):
-    gave = ["the plan of epoch 5", "None"]
-    first, other = (0, 1) if odd == 0 else (1, 0)
-    said = f"handle: rank {odd or 1} gave {gave[other]}, rank 0 gave {gave[first]}; all ranks must give the same"
-    said += ". So it looks if one of them is in a backward, and the other in a forward pass"
-    assert pools(3).run(give_a_handle_alone, odd) == [said] * 3
+    for message in (messages := pools(3).run(give_a_handle_alone, odd)):
+        assert message.startswith(f"handle: rank {odd or 1} gave ") and "the plan of epoch 5" in message
+    assert len(set(messages)) == 1
 
 
 def find_late(rank: int, slow: int) -> list[str]:
@@ -222,16 +220,13 @@ def give_a_wrong_entry(rank: int):
         for _ in range(2):
             with pytest.raises((ValueError, ep.PeerTimeoutError)) as caught:
                 buffer.combine(out.x, out.handle).event.synchronize()
-            errors.append(
-                (isinstance(caught.value, ValueError), getattr(caught.value, "late_ranks", str(caught.value)[:26]))
-            )
+            errors.append(getattr(caught.value, "late_ranks", str(caught.value).partition(":")[0]))
         return errors, time.monotonic() - begin
 
 
 def test_a_wrong_entry_found_by_a_later_operation(pools):
     for rank, (errors, seconds) in enumerate(pools(3).run(give_a_wrong_entry)):
-        right = (True, "topk_idx[2, 1]: given 12, ") if rank == 1 else (False, (1,))
-        assert errors == [right] * 2 and seconds < 15
+        assert errors == ["topk_idx[2, 1]" if rank == 1 else (1,)] * 2 and seconds < 15
 
 
 def replay_without_rows(rank: int) -> str:

@@ -290,8 +290,8 @@ def test_one_queue_to_the_gpu(monkeypatch):
         "test_cuda_engine.py::test_a_graph_replays_with_new_routing[2]",
         "test_cuda_faults.py::test_a_mistake_found_by_a_later_operation_ends_the_buffer_on_all_ranks[1]",
         "test_cuda_stress.py::test_asynchronous_operations_keep_their_memory",
-        "test_parts_gpu.py::test_the_bits_of_one_part_after_the_other[2-1-cuda]",
-        "test_parts_gpu.py::test_a_graph_of_forward_and_backward[2-1-2-cuda]",
+        "test_parts_gpu.py::test_the_bits_of_one_part_after_the_other[2-1]",
+        "test_parts_gpu.py::test_a_graph_of_forward_and_backward[2-1-2]",
     ]
     tests = [str(ROOT / "tests" / name) for name in names]
     code, output, _ = run_module("pytest", "-q", "-p", "no:cacheprovider", *tests, timeout_s=200)

@@ -1,6 +1,6 @@
 """Windows of slots on GPUs: the smallest ones, where pushers wait for slots at every chunk, change no bit.
 
-tests/test_node_windows.py and tests/test_window_kernel.py are models of it, without a GPU.
+tests/test_window_kernel.py is a model of it, without a GPU.
 """
 
 import time
@@ -158,16 +158,9 @@ def come_late(rank: int, engine: str, case: Case, inputs: Inputs, late: int) -> 
     """Rank ``late`` does not combine."""
     device = device_of(engine, rank)
     x, idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
-    buffer = ep.Buffer(
-        hidden=case.hidden,
-        num_experts=case.num_experts,
-        num_topk=case.num_topk,
-        max_tokens_per_rank=32,
-        dtype=case.dtype,
-        engine=engine,
-        ranks_per_node=case.ranks_per_node,
-        timeout_s=LIMIT_S,
-    )
+    sizes = dict(hidden=case.hidden, num_experts=case.num_experts, num_topk=case.num_topk, max_tokens_per_rank=32)
+    placed = dict(engine=engine, ranks_per_node=case.ranks_per_node, timeout_s=LIMIT_S)
+    buffer = ep.Buffer(**sizes, **placed, dtype=case.dtype)
     try:
         out = buffer.dispatch(x, idx)
         buffer.check()
