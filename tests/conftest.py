@@ -1,5 +1,6 @@
 """What all tests share: the engines to test, marks of cases, and processes that live as long as the session."""
 
+import inspect
 import os
 
 import pytest
@@ -49,6 +50,27 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(params=[on(engine) for engine in ENGINES])
 def engine(request) -> str:
     return request.param
+
+
+def on_ranks(num_ranks: int, **options):
+    """Run the body of a test on that many ranks. It takes the rank, and then the test's fixtures and cases.
+
+    options: of RankPool.run
+    """
+
+    def decorate(body):
+        def test(pools, **given):
+            pools(num_ranks).run(body, *given.values(), **options)
+
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        body.__name__ = body.__qualname__ = f"body_of_{test.__name__}"  # the ranks import it by this name
+        body.__globals__[body.__name__] = body
+        rank, *parameters = inspect.signature(body).parameters.values()
+        pools = rank.replace(name="pools", annotation=inspect.Parameter.empty)
+        test.__signature__ = inspect.Signature([pools, *parameters])
+        return test
+
+    return decorate
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Every mistake of a caller is a ValueError that says what was given and what is allowed, and breaks nothing."""
+"""Every mistake of a caller is a ValueError that names the argument, given and allowed, and breaks nothing."""
 
 import gc
 import re
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import NO_CUDA
+from conftest import NO_CUDA, on_ranks
 from round_trip import (
-    CONFIG,
     HIDDEN,
     MAX_TOKENS,
     NUM_EXPERTS,
@@ -43,9 +42,11 @@ def error_of(call, *args, **kwargs) -> str:
     raise AssertionError("no error")
 
 
-def assert_words(message: str, words) -> None:
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
+def assert_refused(argument: str, call, *args, **kwargs) -> str:
+    """The call raises a ValueError that begins with the argument. Return its text."""
+    text = error_of(call, *args, **kwargs)
+    assert text.startswith(f"{argument}: given ") and "allowed: " in text, text
+    return text
 
 
 # ---- the buffer -----------------------------------------------------------------------------------------------------
@@ -59,71 +60,33 @@ def construct(rank: int, changes_of_rank: list[dict]) -> str:
     return message
 
 
-INTEGER = "an integer from 1 to 2147483647"
-CONFIG_MISTAKES = [
-    ("hidden", 0, INTEGER),
-    ("hidden", -8, INTEGER),
-    ("hidden", 64.0, INTEGER),
-    ("hidden", True, INTEGER),
-    ("hidden", "64", INTEGER),
-    ("hidden", TOO_LARGE, INTEGER),
-    ("hidden", 4, "a row of a multiple of 16 bytes, so a multiple of 8"),
-    ("num_experts", 13, "a multiple of the number of ranks (2)"),
-    ("num_experts", 0, INTEGER),
-    ("num_experts", TOO_LARGE, INTEGER),
-    ("num_topk", 0, "an integer from 1 to 12"),
-    ("num_topk", 13, "an integer from 1 to 12"),
-    ("num_topk", 2.0, "an integer from 1 to 12"),
-    ("max_tokens_per_rank", 0, INTEGER),
-    ("max_tokens_per_rank", -1, INTEGER),
-    ("max_tokens_per_rank", TOO_LARGE, INTEGER),
-    ("dtype", torch.float64, "torch.float32, torch.bfloat16, torch.float16"),
-    ("dtype", torch.float8_e4m3fn, "torch.float32, torch.bfloat16, torch.float16"),
-    ("dtype", "bfloat16", "torch.float32, torch.bfloat16, torch.float16"),
-    ("dtype", None, "torch.float32, torch.bfloat16, torch.float16"),
-    ("engine", "gpu", "'auto', 'cpu'"),
-    ("engine", None, "'auto', 'cpu'"),
-    ("ranks_per_node", 0, INTEGER),
-    ("ranks_per_node", 1.0, INTEGER),
-    ("ranks_per_node", "1", INTEGER),
-    ("ranks_per_node", True, INTEGER),
-    ("ranks_per_node", 3, "a divisor of the number of ranks (2)"),
-    ("timeout_s", 0, "a number of seconds above 0"),
-    ("timeout_s", -1.0, "a number of seconds above 0"),
-    ("timeout_s", float("inf"), "a number of seconds above 0"),
-    ("timeout_s", float("nan"), "a number of seconds above 0"),
-    ("timeout_s", "3", "a number of seconds above 0"),
-    ("timeout_s", True, "a number of seconds above 0"),
-    ("num_sms", 0, INTEGER),
-]
-
-
-@pytest.mark.parametrize("name,value,allowed", CONFIG_MISTAKES, ids=lambda value: str(value)[:12])
-def test_wrong_configuration(pools, name, value, allowed):
-    everywhere = pools(2).run(construct, [{name: value}] * 2)
-    assert everywhere[0] == everywhere[1]
-    given = "4 (8 bytes a row in torch.bfloat16)" if (name, value) == ("hidden", 4) else value
-    assert_words(everywhere[0], [f"{name}: given {given!r}" if given is value else f"{name}: given {given}", allowed])
-
-
-def test_more_than_32_experts_of_a_token(pools):
-    messages = pools(2).run(construct, [dict(num_topk=33, num_experts=64)] * 2)
-    assert set(messages) == {"num_topk: given 33, allowed: an integer from 1 to 32"}
+WRONG_CONFIGURATIONS = {
+    "hidden": [0, -8, 64.0, True, "64", TOO_LARGE, 4],
+    "num_experts": [13, 0, TOO_LARGE],
+    "num_topk": [0, 13, 2.0],
+    "max_tokens_per_rank": [0, -1, TOO_LARGE],
+    "dtype": [torch.float64, torch.float8_e4m3fn, "bfloat16", None],
+    "engine": ["gpu", None],
+    "ranks_per_node": [0, 1.0, "1", True],
+    "timeout_s": [0, -1.0, float("inf"), float("nan"), "3", True],
+    "num_sms": [0],
+}
 
 
 @pytest.mark.parametrize(
-    "name,value,allowed", [case for case in CONFIG_MISTAKES if case[1] == 0] + CONFIG_MISTAKES[6:8]
+    "name,value", [(name, value) for name, values in WRONG_CONFIGURATIONS.items() for value in values]
 )
-def test_wrong_configuration_on_one_rank_is_an_error_on_all(pools, name, value, allowed):
-    """The others cannot know by themselves."""
-    messages = set(pools(3).run(construct, [{}, {name: value}, {}]))
-    (message,) = messages
-    assert_words(message, [f"{name}: given {value}", "(on rank 1)", allowed.replace("(2)", "(3)")])
+def test_a_wrong_configuration_is_an_error_on_all_ranks(pools, name, value):
+    """Also if only one rank gives it: the others cannot know by themselves."""
+    for changes in ([{name: value}] * 2, [{}, {name: value}]):
+        (message,) = set(pools(2).run(construct, changes))
+        assert message.startswith(f"{name}: given {value!r}"), message
+        assert message.endswith(" (on rank 1)") == (not changes[0])
 
 
 def test_different_mistakes_are_one_error(pools):
     (message,) = set(pools(3).run(construct, [{}, dict(hidden=0), dict(num_topk=0)]))
-    assert_words(message, ["hidden: given 0", "(on rank 1)"])
+    assert message.startswith("hidden: given 0") and message.endswith("(on rank 1)")
 
 
 @pytest.mark.parametrize(
@@ -138,82 +101,50 @@ def test_different_mistakes_are_one_error(pools):
     ],
 )
 @pytest.mark.parametrize("odd", [0, 2])
-def test_configurations_that_differ(pools, engine, name, value, odd):
+def test_configurations_that_differ_name_two_ranks(pools, engine, name, value, odd):
     changes = [{"engine": engine} | ({name: value} if rank == odd else {}) for rank in range(3)]
     (message,) = set(pools(3).run(construct, changes))
-    usual = (CONFIG | dict(dtype=torch.bfloat16, ranks_per_node=None))[name]
-    gave = f"rank 0 gave {value}, rank 1 gave {usual}" if odd == 0 else f"rank 0 gave {usual}, rank 2 gave {value}"
-    assert message == f"{name}: {gave}; all ranks must give the same"
+    assert message.startswith(f"{name}: rank 0 gave ") and f"rank {odd or 1} gave " in message
+    assert f"rank {odd} gave {value}" in message
 
 
-def construct_with_limits(rank: int, engine: str) -> float:
+@on_ranks(2)
+def test_limits_of_time_may_differ(rank, engine):
     with make_buffer(timeout_s=10 + rank, engine=engine) as buffer:
         round_trip(buffer)
 
 
-def test_the_limit_of_time_may_differ(pools, engine):
-    pools(2).run(construct_with_limits, engine)
-
-
-def construct_with_switch(rank: int) -> str:
+@on_ranks(2)
+def test_a_wrong_switch_on_one_rank_is_an_error_on_all(rank):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setenv("EP_DISPATCHER_TIMEOUT_S", "soon")
-        message = error_of(make_buffer, timeout_s=None)
+        message = assert_refused("EP_DISPATCHER_TIMEOUT_S", make_buffer, timeout_s=None)
+    assert message.endswith("(on rank 1)")
     with make_buffer() as buffer:
         round_trip(buffer)
-    return message
 
 
-def test_a_wrong_switch_on_one_rank(pools):
-    (message,) = set(pools(2).run(construct_with_switch))
-    assert_words(message, ["EP_DISPATCHER_TIMEOUT_S: given 'soon'", "seconds above 0", "(on rank 1)"])
-
-
-def test_without_torch_distributed():
+def test_a_buffer_needs_torch_distributed():
     assert not dist.is_initialized()
-    words = ["group: given None while torch.distributed is not initialised, allowed: ", "init_process_group"]
-    assert_words(error_of(make_buffer), words)
+    assert_refused("group", make_buffer)
 
 
-def construct_on_no_group(rank: int) -> str:
-    return error_of(make_buffer, "world")
-
-
-def test_not_a_group(pools):
-    (message,) = set(pools(2).run(construct_on_no_group))
-    assert message == "group: given str, allowed: a torch.distributed.ProcessGroup, or None for the default one"
-
-
-def construct_beside_a_group(rank: int, engine: str):
-    group = dist.new_group([0])  # collective of all ranks
-    if rank == 1:
-        return error_of(make_buffer, group, engine=engine)
-    with make_buffer(group, engine=engine) as buffer:
-        round_trip(buffer)
-
-
-def test_not_a_member_of_the_group(pools, engine):
-    message = pools(2).run(construct_beside_a_group, engine)[1]
-    assert message == "group: given one that this process is not a member of, allowed: a group on its members alone"
-
-
-def construct_on_meshes(rank: int, engine: str) -> list[str]:
-    """A buffer on one dimension of a mesh, and the errors of a mesh of two and of one without rank 1."""
+@on_ranks(2)
+def test_a_group_is_one_that_has_this_rank_or_a_mesh_of_one_dimension(rank, engine):
+    assert_refused("group", make_buffer, "world")
+    group, beside = dist.new_group([0]), dist.DeviceMesh("cpu", [0])  # collective of all ranks
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    assert_refused("group", make_buffer, mesh, engine=engine)
+    if rank == 0:
+        with make_buffer(group, engine=engine) as buffer:
+            round_trip(buffer)
+    else:
+        assert_refused("group", make_buffer, group, engine=engine)
+        assert_refused("group", make_buffer, beside, engine=engine)
     with make_buffer(mesh["ep"], engine=engine) as buffer:
         assert buffer.topology.num_ranks == 2 and buffer.config.group is mesh["ep"].get_group()
         round_trip(buffer)
-    beside = dist.DeviceMesh("cpu", [0])  # collective of all ranks
-    return [error_of(make_buffer, one, engine=engine) for one in (mesh, *[beside] * rank)]
-
-
-def test_a_mesh_is_a_group_if_it_has_one_dimension(pools, engine):
-    of_two, of_others = pools(2).run(construct_on_meshes, engine)[1]
-    assert of_two == (
-        "group: given a DeviceMesh of 2 dimensions ('dp', 'ep'), allowed: one of one dimension, such as mesh[\"ep\"]"
-    )
-    assert of_others.startswith("group: given one that this process is not a member of")
 
 
 # ---- the arguments of dispatch and combine --------------------------------------------------------------------------
@@ -235,6 +166,12 @@ class Given:
         x, topk_idx, topk_weights = [*args, *(self.x, self.topk_idx, self.topk_weights)[len(args) :]]
         return self.buffer.dispatch(x, topk_idx, topk_weights, **options)
 
+    def route(self, topk_idx):
+        return self.dispatch(self.x, topk_idx)
+
+    def weigh(self, topk_weights):
+        return self.dispatch(self.x, self.topk_idx, topk_weights)
+
     def with_entry(self, token: int, k: int, expert: int) -> Tensor:
         topk_idx = self.topk_idx.clone()
         topk_idx[token] = torch.tensor([0, 1, -1], device=topk_idx.device)
@@ -253,134 +190,105 @@ class Given:
         return self.buffer.combine(y, self.out.handle if handle is None else handle, topk_weights=topk_weights)
 
 
-N, R, ON = "29", "{rows}", "{device}"  # the tokens of rank 1, the rows that it receives, and where they are
-X_ALLOWED = f"allowed: a tensor [num_tokens, 64] of torch.bfloat16 on {ON}"
-IDX_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.int32 or torch.int64 on {ON}"
-WEIGHTS_ALLOWED = f"allowed: a tensor [{N}, 3] of torch.float32 on {ON}"
-Y_ALLOWED = f"allowed: a tensor [{R}, 64] of torch.bfloat16 on {ON}"
-MISTAKES = {
-    # x
-    "x of float32": (lambda g: g.dispatch(g.x.float()), f"x: given [{N}, 64] of torch.float32 on {ON}", X_ALLOWED),
-    "x of float16": (lambda g: g.dispatch(g.x.half()), f"x: given [{N}, 64] of torch.float16 on {ON}", X_ALLOWED),
-    "x too narrow": (lambda g: g.dispatch(g.x[:, :32]), f"x: given [{N}, 32] of", X_ALLOWED),
-    "x of one dimension": (lambda g: g.dispatch(g.x[0]), "x: given [64] of", X_ALLOWED),
-    "x of three dimensions": (lambda g: g.dispatch(g.x[None]), f"x: given [1, {N}, 64] of", X_ALLOWED),
-    "x on meta": (lambda g: g.dispatch(g.x.to("meta")), "torch.bfloat16 on meta", X_ALLOWED),
-    "x sparse": (lambda g: g.dispatch(g.x.to_sparse()), f"on {ON} (torch.sparse_coo)", X_ALLOWED),
-    "x a list": (lambda g: g.dispatch(g.x.tolist()), f"x: given a list of {N}", "a tensor, or a pair (rows, scales)"),
-    "x None": (lambda g: g.dispatch(None), "x: given NoneType", X_ALLOWED),
-    "x too long": (lambda g: g.more_tokens(), "x: given 33 rows", "at most max_tokens_per_rank = 32"),
-    "x a pair": (lambda g: g.dispatch((g.x, g.x)), "x: given a pair", "hidden a multiple of 128; it is 64"),
-    "quantize of 64": (
-        lambda g: g.dispatch(quantize="e4m3_1x128"),
-        "quantize: given 'e4m3_1x128'",
-        "rows are bfloat16 and hidden is a multiple of 128",
-    ),
-    "quantize unknown": (lambda g: g.dispatch(quantize="int8"), "quantize: given 'int8'", "None, 'e4m3_1x128'"),
-    # topk_idx
-    "idx of float32": (lambda g: g.dispatch(g.x, g.topk_idx.float()), "topk_idx: given", "torch.float32", IDX_ALLOWED),
-    "idx of int16": (lambda g: g.dispatch(g.x, g.topk_idx.short()), "topk_idx: given", "torch.int16", IDX_ALLOWED),
-    "idx too narrow": (lambda g: g.dispatch(g.x, g.topk_idx[:, :2]), f"topk_idx: given [{N}, 2]", IDX_ALLOWED),
-    "idx too short": (lambda g: g.dispatch(g.x, g.topk_idx[1:]), "topk_idx: given [28, 3]", IDX_ALLOWED),
-    "idx on meta": (lambda g: g.dispatch(g.x, g.topk_idx.to("meta")), "topk_idx", "on meta", IDX_ALLOWED),
-    "idx sparse": (lambda g: g.dispatch(g.x, g.topk_idx.to_sparse()), "topk_idx", "(torch.sparse_coo)", IDX_ALLOWED),
-    "idx None": (lambda g: g.dispatch(g.x, None), "topk_idx: given NoneType", IDX_ALLOWED),
-    "expert too large": (
-        lambda g: g.dispatch(g.x, g.with_entry(7, 2, NUM_EXPERTS)),
-        "topk_idx[7, 2]: given 12",
-        "-1 (no expert), or an expert from 0 to 11",
-    ),
-    "expert far too large": (lambda g: g.dispatch(g.x, g.with_entry(7, 2, 2**32)), "topk_idx[7, 2]: given 4294967296"),
-    "expert too small": (lambda g: g.dispatch(g.x, g.with_entry(0, 0, -2)), "topk_idx[0, 0]: given -2", "0 to 11"),
-    "expert too large, int32": (
-        lambda g: g.dispatch(g.x, g.with_entry(28, 1, 99).int()),
-        "topk_idx[28, 1]: given 99",
-        "0 to 11",
-    ),
-    "expert twice": (
-        lambda g: g.dispatch(g.x, g.with_entry(3, 2, 0)),
-        "topk_idx[3, 2]: given expert 0 again",
-        "every expert at most once in a row",
-    ),
-    # topk_weights
-    "weights of bfloat16": (lambda g: g.dispatch(g.x, g.topk_idx, g.topk_weights.bfloat16()), WEIGHTS_ALLOWED),
-    "weights too narrow": (
-        lambda g: g.dispatch(g.x, g.topk_idx, g.topk_weights[:, :2]),
-        f"topk_weights: given [{N}, 2]",
-        WEIGHTS_ALLOWED,
-    ),
-    "weights too short": (lambda g: g.dispatch(g.x, g.topk_idx, g.topk_weights[:-1]), "[28, 3]", WEIGHTS_ALLOWED),
-    "weights on meta": (lambda g: g.dispatch(g.x, g.topk_idx, g.topk_weights.to("meta")), "on meta", WEIGHTS_ALLOWED),
-    "weights a list": (lambda g: g.dispatch(g.x, g.topk_idx, [1.0]), "topk_weights: given list", WEIGHTS_ALLOWED),
-    # the other arguments of dispatch
-    "layout unknown": (lambda g: g.dispatch(layout="experts"), "layout: given 'experts', allowed: 'expert', 'rank'"),
-    "layout None": (lambda g: g.dispatch(layout=None), "layout: given None", "'expert', 'rank'"),
-    "alignment 0": (lambda g: g.dispatch(expert_alignment=0), "expert_alignment: given 0", INTEGER),
-    "alignment 1.5": (lambda g: g.dispatch(expert_alignment=1.5), "expert_alignment: given 1.5", INTEGER),
-    "alignment True": (lambda g: g.dispatch(expert_alignment=True), "expert_alignment: given True", INTEGER),
-    "alignment 2^31": (lambda g: g.dispatch(expert_alignment=TOO_LARGE), "expert_alignment: given 2147483648", INTEGER),
-    "rows -1": (lambda g: g.dispatch(max_recv_rows=-1), "max_recv_rows: given -1", "from 0 to 2147483647"),
-    "rows 9.0": (lambda g: g.dispatch(max_recv_rows=9.0), "max_recv_rows: given 9.0", "from 0 to 2147483647"),
-    "rows 2^31": (lambda g: g.dispatch(max_recv_rows=TOO_LARGE), "max_recv_rows: given 2147483648", "to 2147483647"),
-    # a handle in dispatch
-    "handle a string": (lambda g: g.dispatch(g.x, None, handle="h"), "handle: given str", "the Handle of a dispatch"),
-    "handle of another buffer": (
-        lambda g: g.dispatch(g.x, None, handle=g.other),
-        "handle: given one of",
-        "this buffer",
-    ),
-    "handle and idx": (lambda g: g.reuse(g.x, g.topk_idx), "topk_idx: given a tensor beside handle", "None"),
-    "handle, too few tokens": (lambda g: g.reuse(g.x[:28]), "x: given 28 rows", f"the {N} rows that the handle"),
-    "handle, other layout": (lambda g: g.reuse(layout="rank"), "layout: given 'rank'", "the handle's 'expert'"),
-    "handle, other alignment": (lambda g: g.reuse(expert_alignment=8), "expert_alignment: given 8", "the handle's 1"),
-    "handle, other rows": (lambda g: g.reuse(max_recv_rows=1), "max_recv_rows: given 1", f"None, or the handle's {R}"),
-    # combine
-    "y of float32": (lambda g: g.combine(g.y.float()), f"y: given [{R}, 64] of torch.float32 on {ON}", Y_ALLOWED),
-    "y too short": (lambda g: g.combine(g.y[1:]), "y: given [", Y_ALLOWED),
-    "y too long": (lambda g: g.combine(g.y.repeat(2, 1)), "y: given [", Y_ALLOWED),
-    "y too narrow": (lambda g: g.combine(g.y[:, :8]), f"y: given [{R}, 8]", Y_ALLOWED),
-    "y on meta": (lambda g: g.combine(g.y.to("meta")), "bfloat16 on meta", Y_ALLOWED),
-    "y sparse": (lambda g: g.combine(g.y.to_sparse()), "y: given", "(torch.sparse_coo)", Y_ALLOWED),
-    "y None": (lambda g: g.combine(None), "y: given NoneType", Y_ALLOWED),
-    "y a pair": (lambda g: g.combine((g.y, g.y)), "y: given tuple", Y_ALLOWED),
-    "combined weights of float64": (
+MISTAKES = {  # by the argument that the error names
+    "x": [
+        lambda g: g.dispatch(g.x.float()),
+        lambda g: g.dispatch(g.x.half()),
+        lambda g: g.dispatch(g.x[:, :32]),
+        lambda g: g.dispatch(g.x[0]),
+        lambda g: g.dispatch(g.x[None]),
+        lambda g: g.dispatch(g.x.to("meta")),
+        lambda g: g.dispatch(g.x.to_sparse()),
+        lambda g: g.dispatch(g.x.tolist()),
+        lambda g: g.dispatch(None),
+        lambda g: g.dispatch((g.x, g.x)),  # hidden is no multiple of 128
+        lambda g: g.more_tokens(),
+        lambda g: g.reuse(g.x[:28]),
+        lambda g: ep.dispatch(g.buffer, g.x.float(), g.topk_idx),
+    ],
+    "topk_idx": [
+        lambda g: g.route(g.topk_idx.float()),
+        lambda g: g.route(g.topk_idx.short()),
+        lambda g: g.route(g.topk_idx[:, :2]),
+        lambda g: g.route(g.topk_idx[1:]),
+        lambda g: g.route(g.topk_idx.to("meta")),
+        lambda g: g.route(g.topk_idx.to_sparse()),
+        lambda g: g.route(None),
+        lambda g: g.reuse(g.x, g.topk_idx),
+    ],
+    "topk_weights": [
+        lambda g: g.weigh(g.topk_weights.bfloat16()),
+        lambda g: g.weigh(g.topk_weights[:, :2]),
+        lambda g: g.weigh(g.topk_weights[:-1]),
+        lambda g: g.weigh(g.topk_weights.to("meta")),
+        lambda g: g.weigh([1.0]),
         lambda g: g.combine(g.y, g.out.topk_weights.double()),
-        f"topk_weights: given [{R}] of torch.float64 on {ON}",
-        f"a tensor [{R}] of torch.float32 on {ON}",
-    ),
-    "combined weights of the other layout": (
-        lambda g: g.combine(g.y, g.x.new_zeros(len(g.y), NUM_TOPK, dtype=torch.float32)),
-        f"topk_weights: given [{R}, 3]",
-        f"a tensor [{R}] of torch.float32",
-    ),
-    "combined weights on meta": (lambda g: g.combine(g.y, g.out.topk_weights.to("meta")), "topk_weights", "on meta"),
-    "combine a plan": (lambda g: g.combine(g.y, handle=g.out.handle.plan), "handle: given Tensor", "the Handle of a"),
-    "combine on another buffer": (lambda g: g.combine(g.y, handle=g.other), "handle: given one of buffer"),
-    # the same through the functions with gradients
-    "ep.dispatch, x": (lambda g: ep.dispatch(g.buffer, g.x.float(), g.topk_idx), "torch.float32", X_ALLOWED),
-    "ep.dispatch, expert": (
-        lambda g: ep.dispatch(g.buffer, g.x.requires_grad_(), g.with_entry(0, 0, 12)),
-        "topk_idx[0, 0]: given 12",
-    ),
-    "ep.dispatch, buffer": (lambda g: ep.dispatch(g.x, g.topk_idx), "buffer: given Tensor", "an ep_dispatcher.Buffer"),
-    "ep.combine, buffer": (
+        lambda g: g.combine(g.y, g.x.new_zeros(len(g.y), NUM_TOPK, dtype=torch.float32)),  # of the other layout
+        lambda g: g.combine(g.y, g.out.topk_weights.to("meta")),
+    ],
+    "quantize": [
+        lambda g: g.dispatch(quantize="e4m3_1x128"),  # hidden is no multiple of 128
+        lambda g: g.dispatch(quantize="int8"),
+    ],
+    "layout": [
+        lambda g: g.dispatch(layout="experts"),
+        lambda g: g.dispatch(layout=None),
+        lambda g: g.reuse(layout="rank"),
+    ],
+    "expert_alignment": [
+        lambda g: g.dispatch(expert_alignment=0),
+        lambda g: g.dispatch(expert_alignment=1.5),
+        lambda g: g.dispatch(expert_alignment=True),
+        lambda g: g.dispatch(expert_alignment=TOO_LARGE),
+        lambda g: g.reuse(expert_alignment=8),
+    ],
+    "max_recv_rows": [
+        lambda g: g.dispatch(max_recv_rows=-1),
+        lambda g: g.dispatch(max_recv_rows=9.0),
+        lambda g: g.dispatch(max_recv_rows=TOO_LARGE),
+        lambda g: g.reuse(max_recv_rows=1),
+    ],
+    "handle": [
+        lambda g: g.dispatch(g.x, None, handle="h"),
+        lambda g: g.dispatch(g.x, None, handle=g.other),
+        lambda g: g.combine(g.y, handle=g.out.handle.plan),
+        lambda g: g.combine(g.y, handle=g.other),
+        lambda g: ep.combine(g.buffer, g.y, None),
+    ],
+    "y": [
+        lambda g: g.combine(g.y.float()),
+        lambda g: g.combine(g.y[1:]),
+        lambda g: g.combine(g.y.repeat(2, 1)),
+        lambda g: g.combine(g.y[:, :8]),
+        lambda g: g.combine(g.y.to("meta")),
+        lambda g: g.combine(g.y.to_sparse()),
+        lambda g: g.combine(None),
+        lambda g: g.combine((g.y, g.y)),
+        lambda g: ep.combine(g.buffer, g.y.float(), g.out.handle),
+    ],
+    "buffer": [
+        lambda g: ep.dispatch(g.x, g.topk_idx),
         lambda g: ep.combine(None, g.y, g.out.handle),
-        "buffer: given NoneType",
-        "an ep_dispatcher.Buffer",
-    ),
-    "ep.combine, y": (lambda g: ep.combine(g.buffer, g.y.float(), g.out.handle), "torch.float32", Y_ALLOWED),
-    "ep.combine, handle": (lambda g: ep.combine(g.buffer, g.y, None), "handle: given NoneType", "the Handle of a"),
+    ],
 }
-
-
 # Entries that a GPU's kernels read, in an operation that all ranks are in.
-FOUND_BY_KERNELS = [name for name in MISTAKES if name.startswith("expert ") or name == "ep.dispatch, expert"]
+WRONG_ENTRIES = {
+    "topk_idx[7, 2]": [
+        lambda g: g.route(g.with_entry(7, 2, NUM_EXPERTS)),
+        lambda g: g.route(g.with_entry(7, 2, 2**32)),
+    ],
+    "topk_idx[0, 0]": [lambda g: g.route(g.with_entry(0, 0, -2))],
+    "topk_idx[28, 1]": [lambda g: g.route(g.with_entry(28, 1, 99).int())],
+    "topk_idx[3, 2]": [lambda g: g.route(g.with_entry(3, 2, 0))],  # expert 0 again
+}
+WITH_GRADIENTS = {"topk_idx[0, 0]": [lambda g: ep.dispatch(g.buffer, g.x.requires_grad_(), g.with_entry(0, 0, 12))]}
 
 
-def make_mistake(rank: int, engine: str, names: list[str], ranks_per_node: int | None, together: bool):
-    """Rank 1 makes each mistake, alone or while the others do it right; then all ranks do it right. Returns the texts
-    and the rows of each rank."""
-    messages, options = {}, dict(engine=engine, timeout_s=20)
+def make_mistakes(
+    rank: int, engine: str, mistakes: dict, ranks_per_node: int | None, together: bool, weighted: bool = True
+) -> None:
+    """Rank 1 makes each mistake, alone or while the others do it right; then all ranks do it right."""
+    options = dict(engine=engine, timeout_s=20)
     with (
         make_buffer(ranks_per_node=ranks_per_node, **options) as buffer,
         make_buffer(ranks_per_node=1, **options) as other_buffer,
@@ -390,93 +298,65 @@ def make_mistake(rank: int, engine: str, names: list[str], ranks_per_node: int |
         out = buffer.dispatch(x, topk_idx, topk_weights)
         y = outputs(rank, len(out.x), device=device(buffer))
         given = Given(buffer, x, topk_idx, topk_weights, out, y, other)
-        for seed, name in enumerate(names):
-            if rank == 1:
-                moved = buffer.counters()
-                messages[name] = error_of(MISTAKES[name][0], given)
-                assert together or buffer.counters() == moved, "something was sent before the error"
-            elif together:
-                buffer.dispatch(x, topk_idx, topk_weights if name != "ep.dispatch, expert" else None)
-            round_trip(buffer, seed=seed % 5)
-    return messages, len(out.x)
-
-
-def assert_told(told: tuple[dict[str, str], int], engine: str, names: list[str]) -> None:
-    messages, num_rows = told
-    for name in names:
-        words = [word.replace(R, str(num_rows)).replace(ON, engine) for word in MISTAKES[name][1:]]
-        assert_words(messages[name], words)
+        for argument, calls in mistakes.items():
+            for seed, call in enumerate(calls):
+                if rank == 1:
+                    moved = buffer.counters()
+                    assert_refused(argument, call, given)
+                    assert together or buffer.counters() == moved, "something was sent before the error"
+                elif together:
+                    buffer.dispatch(x, topk_idx, topk_weights if weighted else None)
+                round_trip(buffer, seed=seed % 5)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_wrong_arguments_on_one_rank(pools, engine, ranks_per_node):
-    names = [name for name in MISTAKES if engine == "cpu" or name not in FOUND_BY_KERNELS]
-    _, told = pools(2).run(make_mistake, engine, names, ranks_per_node, False)
-    assert_told(told, engine, names)
+@on_ranks(2)
+def test_wrong_arguments_on_one_rank_are_refused_before_anything_is_sent(rank, engine, ranks_per_node):
+    make_mistakes(rank, engine, MISTAKES, ranks_per_node, False)
+    if engine == "cpu":
+        make_mistakes(rank, engine, WRONG_ENTRIES, ranks_per_node, False)
+        make_mistakes(rank, engine, WITH_GRADIENTS, ranks_per_node, False)
 
 
 @pytest.mark.skipif(NO_CUDA is not None, reason=f"no GPU: {NO_CUDA}")
-def test_wrong_entries_that_a_kernel_finds(pools):
-    """The rank that gave it gets the error; the others have the rows of all right entries, and all can go on."""
-    _, told = pools(2).run(make_mistake, "cuda", FOUND_BY_KERNELS, None, True)
-    assert_told(told, "cuda", FOUND_BY_KERNELS)
+@on_ranks(2)
+def test_wrong_entries_that_a_kernel_finds_are_an_error_of_the_rank_that_gave_them(rank):
+    """The others have the rows of all right entries, and all can go on."""
+    make_mistakes(rank, "cuda", WRONG_ENTRIES, None, True)
+    make_mistakes(rank, "cuda", WITH_GRADIENTS, None, True, weighted=False)
 
 
-def mistakes_with_pairs(rank: int, engine: str) -> list[str]:
-    buffer = make_buffer(hidden=256, engine=engine)
-    num_tokens = 5
-    topk_idx, _ = make_routing("uniform", num_tokens, NUM_EXPERTS, NUM_TOPK, seed=0)
-    rows, scales = torch.zeros(num_tokens, 256).to(torch.float8_e4m3fn), torch.ones(num_tokens, 2)
-    rows, scales, topk_idx = (t.to(device(buffer)) for t in (rows, scales, topk_idx))
-    messages = []
-    for x, quantize in [
-        ((rows.bfloat16(), scales), None),
-        ((rows, scales.bfloat16()), None),
-        ((rows, scales[:, :1]), None),
-        ((rows, scales[1:]), None),
-        ((rows[:, :128], scales), None),
-        ((rows,), None),
-        ((rows, scales, scales), None),
-        (rows, None),
-        ((rows, scales), "e4m3_1x128"),
-    ]:
-        if rank == 1:
-            messages.append(error_of(buffer.dispatch, x, topk_idx, quantize=quantize))
-        out = buffer.dispatch((rows, scales), topk_idx)
-        assert out.x[0].dtype == torch.float8_e4m3fn and (out.x[1] == 1).all()
-    buffer.destroy()
-    return messages
+@on_ranks(2)
+def test_wrong_pairs_of_rows_and_scales_are_refused(rank, engine):
+    with make_buffer(hidden=256, engine=engine) as buffer:
+        topk_idx, _ = make_routing("uniform", 5, NUM_EXPERTS, NUM_TOPK, seed=0)
+        rows, scales = torch.zeros(5, 256).to(torch.float8_e4m3fn), torch.ones(5, 2)
+        rows, scales, topk_idx = (t.to(device(buffer)) for t in (rows, scales, topk_idx))
+        for argument, x, quantize in [
+            ("x[0]", (rows.bfloat16(), scales), None),
+            ("x[1]", (rows, scales.bfloat16()), None),
+            ("x[1]", (rows, scales[:, :1]), None),
+            ("x[1]", (rows, scales[1:]), None),
+            ("x[0]", (rows[:, :128], scales), None),
+            ("x", (rows,), None),
+            ("x", (rows, scales, scales), None),
+            ("x", rows, None),
+            ("quantize", (rows, scales), "e4m3_1x128"),
+        ]:
+            if rank == 1:
+                assert_refused(argument, buffer.dispatch, x, topk_idx, quantize=quantize)
+            out = buffer.dispatch((rows, scales), topk_idx)
+            assert out.x[0].dtype == torch.float8_e4m3fn and (out.x[1] == 1).all()
 
 
-def test_wrong_pairs(pools, engine):
-    expected_starts = [
-        "x[0]: given [5, 256] of torch.bfloat16 on cpu, allowed: a tensor [num_tokens, 256] of torch.float8_e4m3fn on",
-        "x[1]: given [5, 2] of torch.bfloat16 on cpu, allowed: a tensor [5, 2] of torch.float32 on cpu",
-        "x[1]: given [5, 1] of torch.float32 on cpu, allowed: a tensor [5, 2] of torch.float32 on cpu",
-        "x[1]: given [4, 2] of torch.float32 on cpu, allowed: a tensor [5, 2] of torch.float32 on cpu",
-        "x[0]: given [5, 128] of torch.float8_e4m3fn on cpu, allowed: a tensor [num_tokens, 256] of torch.float8",
-        "x: given a tuple of 1, allowed: a tensor, or a pair (rows, scales)",
-        "x: given a tuple of 3, allowed: a tensor, or a pair (rows, scales)",
-        "x: given [5, 256] of torch.float8_e4m3fn on cpu, allowed: a tensor [num_tokens, 256] of torch.bfloat16 on",
-        "quantize: given 'e4m3_1x128', allowed: None when x is a pair, whose rows are quantised already",
-    ]
-    for message, start in zip(pools(2).run(mistakes_with_pairs, engine)[1], expected_starts, strict=True):
-        assert message.startswith(start.replace(" on cpu", f" on {engine}"))
-
-
-def weights_of_the_wrong_layout(rank: int, engine: str):
+@on_ranks(2)
+def test_combined_weights_in_rank_layout_have_a_column_for_each_choice(rank, engine):
     with make_buffer(engine=engine) as buffer:
         x, topk_idx, topk_weights = inputs(rank, device=device(buffer))
         out = buffer.dispatch(x, topk_idx, topk_weights, layout="rank")
-        message = error_of(buffer.combine, out.x, out.handle, topk_weights=out.topk_weights[:, 0])
+        assert_refused("topk_weights", buffer.combine, out.x, out.handle, topk_weights=out.topk_weights[:, 0])
         back = buffer.combine(out.x, out.handle, topk_weights=out.topk_weights).topk_weights
         assert torch.equal(back, topk_weights.masked_fill(topk_idx < 0, 0))
-        return message, len(out.x)
-
-
-def test_combined_weights_in_rank_layout(pools, engine):
-    for message, num_rows in pools(2).run(weights_of_the_wrong_layout, engine):
-        assert_words(message, [f"topk_weights: given [{num_rows}] of", f"a tensor [{num_rows}, 3] of torch.float32"])
 
 
 # ---- accepted, and right --------------------------------------------------------------------------------------------
@@ -498,7 +378,11 @@ def negated(t: Tensor) -> Tensor:
     return result
 
 
-def without_plain_memory(rank: int, engine: str, changed, layout: str, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("changed", [strided, negated])
+@on_ranks(2)
+def test_values_of_tensors_that_are_not_plain_memory_arrive(rank, engine, changed, layout, ranks_per_node):
     with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
         where = dict(device=device(buffer))
         x, topk_idx, topk_weights = inputs(rank, **where)
@@ -515,13 +399,6 @@ def without_plain_memory(rank: int, engine: str, changed, layout: str, ranks_per
             assert torch.equal(plain, other)
         if layout == "expert":
             assert_received(out, expected(buffer)[0])
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("change", [strided, negated])
-def test_tensors_that_are_not_plain_memory(pools, engine, change, layout, ranks_per_node):
-    pools(2).run(without_plain_memory, engine, change, layout, ranks_per_node)
 
 
 # ---- ranks that do not agree ----------------------------------------------------------------------------------------
@@ -572,17 +449,8 @@ DISAGREEMENTS += ["combined handle", "combined topk_weights"]
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
 def test_disagreement_is_an_error_on_all_ranks(pools, engine, kind, ranks_per_node, odd):
-    argument = kind.split()[-1]
-    words = {
-        "layout": ["'rank'", "'expert'"],
-        "expert_alignment": ["gave 8", "gave 1"],
-        "topk_weights": ["them", "None"],
-        "x": ["128", "256"],
-        "handle": ["of epoch 1", "of epoch 2"],
-    }[argument]
     for message in pools(4).run(make_disagreement, engine, kind, odd, ranks_per_node, 30):
-        assert message.startswith(argument)
-        assert_words(message, [*words, f"rank {odd} ", "all ranks must"])
+        assert message.startswith(kind.split()[-1]) and f"rank {odd} " in message, message
 
 
 def operations_of(buffer: ep.Buffer, rank: int):
@@ -620,11 +488,8 @@ def mix_operations_on_one_node(rank: int, engine: str, operation: str, other: st
 def test_different_operations_on_one_node_are_an_error_on_all_ranks(pools, engine, operation, other, odd):
     field = "operation" if "combine" in (operation, other) else "handle"
     ranks = pools(4).run(mix_operations_on_one_node, engine, operation, other, odd)
-    assert len({message for messages in ranks for message in messages}) == 1
-    message = ranks[0][0]
-    assert message.startswith(f"{field}: rank {odd or 1} ") and "rank 0 " in message and "all ranks must" in message
-    words = ["None", "the plan of epoch 1"] if field == "handle" else ["is in a dispatch", "is in a combine"]
-    assert_words(message, words)
+    (message,) = {message for messages in ranks for message in messages}
+    assert message.startswith(f"{field}: rank {odd or 1} ") and "rank 0 " in message
 
 
 def mix_operations(rank: int, operation: str, other: str, ranks_per_node: int) -> list[tuple[str, str]]:
@@ -655,11 +520,8 @@ def assert_on_no_rank(ranks: list, ranks_per_node: int) -> None:
             assert rank < 2 and "rank 1 " in text and "all ranks must" in text
 
 
-# ---- what an error keeps --------------------------------------------------------------------------------------------
-
-
-def alive_after_an_error(rank: int) -> list[bool]:
-    """A caught error must not keep the buffer and the tensors until the next garbage collection."""
+@on_ranks(1)
+def test_a_caught_error_keeps_nothing_alive(rank):
     gc.disable()
     try:
         x, topk_idx, topk_weights = inputs(rank)
@@ -669,34 +531,31 @@ def alive_after_an_error(rank: int) -> list[bool]:
         buffer.destroy()
         references = [weakref.ref(buffer), weakref.ref(x)]
         del buffer, x
-        return [reference() is not None for reference in references]
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_caught_error_keeps_nothing_alive(pools):
-    assert pools(1).run(alive_after_an_error) == [[False, False]]
 
 
 # ---- too few rows ---------------------------------------------------------------------------------------------------
 
 
-def dispatch_and_wait(buffer: ep.Buffer, *args, **options) -> ep.DispatchOutput:
-    """What an engine whose host does not wait finds late, it says here."""
-    out = buffer.dispatch(*args, **options)
-    out.event.synchronize()
-    return out
-
-
 def with_too_few_rows(rank: int, engine: str, ranks_per_node: int, layout: str, given: list[int]):
-    """Every rank's rows needed, its error, and whether the rows that the error names are enough."""
+    """The rows that the rank needs, its error, and those that the error names: they are enough, and one less is not."""
     with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
         arguments = inputs(rank, device=device(buffer))
+
+        def dispatch(max_recv_rows: int) -> ep.DispatchOutput:
+            out = buffer.dispatch(*arguments, layout=layout, max_recv_rows=max_recv_rows)
+            out.event.synchronize()  # here an engine whose host does not wait raises
+            return out
+
         plain = buffer.dispatch(*arguments, layout=layout)
-        message = error_of(dispatch_and_wait, buffer, *arguments, layout=layout, max_recv_rows=given[rank])
+        message = error_of(dispatch, given[rank])
         round_trip(buffer)
         named = {int(r): int(rows) for r, rows in re.findall(r"rank (\d+) needs (\d+) rows", message)}
-        out = buffer.dispatch(*arguments, layout=layout, max_recv_rows=named.get(rank, given[rank]))
+        enough = named.get(rank, given[rank])
+        assert f"rank 1 needs {named[1]} rows" in error_of(dispatch, enough - (rank == 1))
+        out = dispatch(enough)
         assert torch.equal(out.x[: len(plain.x)], plain.x) and not out.x[len(plain.x) :].any()
         assert torch.equal(buffer.combine(out.x, out.handle).x, buffer.combine(plain.x, plain.handle).x)
         return len(plain.x), message, named
@@ -704,65 +563,31 @@ def with_too_few_rows(rank: int, engine: str, ranks_per_node: int, layout: str, 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
-def test_too_few_receive_rows(pools, engine, ranks_per_node, layout):
-    """The error on every rank says which ranks need how many, and with these it works."""
-    given = [3, 0, 1000, 5]
-    ranks = pools(4).run(with_too_few_rows, engine, ranks_per_node, layout, given)
+def test_too_few_receive_rows_are_an_error_that_says_which_ranks_need_how_many(pools, engine, ranks_per_node, layout):
+    ranks = pools(4).run(with_too_few_rows, engine, ranks_per_node, layout, [3, 0, 1000, 5])
     needed = [rows for rows, _, _ in ranks]
     assert all(rows > 5 for rows in needed)
     for _, message, named in ranks:
         assert message == ranks[0][1] and named == {rank: needed[rank] for rank in (0, 1, 3)}
-        assert_words(
-            message,
-            ["max_recv_rows", *(f"rank {rank} needs {needed[rank]} rows, given {given[rank]}" for rank in named)],
-        )
-
-
-def one_row_less(rank: int, engine: str, less: int):
-    with make_buffer(engine=engine) as buffer:
-        right, _ = expected(buffer)
-        given, num_rows = inputs(rank, device=device(buffer)), len(right.x) - (less == rank)
-        try:
-            assert_received(dispatch_and_wait(buffer, *given, max_recv_rows=num_rows), right)
-            message = None
-        except ValueError as error:
-            message = str(error)
-        round_trip(buffer, seed=1, max_recv_rows=200)
-        return message, len(right.x)
-
-
-def test_exactly_enough_rows_are_enough_and_one_less_is_not(pools, engine):
-    assert [message for message, _ in pools(2).run(one_row_less, engine, -1)] == [None, None]
-    ranks = pools(2).run(one_row_less, engine, 1)
-    rows = ranks[1][1]
-    assert {message for message, _ in ranks} == {
-        f"max_recv_rows: too small: rank 1 needs {rows} rows, given {rows - 1}"
-    }
-
-
-def more_rows_than_can_be_counted(rank: int, engine: str, max_recv_rows: int | None) -> str:
-    with make_buffer(engine=engine) as buffer:
-        given = inputs(rank, device=device(buffer))
-
-        def dispatch() -> None:
-            options = dict(expert_alignment=TOO_LARGE - 1, max_recv_rows=max_recv_rows)
-            buffer.dispatch(*given, **options).event.synchronize()
-
-        message = error_of(dispatch)
-        round_trip(buffer)
-        return message
+        assert message.startswith("max_recv_rows: ")
 
 
 @pytest.mark.parametrize("max_recv_rows", [None, 200])
-def test_more_rows_than_can_be_counted(pools, engine, max_recv_rows):
-    (message,) = set(pools(2).run(more_rows_than_can_be_counted, engine, max_recv_rows))
-    assert_words(message, ["expert_alignment: given 2147483647", "rank 0 receives", "allowed: up to 2147483647 rows"])
+@on_ranks(2)
+def test_more_rows_than_can_be_counted_are_an_error(rank, engine, max_recv_rows):
+    with make_buffer(engine=engine) as buffer:
+        given = inputs(rank, device=device(buffer))
+        options = dict(expert_alignment=TOO_LARGE - 1, max_recv_rows=max_recv_rows)
+        text = assert_refused("expert_alignment", lambda: buffer.dispatch(*given, **options).event.synchronize())
+        assert "rank 0" in text
+        round_trip(buffer)
 
 
 # ---- after the end --------------------------------------------------------------------------------------------------
 
 
-def use_after_destroy(rank: int, engine: str) -> dict[str, str]:
+@on_ranks(2)
+def test_a_destroyed_buffer_and_its_handles_are_refused(rank, engine):
     buffer, living = make_buffer(engine=engine), make_buffer(engine=engine)
     x, topk_idx, topk_weights = inputs(rank, device=device(buffer))
     leaf = x.clone().requires_grad_()
@@ -770,29 +595,20 @@ def use_after_destroy(rank: int, engine: str) -> dict[str, str]:
     buffer.destroy()
     buffer.destroy()
     rows = out.x.detach()
-    messages = {
-        "dispatch": error_of(buffer.dispatch, x, topk_idx, topk_weights),
-        "combine": error_of(buffer.combine, rows, out.handle),
-        "counters": error_of(buffer.counters),
-        "check": error_of(buffer.check),
-        "ep.dispatch": error_of(ep.dispatch, buffer, x, topk_idx),
-        "ep.combine": error_of(ep.combine, buffer, rows, out.handle),
-        "backward": error_of(out.x.sum().backward),
-        "handle in dispatch": error_of(living.dispatch, x, handle=out.handle),
-        "handle in combine": error_of(living.combine, rows, out.handle),
-    }
+    for call in (
+        lambda: buffer.dispatch(x, topk_idx, topk_weights),
+        lambda: buffer.combine(rows, out.handle),
+        buffer.counters,
+        buffer.check,
+        lambda: ep.dispatch(buffer, x, topk_idx),
+        lambda: ep.combine(buffer, rows, out.handle),
+        out.x.sum().backward,
+    ):
+        assert_refused("buffer", call)
+    assert_refused("handle", living.dispatch, x, handle=out.handle)
+    assert_refused("handle", living.combine, rows, out.handle)
     with buffer, living:  # leaving is a destroy, which may come after another one
         round_trip(living)
         living.destroy()
     with make_buffer(engine=engine) as buffer:
         round_trip(buffer)
-    return messages
-
-
-def test_use_after_destroy(pools, engine):
-    for messages in pools(2).run(use_after_destroy, engine):
-        for what in ("dispatch", "combine", "counters", "check", "ep.dispatch", "ep.combine"):
-            assert messages[what] == "buffer: given one that was destroyed, allowed: a living buffer"
-        assert_words(messages["backward"], ["buffer: given one that is gone"])
-        for what in ("handle in dispatch", "handle in combine"):
-            assert_words(messages[what], ["handle: given one of buffer", "allowed: one of this buffer"])
