@@ -16,7 +16,6 @@ Say that a rank has not aborted, and waits. The raiser of the flag has aborted: 
 waits too, for a flag of another rank, and so on: by 1 this ends at a rank that has aborted.
 """
 
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -167,30 +166,3 @@ def explore_aborts(events: Sequence[Event], aborts: Aborts, *, most_states: int 
         bad, what = step
         lines.append(what)
     return Findings(frozenset(search.wrong), frozenset(waiting), len(reached_from), "\n".join(reversed(lines)))
-
-
-def walk(events: Sequence[Event], aborts: Aborts, choose: random.Random) -> Findings:
-    """Take one order by chance. At any event one rank aborts, or two do; some of their agents stop at once."""
-    search = Search(events, aborts)
-    state, lines = search.first, []
-    stopped: set[str] = set()
-    when = sorted(choose.randrange(len(events)) for _ in range(choose.randint(1, 2)))
-    while True:
-        possible, hearers = search.steps(state)
-        if not search.goes_on(state, possible, hearers):
-            break
-        possible = [number for number in possible if events[number].agent not in stopped]
-        if when and len(lines) >= when[0]:
-            hearers = [choose.choice(search.ranks)]
-            del when[0]
-            possible = []
-        step = choose.choice([*possible, *hearers])
-        if isinstance(step, int):
-            state = search.happen(state, step)
-            lines.append(describe(events[step]))
-        else:
-            state = search.abort(state, step)
-            agents = sorted({event.agent for event in events if event.rank == step})
-            stopped |= {agent for agent in agents if choose.random() < 0.5}
-            lines.append(f"aborts: {step}")
-    return Findings(frozenset(search.wrong), frozenset(search.waiting(state)), len(lines), "\n".join(lines))

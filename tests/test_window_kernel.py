@@ -1,15 +1,23 @@
 """Search a model of the combine kernel between nodes: its blocks, queues and progress flags, with windows of slots.
 
-tests/test_node_windows.py says why a window of one chunk cannot deadlock, for agents that go chunk by chunk. Here are
-the agents of the kernel: in each block a preparing warp that waits and queues works, and summing warps that do them
-in turn. All blocks count themselves in for each progress flag (csrc/cuda/combine/progress_flags.h), and these come in
-one order for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may find
-that they differ.
+The ranks of one node push partial sums for tokens of other nodes' sources. Those of source (m, k) go to slots of rank k
+of the own node, the *owner* here, which reduces them. With a window of W chunks the slots of a source have room for W
+chunks of each pusher: chunk j lies in place j % W. A pusher waits until the owner has freed chunk j - W.
+
+Why W = 1 is enough: let c be the first chunk that is not free everywhere. Its pushes wait for chunk c - W alone, which
+is free, and in each agent only pushes of chunks up to c come before them. So all are made. Its reductions wait for
+these pushes alone, and in each agent only reductions of chunks up to c come before them. So c becomes free.
+
+The agents are those of the kernel: in each block a preparing warp that waits and queues works, and summing warps that
+do them in turn. All blocks count themselves in for each progress flag (csrc/cuda/combine/progress_flags.h), and these
+come in one order for blocks that push, that reduce, or that do both. A combine is one launch or two, and some ranks may
+find that they differ.
 """
 
+import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +26,43 @@ import pytest
 from commands import ROOT
 from conftest import exhaustive
 from node_model import Agent, Event, check_order
-from test_node_windows import Routing, Windows, all_routings, some_routings
+
+Source = tuple[int, int]  # another node, and the local index there
+Routing = Mapping[tuple[Source, int], frozenset[int]]  # by source and token: local indices of the ranks that push
+
+
+class Windows(NamedTuple):
+    """One node's part in a combine."""
+
+    nodes: int  # the others
+    ranks: int
+    tokens: int  # of each source
+    window: int = 1  # chunks
+    per_chunk: int = 1  # tokens
+    differs: bool = False  # nobody reduces; owners wait for what was promised
+
+    @property
+    def sources(self) -> list[Source]:
+        return list(product(range(self.nodes), range(self.ranks)))
+
+
+
+def all_routings(windows: Windows) -> Iterator[Routing]:
+    """Yield every routing: each token of each source was at no rank of the node, at some or at all."""
+    places = list(product(windows.sources, range(windows.tokens)))
+    subsets = [frozenset(r for r in range(windows.ranks) if bits >> r & 1) for bits in range(1 << windows.ranks)]
+    for choice in product(subsets, repeat=len(places)):
+        yield dict(zip(places, choice))
+
+
+def some_routings(windows: Windows, count: int) -> Iterator[Routing]:
+    choose = random.Random(count)
+    for _ in range(count):
+        share = choose.choice((0.2, 0.5, 0.8, 1.0))
+        yield {
+            at: frozenset(r for r in range(windows.ranks) if choose.random() < share)
+            for at in product(windows.sources, range(windows.tokens))
+        }
 
 
 class ProgressFlags(NamedTuple):
