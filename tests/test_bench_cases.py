@@ -6,14 +6,12 @@ import json
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark import parts, suite
-from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, Case, is_standard, suite_cases
+from ep_dispatcher.tools.benchmark.cases import HOT, OPERATIONS, Case, suite_cases
 from ep_dispatcher.tools.benchmark.parts import BASELINES, ENGINE, GRAPH
 from ep_dispatcher.tools.testing import make_hot_routing
 
@@ -46,18 +44,14 @@ def test_hot_routing_gives_one_rank_four_times_the_mean(ranks, topk):
 
 def test_the_suite_has_every_case():
     cases = list(suite_cases(4))
-    assert len({case.name for case in cases}) == len(cases)
-    first = cases[0]
-    assert first == Case(4, graph=True) and first.sms == 24
-    assert {c.sms for c in cases if replace(c, sms=24).name == first.name} == {8, 12, 16, 24, 32}
-    grown = {c.tokens for c in cases if replace(c, tokens=4096).name == first.name}
+    assert len({case.name for case in cases}) == len(cases) and cases[0] == Case(4, graph=True)
+    assert {c.sms for c in cases if replace(c, sms=24).name == cases[0].name} == {8, 12, 16, 24, 32}
+    grown = {c.tokens for c in cases if replace(c, tokens=4096).name == cases[0].name}
     assert grown == {128, *(2**n for n in range(8, 16))}
     assert {(c.hidden, c.experts) for c in cases} == {(7168, 256), (2048, 128)}
     assert any(c.topk == 1 for c in cases) and any(c.routing == HOT for c in cases)
-    assert next(c for c in cases if c.tokens == 128).graph
     beside = [c for c in suite_cases(4, [MEGATRON, DEEP_EP], iters=5) if MEGATRON in c.others]
     assert [(c.others, c.iters) for c in beside] == [(("all_to_all", MEGATRON, DEEP_EP), 5)] * 2
-    assert [is_standard(c) for c in beside] == [True, False] and is_standard(beside[1], "hidden", "experts")
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +77,7 @@ def test_cases_are_measured(results):
         assert run["compared"][ALL_TO_ALL]["same"]
         for moved in run["wire_bytes"].values():
             assert moved["engine"] == moved["least"]
-
-
-def test_rows_of_the_cases(results):
-    uniform, hot, by_rank = results[1]
+    uniform, hot, by_rank = runs
     assert uniform["received_rows"] == 2 * 24 * 4 > uniform["max_recv_rows"] >= 24 * 4
     assert hot["received_rows"] == hot["max_recv_rows"] == 2 * 24 * 4
     assert by_rank["max_recv_rows"] <= 2 * 24
@@ -95,8 +86,7 @@ def test_rows_of_the_cases(results):
 def test_what_fails_is_a_note(results):
     """There are no CUDA graphs here: everything else of the case is measured all the same."""
     notes = results[1][1]["notes"]
-    assert len(notes) == len(OPERATIONS)
-    assert notes[0] == f"{GRAPH}, dispatch: NotImplementedError: there are CUDA graphs on GPUs alone (rank 0)"
+    assert len(notes) == len(OPERATIONS) and notes[0].startswith(f"{GRAPH}, dispatch: NotImplementedError: ")
 
 
 def test_a_case_that_fails_leaves_the_others(tmp_path, capfd):
@@ -108,41 +98,29 @@ def test_a_case_that_fails_leaves_the_others(tmp_path, capfd):
     assert "num_experts" in capfd.readouterr().err
 
 
-def has(module):
-    return importlib.util.find_spec(module) is not None
-
-
-def measure(case, folder):
+def measure(folder, **changes):
+    case = replace(CASE, operations=("dispatch",), iters=1, **changes)
     assert suite.run([case], MACHINE, folder) == 0
     return json.loads((folder / f"{case.name}.json").read_text())
 
 
-def test_megatron_or_why_not(tmp_path):
-    run = measure(replace(CASE, others=(MEGATRON,), operations=("dispatch",), iters=1), tmp_path)
+def test_beside_megatron(tmp_path):
+    pytest.importorskip("megatron.core")
+    run = measure(tmp_path, others=(MEGATRON,))
     assert list(run["operations"]["dispatch"]) == [ENGINE]
-    if has("megatron"):
-        assert run["megatron"].startswith("megatron-core ") and run["compared"]["Megatron alltoall"]["same"]
-        for operation, passes in {"six steps, forward": 2, "six steps, forward+backward": 4}.items():
-            figures = run["operations"][operation]
-            assert figures["Megatron alltoall"]["speedup"] > 0
-            received = passes * run["received_rows"] * 256 / 2
-            assert figures[ENGINE]["gb_per_s"] == pytest.approx(received / figures[ENGINE]["median_s"] / 1e9, abs=6e-4)
-    else:
-        assert run["notes"] == [f"not measured: {MEGATRON}: ModuleNotFoundError: No module named 'megatron' (rank 0)"]
+    assert run["megatron"].startswith("megatron-core ") and run["compared"]["Megatron alltoall"]["same"]
+    for operation, passes in {"six steps, forward": 2, "six steps, forward+backward": 4}.items():
+        figures = run["operations"][operation]
+        assert figures["Megatron alltoall"]["speedup"] > 0
+        received = passes * run["received_rows"] * 256 / 2
+        assert figures[ENGINE]["gb_per_s"] == pytest.approx(received / figures[ENGINE]["median_s"] / 1e9, abs=6e-4)
 
 
-@pytest.mark.skipif(has("deep_ep"), reason="DeepEP is installed, and needs GPUs")
+@pytest.mark.skipif(bool(importlib.util.find_spec("deep_ep")), reason="DeepEP is installed, and needs GPUs")
 def test_a_module_that_cannot_be_imported_is_a_note(tmp_path):
-    run = measure(replace(CASE, others=("all_to_all", DEEP_EP), operations=("dispatch",), iters=1), tmp_path)
-    assert run["notes"] == [f"not measured: {DEEP_EP}: ModuleNotFoundError: No module named 'deep_ep' (rank 0)"]
+    run = measure(tmp_path, others=("all_to_all", DEEP_EP))
+    assert len(run["notes"]) == 1 and run["notes"][0].startswith(f"not measured: {DEEP_EP}: ModuleNotFoundError: ")
     assert list(run["operations"]["dispatch"]) == [ENGINE, ALL_TO_ALL]
-
-
-def test_only_its_part_for_megatron_knows_megatron():
-    others = (path for path in Path(parts.__file__).parent.glob("*.py") if path.stem != "megatron")
-    for path in (Path(bench.__file__), *others):
-        imports = [line for line in path.read_text().splitlines() if "import" in line and "integrations" in line]
-        assert imports == [], path
 
 
 class FakeClock:

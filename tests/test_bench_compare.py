@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, run_module
+from commands import ROOT
 
 from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH
@@ -49,8 +49,6 @@ def test_two_builds_beside_each_other(capsys):
     medians = [json.loads(path.read_text())["operations"]["combine"][ENGINE]["median_s"] * 1e6 for path in (a, b)]
     row = next(line for line in output.splitlines() if line.startswith("combine ") and " engine " in line)
     assert row.split()[2:] == [f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{medians[1] / medians[0]:.3f}"]
-    assert "build 6dd7af9" in output and "build a7d2925" in output
-    assert any(line.startswith("dispatch ") and "all_to_all_single" in line for line in output.splitlines())
     assert GRAPH not in output and "regression" not in output
 
 
@@ -113,13 +111,6 @@ def test_missing_cases_are_named(copy, capsys):
     assert f"{empty}: no JSON of this benchmark" in capsys.readouterr().out
 
 
-def test_the_command(copy):
-    change(copy / MAIN, slow_down("dispatch", 1.5))
-    command = ("ep_dispatcher.bench", "--compare", str(RESULTS / MAIN), str(copy / MAIN))
-    code, output, errors = run_module(*command)
-    assert (code, errors) == (1, "") and output.endswith("dispatch: 1.500 times as long, allowed 1.05\n")
-
-
 # ---- two builds in turn ---------------------------------------------------------------------------------------------
 
 
@@ -131,7 +122,6 @@ def test_two_builds_in_turn(tolerance, code):
     found = subprocess.run([sys.executable, *script, *given], capture_output=True, text=True, timeout=300)
     assert found.returncode == code, found.stderr
     lines = found.stdout.splitlines()
-    assert lines[0] == f"microseconds: A = {ROOT}, B = {ROOT}"
     operations = ["dispatch", "dispatch FP8", "dispatch, quantize", "cached dispatch", "combine"]
     expected = [f"16x128 {name}" for name in [*operations, "decode dispatch FP8", "decode combine"]]
     expected += [f"513x128 {name}" for name in operations]

@@ -70,15 +70,10 @@ def test_the_part_of_the_page(report, results, tmp_path, capsys):
     headings = re.findall("^### (.*)$", text, re.MULTILINE)
     assert headings == ["4 ranks on a CPU, 2 cores", "4 x NVIDIA H200", "4 x NVIDIA H200, beside DeepEP"]
     cpu, gpus, beside = text.split("\n### ")[1:]
-    assert "PyTorch 2.11.0, compiler g++ 12, load averages at the start [0.1, 0.2, 0.3].\nBuild abc, 2026-11-21." in cpu
-    assert cpu.index("expert layout, one node:") < cpu.index("expert layout, 2 virtual nodes of 2:")
     assert cpu.count("| dispatch+combine | 0.0 | 0.0 to 0.0 | 41 | 0.0 (2.0x) | 0.0 (2.0x) |") == 2
-    assert "All cases" not in cpu and "`embedding_bag`" in cpu and "`embedding_bag`" not in gpus
-    assert "Driver 580.1, CUDA 13.0, PyTorch 2.11.0, NCCL 2.28.9.\nBuild abc, 2026-11-21." in gpus
-    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in beside and "least to most" not in gpus
+    assert "| dispatch+combine | 10 | 9 to 12 | 287 | 8 | 20 (2.0x) |" in beside
     assert "| 256 | 7168 | 256 | 8 | uniform | 24 | 10 | 10 | 10 | 10 | 10 |  | 20 (2.0x) |  |  |" in gpus
-    assert "- DeepEP: not measured, and why" in gpus
-    assert "DeepEP v9 (rank layout).\n" in beside and "not measured" not in beside
+    assert "- DeepEP: not measured, and why" in gpus and "not measured" not in beside
     images = [results / "cpu-4ranks-a-CPU.png", results / "cuda-4ranks-NVIDIA-H200.png"]
     images += [results / "later" / images[1].name]
     drawn = [image.read_bytes() for image in images]

@@ -46,7 +46,6 @@ class Windows(NamedTuple):
         return list(product(range(self.nodes), range(self.ranks)))
 
 
-
 def all_routings(windows: Windows) -> Iterator[Routing]:
     """Yield every routing: each token of each source was at no rank of the node, at some or at all."""
     places = list(product(windows.sources, range(windows.tokens)))
