@@ -51,15 +51,10 @@ def run_as_file(*arguments: str, hide: tuple[str, ...] = (), **environment: str)
     )
 
 
-def test_here_a_buffer_can_be_made():
-    result = subprocess.run([sys.executable, "-m", "ep_dispatcher.doctor"], capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "A Buffer can be made here." in result.stdout and "ok  self-test" in result.stdout
-    assert not result.stderr
-
-
-def test_switches_for_more_ranks_do_not_fail_the_self_test(monkeypatch):
-    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "3")
+def test_here_a_buffer_can_be_made(monkeypatch):
+    result = run_as_file()
+    assert result.returncode == 0 and "ok  self-test" in result.stdout and not result.stderr, result.stdout
+    monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "3")  # for more ranks: it does not fail the self-test
     assert doctor.SELF_TEST.run().state == "ok"
 
 
@@ -76,34 +71,27 @@ def test_json_says_the_same_as_the_text():
 
 def test_without_pytorch_it_still_reports():
     result = run_as_file(hide=("torch",))
-    assert result.returncode == 1 and not result.stderr
-    assert "!!  PyTorch" in result.stdout
-    assert "!!  switches" not in result.stdout  # they can be read all the same
-    assert "self-test" not in result.stdout  # it cannot work, so it is not tried
+    assert result.returncode == 1 and not result.stderr and "!!  PyTorch" in result.stdout
+    assert "self-test" not in result.stdout, "it cannot work, so it is not tried"
 
 
 @pytest.mark.parametrize(
-    "version, ok", [("2.8.1", False), ("2.9.0a0+nv25.9", True), ("2.11.0+cu130", True), ("3.0", True)]
+    "what, version, state",
+    [
+        ("PyTorch", "2.8.1", "error"),
+        ("PyTorch", "2.9.0a0+nv25.9", "ok"),
+        ("PyTorch", "3.0", "ok"),
+        ("Transformer Engine", "2.13.0+abc", "optional"),  # loses gradients
+        ("Transformer Engine", "2.14.0", "ok"),
+        ("megatron-core", None, "optional"),
+    ],
 )
-def test_versions_of_pytorch(monkeypatch, version, ok):
+def test_versions(monkeypatch, what, version, state):
     torch = SimpleNamespace(__version__=version, version=SimpleNamespace(cuda="13.0"))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    finding = found("PyTorch")
-    assert (finding.state == "ok") is ok and version in finding.found
-
-
-def test_without_megatron_a_buffer_can_be_made(monkeypatch):
-    monkeypatch.setattr(metadata, "version", not_installed)
-    result = doctor.report(run=False)
-    finding = next(finding for finding in result["findings"] if finding["what"] == "megatron-core")
-    assert result["ok"] and finding["state"] == "optional"
-
-
-@pytest.mark.parametrize("version, is_named", [("2.13.0+abc", True), ("2.14.0", False), ("3.0", False)])
-def test_a_transformer_engine_that_loses_gradients_is_named(monkeypatch, version, is_named):
-    monkeypatch.setattr(metadata, "version", lambda name: version)
-    finding = found("Transformer Engine")
-    assert version in finding.found and finding.state == ("optional" if is_named else "ok")
+    if what == "PyTorch":
+        monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(metadata, "version", lambda name: version or not_installed(name))
+    assert found(what).state == state and (version or "") in found(what).found
 
 
 def test_a_probe_that_dies_is_a_finding(monkeypatch):
@@ -130,19 +118,16 @@ def test_switches(monkeypatch):
 
 
 def test_what_is_used(monkeypatch):
-    used = doctor.what_is_used
     monkeypatch.setenv("EP_DISPATCHER_ENGINE", "cpu")
     monkeypatch.setenv("EP_DISPATCHER_RANKS_PER_NODE", "2")
-    assert used()["engine"] == "cpu" and used()["a node is"].startswith("2 ranks")
+    assert doctor.what_is_used()["engine"] == "cpu" and doctor.what_is_used()["a node is"].startswith("2 ranks")
     monkeypatch.setattr(engines, "choose", lambda engine: "cuda")
     for state, between in (("optional", "nothing"), ("ok", "NVSHMEM")):
         module = doctor.Finding("compiled module nvshmem", state, "")
         monkeypatch.setattr(doctor, "PROBES", [SimpleNamespace(what=module.what, run=lambda module=module: module)])
-        assert used()["between nodes"].startswith(between)
-    monkeypatch.setenv("EP_DISPATCHER_WIRE", "peer")
-    assert "EP_DISPATCHER_WIRE" in used()["between nodes"]
+        assert doctor.what_is_used()["between nodes"].startswith(between)
     monkeypatch.setenv("EP_DISPATCHER_WIRE", "carrier pigeon")
-    assert used()["engine"].startswith("none: ValueError: EP_DISPATCHER_WIRE")
+    assert doctor.what_is_used()["engine"].startswith("none: ValueError: EP_DISPATCHER_WIRE")
 
 
 def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
@@ -159,13 +144,7 @@ def test_compiled_modules_that_cannot_be_used(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "module, source",
-    [
-        ("cpu", "csrc/cpu/plan.cpp"),
-        ("cuda", "csrc/cuda/plan/plan.cuh"),
-        ("nvshmem", "csrc/nvshmem/world.cu"),
-        ("nvshmem", "csrc/cuda/plan/plan.cuh"),  # of which it has all sources too
-        ("nvshmem", "csrc/bindings_cuda.cpp"),
-    ],
+    [("cpu", "csrc/cpu/plan.cpp"), ("cuda", "csrc/cuda/plan/plan.cuh"), ("nvshmem", "csrc/bindings_cuda.cpp")],
 )
 def test_a_compiled_module_older_than_its_sources_is_noticed(monkeypatch, tmp_path, module, source):
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "ep_dispatcher")
@@ -178,7 +157,7 @@ def test_a_compiled_module_older_than_its_sources_is_noticed(monkeypatch, tmp_pa
     assert found(f"compiled module {module}").state == "ok"
     os.utime(compiled, (0, 0))
     finding = found(f"compiled module {module}")
-    assert finding.found == f"older than csrc/ ({source.rpartition('/')[2]})" and finding.fix
+    assert finding.state != "ok" and source.rpartition("/")[2] in finding.found and finding.fix
 
 
 def test_commands_that_are_missing_fail_or_hang():
@@ -201,12 +180,10 @@ def fake_gpus(monkeypatch, capabilities: list[tuple[int, int]]) -> None:
     monkeypatch.setattr(cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 2))
 
 
-def test_gpus(monkeypatch):
-    fake_gpus(monkeypatch, [(9, 0), (9, 0)])
-    assert found("GPUs").found == "2 x Some GPU (compute capability 9.0)"
-    fake_gpus(monkeypatch, [(8, 0)])
-    finding = found("GPUs")
-    assert finding.state == "optional" and "8.0" in finding.found
+@pytest.mark.parametrize("capabilities, state", [([(9, 0), (9, 0)], "ok"), ([(8, 0)], "optional")])
+def test_gpus(monkeypatch, capabilities, state):
+    fake_gpus(monkeypatch, capabilities)
+    assert found("GPUs").state == state and f"{capabilities[0][0]}.0" in found("GPUs").found
 
 
 def test_nvlink(monkeypatch):
@@ -227,20 +204,18 @@ def test_nvlink(monkeypatch):
 
 
 def test_nvshmem(monkeypatch, tmp_path, transport_switches):
-    wheels = {}
-    monkeypatch.setattr(metadata, "version", lambda name: wheels.get(name) or not_installed(name))
+    monkeypatch.setattr(metadata, "version", not_installed)
     assert found("NVSHMEM").state == "optional"
-    wheels["nvidia-nvshmem-cu12"] = "3.3.9"
+    monkeypatch.setattr(metadata, "version", lambda name: "3.3.9" if name.endswith("cu12") else not_installed(name))
     assert found("NVSHMEM").found == "nvidia-nvshmem-cu12 3.3.9"
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     assert found("NVSHMEM").state == "optional"
     (tmp_path / "include/non_abi").mkdir(parents=True)
     (tmp_path / "include/nvshmem.h").touch()
-    assert found("NVSHMEM").state == "ok"
     names = ("VENDOR_MAJOR", "VENDOR_MINOR", "VENDOR_PATCH", "TRANSPORT_PLUGIN_MAJOR")
     lines = (f"#define NVSHMEM_{name}_VERSION {number}" for name, number in zip(names, (3, 4, 5, 9)))
     (tmp_path / "include/non_abi/nvshmem_version.h").write_text("\n".join(lines))
-    assert "3.4.5," in found("NVSHMEM").found
+    assert found("NVSHMEM").state == "ok" and "3.4.5," in found("NVSHMEM").found
 
 
 def add_card(root, card: str, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> None:
@@ -261,35 +236,27 @@ def transport_switches(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_nvshmem_transport(monkeypatch, tmp_path, transport_switches):
+@pytest.mark.parametrize(
+    "has_card, installed, environment, state, text",
+    [
+        (True, True, {}, "ok", "IBGDA is off"),
+        (True, True, dict(NVSHMEM_IB_ENABLE_IBGDA="1"), "ok", "kernels post by IBGDA"),
+        (False, True, dict(NVSHMEM_REMOTE_TRANSPORT="libfabric"), "ok", "libfabric"),  # its cards need not be there
+        (True, True, dict(NVSHMEM_REMOTE_TRANSPORT="none"), "optional", "NVSHMEM_REMOTE_TRANSPORT=none"),
+        (True, True, dict(NVSHMEM_REMOTE_TRANSPORT="tcp"), "optional", "NVSHMEM_REMOTE_TRANSPORT=tcp"),
+        (False, False, {}, "optional", "NVSHMEM ("),
+        (False, True, {}, "optional", "RDMA"),
+    ],
+)
+def test_nvshmem_transport(monkeypatch, tmp_path, transport_switches, has_card, installed, environment, state, text):
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    monkeypatch.setattr(metadata, "version", lambda name: "3.4.5")
-    add_card(tmp_path, "mlx5_0")
-    add_devices(tmp_path)
-    assert found("NVSHMEM transport").found.startswith("ibrc, the default; IBGDA is off")
-    assert found("NVSHMEM transport").state == "ok"
-    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
-    assert "kernels post by IBGDA" in found("NVSHMEM transport").found
-    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "libfabric")
-    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "0")
-    assert found("NVSHMEM transport").found.startswith("libfabric; IBGDA is off")
-    for wrong in ("none", "tcp"):
-        monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", wrong)
-        finding = found("NVSHMEM transport")
-        assert finding.state == "optional" and f"NVSHMEM_REMOTE_TRANSPORT={wrong}" in finding.found
-
-
-def test_a_transport_without_what_it_needs_is_not_ok(monkeypatch, tmp_path, transport_switches):
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "version", not_installed)
-        finding = found("NVSHMEM transport")
-        assert finding.state == "optional" and "NVSHMEM (" in finding.found and "RDMA" in finding.found
-    monkeypatch.setattr(metadata, "version", lambda name: "3.4.5")
-    finding = found("NVSHMEM transport")
-    assert finding.state == "optional" and "NVSHMEM (" not in finding.found and "RDMA" in finding.found
-    monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "libfabric")  # its cards need not be there
-    assert found("NVSHMEM transport").state == "ok"
+    monkeypatch.setattr(metadata, "version", lambda name: "3.4.5" if installed else not_installed(name))
+    if has_card:
+        add_card(tmp_path, "mlx5_0")
+        add_devices(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert found("NVSHMEM transport").state == state and text in found("NVSHMEM transport").found
 
 
 def test_rdma_network_cards(monkeypatch, tmp_path):
@@ -299,9 +266,9 @@ def test_rdma_network_cards(monkeypatch, tmp_path):
     add_card(tmp_path, "mlx5_1", "1: DOWN", "Ethernet")
     assert found("RDMA network cards").state == "optional"
     add_devices(tmp_path)
-    assert found("RDMA network cards") == doctor.Finding("RDMA network cards", "ok", "InfiniBand: mlx5_0")
+    assert found("RDMA network cards").state == "ok" and "mlx5_0" in found("RDMA network cards").found
     (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
-    assert found("RDMA network cards").found.startswith("mlx5_0, mlx5_1: ")
+    assert found("RDMA network cards").state == "optional"
 
 
 class Driver:
