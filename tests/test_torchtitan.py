@@ -1,0 +1,169 @@
+"""ep_dispatcher.integrations.torchtitan: torchtitan's own trainer with this dispatcher and with its own ones."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import exhaustive
+from torch.distributed.device_mesh import init_device_mesh
+
+from ep_dispatcher import operation
+from ep_dispatcher.tools.testing import RankError, make_routing, same_bits
+
+pytest.importorskip("torchtitan", reason="no torchtitan: it brings 1.5 GB (Triton, pyarrow), which .ci/run installs")
+
+MODULE = "ep_dispatcher.integrations.torchtitan"
+OURS, KEEP = f"{MODULE}.token_dispatcher", f"{MODULE}.selective_ac"
+EP4 = dict(expert_parallel_degree=4)
+COMPILE_S = 300  # of a run that compiles, on a busy machine
+HIDDEN, NUM_EXPERTS, TOP_K = 32, 8, 3
+
+
+def run(rank: int, overrides: tuple[str, ...], options: dict) -> tuple[list[tuple[float, float]], list[str]]:
+    """The losses and norms of a rank, and the operations of this engine that have run."""
+    from torchtitan_case import train
+
+    torch._dynamo.reset()
+    launched: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dispatch", "combine"):
+            old = getattr(operation, f"run_{name}")
+
+            def launch(*args, old=old, name=name, **kwargs):
+                launched.append(name)
+                return old(*args, **kwargs)
+
+            patch.setattr(operation, f"run_{name}", launch)
+        return train(rank, overrides, **options), sorted(launched)
+
+
+@pytest.mark.parametrize(
+    "options, rel",
+    [
+        (dict(parallel=EP4), 1e-6),
+        (dict(parallel=dict(expert_parallel_degree=4, tensor_parallel_degree=2)), 1e-6),
+        exhaustive(dict(parallel=dict(expert_parallel_degree=2, tensor_parallel_degree=2)), 1e-6),
+        exhaustive(dict(parallel=dict(expert_parallel_degree=2)), 1e-6),
+        exhaustive(dict(parallel=EP4, dtype="bfloat16"), 1e-3),
+    ],
+)
+def test_it_trains_as_torchtitan_alone_does(pools, options, rel):
+    """With FSDP2 and tensor parallelism around: the experts' weights are sharded over the other ranks."""
+    for (seen, launched), (expected, none) in zip(pools(4).run(run, (OURS,), options), pools(4).run(run, (), options)):
+        assert none == [] and len(launched) == 4 * 2 * 4  # steps, MoE layers, two operations forward and two backward
+        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=rel)
+        assert seen[-1][0] < seen[0][0] - 1
+
+
+@pytest.fixture(scope="module")
+def plain(pools):
+    return pools(4).run(run, (OURS,), dict(parallel=EP4))
+
+
+CAPACITY = dict(moe_comm_backend="hybridep", non_blocking_capacity_factor=0.8)  # torchtitan allows CUDA graphs with it
+
+
+@pytest.mark.parametrize(
+    "overrides, options",
+    [
+        ((OURS,), {}),
+        ((OURS, KEEP), dict(ac="selective")),
+        ((OURS,), CAPACITY),
+        exhaustive((OURS + '={"non_blocking_capacity_factor": 0.9, "num_max_tokens_per_rank": 1000}',), {}),
+        exhaustive((OURS,), dict(moe_comm_backend="deepep")),
+        exhaustive((OURS, KEEP), dict(ac="selective", compiles=True)),
+        exhaustive((OURS, KEEP), dict(ac="selective", compiles=True, **CAPACITY)),
+    ],
+)
+def test_these_change_no_bit_and_move_nothing_twice(pools, plain, overrides, options):
+    """The same run again, checkpoints that keep rows, a limit of rows, torch.compile, another backend replaced."""
+    assert pools(4).run(run, overrides, dict(parallel=EP4) | options, timeout_s=COMPILE_S) == plain
+
+
+def test_checkpoints_that_keep_nothing_move_rows_again(pools, plain):
+    ranks = pools(4).run(run, (OURS,), dict(parallel=EP4, ac="full"))
+    for (seen, launched), (expected, once) in zip(ranks, plain):
+        assert seen == expected and len(launched) == len(once) * 3 / 2
+
+
+def test_padding_for_float8_experts(pools, plain):
+    """The converters to float8 want padding, and say so by another Config, which this one replaces too."""
+    for (seen, _), (expected, _) in zip(pools(4).run(run, (OURS,), dict(parallel=EP4, pad_multiple=16)), plain):
+        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ('={"non_blocking_capacity_factor": 0.1}', "non_blocking_capacity_factor is too small"),
+        ('={"non_blocking_capacity_factor": 1.5}', "non_blocking_capacity_factor: given 1.5"),
+        ('={"capacity": 1}', "capacity"),
+    ],
+)
+def test_mistakes_are_errors_on_every_rank(pools, options, text):
+    with pytest.raises(RankError) as raised:
+        pools(4).run(run, (OURS + options,), dict(parallel=EP4))
+    assert len(raised.value.failures) == 4
+    assert all(re.search(text, message) for _, message, _ in raised.value.failures.values())
+
+
+def test_it_refuses_a_job_without_expert_parallelism(pools):
+    with pytest.raises(RankError, match="ValueError: expert_parallel_degree"):
+        pools(4).run(run, (OURS,), dict(parallel={}))
+
+
+def make_dispatcher(kind: str, **options):
+    """torchtitan's dispatcher of this kind, or ours, with the ranks of the default group."""
+    import torchtitan_case as case
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from ep_dispatcher.integrations import torchtitan
+
+    set_spmd_backend("partial_dtensor")
+    config = dict(num_experts=NUM_EXPERTS, top_k=TOP_K)
+    owner = torchtitan.EPTokenDispatcher if kind == "ours" else case.AllToAllTokenDispatcher
+    made = owner.Config(**config, **options).build()
+    made.wire_meshes(ep_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"])
+    return made
+
+
+def layer(dispatcher, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts that multiply by powers of their rows' places: what follows a group's order shows."""
+    counts = torch.bincount(ids.view(-1), minlength=NUM_EXPERTS)
+    rows, of_experts, metadata = dispatcher.dispatch(x, scores, ids, counts)
+    offsets = of_experts.cumsum(0)
+    expert = torch.bucketize(torch.arange(len(rows)), offsets, right=True)
+    return dispatcher.combine(rows * rows * (1 + expert)[:, None], metadata, x)
+
+
+def gradients(rank: int, kind: str, options: dict, sizes: tuple[int, ...], compiles: bool) -> list:
+    """Outputs and gradients of layers with so many tokens, one after the other."""
+    torch._dynamo.reset()
+    dispatcher, seen = make_dispatcher(kind, **options), []
+    step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+    for num_tokens in sizes:
+        ids, scores = make_routing("uniform", num_tokens, NUM_EXPERTS, TOP_K, seed=10 * num_tokens + rank)
+        x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        scores.requires_grad_()
+        out = step(dispatcher, x, scores, ids)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        seen.append((out.detach(), x.grad, scores.grad))
+    return seen
+
+
+SIZES = (8, 20, 12)  # the second does not fit in the buffer of the first
+
+
+@pytest.mark.parametrize(
+    "options, compiles",
+    [({}, False), (dict(pad_multiple=16), False), ({}, True), (dict(non_blocking_capacity_factor=1.0), True)],
+)
+def test_outputs_and_gradients_are_those_of_all_to_all(pools, options, compiles):
+    everyone = pools(2).run(gradients, "ours", options, SIZES, compiles)
+    for ours, theirs in zip(everyone, pools(2).run(gradients, "all-to-all", {}, SIZES, False)):
+        for seen, expected in zip(ours, theirs):
+            for a, b in zip(seen, expected):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    again = pools(2).run(gradients, "ours", {}, SIZES, False)
+    assert all(same_bits(a, b) for r, s in zip(everyone, again) for t, u in zip(r, s) for a, b in zip(t, u))
