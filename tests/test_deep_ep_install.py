@@ -23,7 +23,7 @@ import deep_ep_cpp
 import beside
 
 assert deep_ep_cpp.is_sm90_compiled() and Buffer.is_sm90_compiled()
-assert not hasattr(deep_ep, "ElasticBuffer")  # of DeepEP V2, which programs look for
+assert deep_ep.ElasticBuffer and deep_ep.EPHandle  # of DeepEP 2, which programs look for
 
 def name_of_buffer(queue):
     import deep_ep
@@ -84,11 +84,30 @@ SIGNATURES = {
     "EventHandle.__init__": "",
     "EventHandle.current_stream_wait": "",
     "EventOverlap.__init__": "event=None, extra_tensors=None",
-    "EventOverlap.current_stream_wait": "",
+    "EventOverlap.current_stream_wait": "release_handle=False",  # of DeepEP 2, and so are these
+    "ElasticBuffer.__init__": "group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, "
+    "num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
+    "prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300, "
+    "num_gpu_timeout_secs=100, explicitly_destroy=False",
+    "ElasticBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False, "
+    "allow_hybrid_mode=True, allow_multiple_reduction=True",
+    "ElasticBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None, "
+    "previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False, handle=None, "
+    "do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False",
+    "ElasticBuffer.combine": "x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None, "
+    "previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False",
+    "ElasticBuffer.barrier": "use_comm_stream=True, with_cpu_sync=False, sequential=True",
+    "ElasticBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
+    "sm_read_gbs=200, sm_write_gbs=50",
+    "ElasticBuffer.get_theoretical_num_qps": "num_sms",
+    "ElasticBuffer.capture": "",
+    "ElasticBuffer.get_logical_domain_size": "",
+    "ElasticBuffer.get_physical_domain_size": "",
 }
 SIGNATURES |= {f"internode_{name}": SIGNATURES[name] for name in ("dispatch", "combine")}
 STATIC = {"is_sm90_compiled", "set_num_sms", "capture", "get_low_latency_rdma_size_hint"}
-STATIC |= {"get_dispatch_config", "get_combine_config"}
+STATIC |= {"get_dispatch_config", "get_combine_config", "ElasticBuffer.get_buffer_size_hint", "ElasticBuffer.capture"}
 
 
 @pytest.fixture

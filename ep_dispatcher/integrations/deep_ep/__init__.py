@@ -1,4 +1,4 @@
-"""The Python interface of DeepEP 1.2.1 on ep_dispatcher, for programs written for ``deep_ep``.
+"""DeepEP's Python interfaces, of 1.2.1 (Buffer) and 2 (ElasticBuffer), on ep_dispatcher, for programs written for them.
 
     import ep_dispatcher.integrations.deep_ep as d
     d.install()                       # before the program imports deep_ep
@@ -17,6 +17,8 @@ _HOMES = {
     "install": "path",
     "uninstall": "path",
     "Buffer": "buffer",
+    "ElasticBuffer": "elastic",
+    "EPHandle": "elastic_handle",
     "Config": "config",
     "EventHandle": "events",
     "EventOverlap": "events",

@@ -22,8 +22,8 @@ from ep_dispatcher.integrations.deep_ep.dispatch import Received, Routing, dispa
 from ep_dispatcher.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap, outside_graphs
 from ep_dispatcher.integrations.deep_ep.handle import Plans, plans_of
 from ep_dispatcher.integrations.deep_ep.low_latency import LowLatency
-from ep_dispatcher.integrations.deep_ep.pool import Pool, pool_of
-from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows
+from ep_dispatcher.integrations.deep_ep.pool import Pool, PoolUser
+from ep_dispatcher.integrations.deep_ep.rows import Kind, Rows, add_biases, biases_of
 
 _OWN_MEMORY = "the engine finds out which memory ranks can share when a buffer is made"
 
@@ -77,7 +77,7 @@ class Runtime:
 
 
 @outside_graphs
-class Buffer(LowLatency):
+class Buffer(PoolUser, LowLatency):
     """Dispatch and combine with DeepEP's names, arguments and results.
 
         layout = buffer.get_dispatch_layout(topk_idx, num_experts)
@@ -124,14 +124,11 @@ class Buffer(LowLatency):
             )
         if group is None:
             checks.fail("group", None, "a torch.distributed group")
-        self._pool: Pool | None = pool_of(group)
-        self._pool.users.add(self)
-        self._comm = CommStream()
+        super().__init__(group, explicitly_destroy)
         self.runtime: Runtime | None = Runtime.of(group.rank(), group.size(), self._comm)
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.explicitly_destroy = explicitly_destroy
         if num_qps_per_rank != 24:  # nearly every program gives it
             say_without_effect("num_qps_per_rank", "between nodes the engine uses the connections of its own wire")
         if allow_mnnvl:
@@ -141,13 +138,8 @@ class Buffer(LowLatency):
 
     def destroy(self) -> None:
         """Free the memory with the last buffer of the group. Collective."""
-        if not self.explicitly_destroy:
-            checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
-        pool = self._live_pool()
-        self._pool = self.runtime = None
-        pool.users.discard(self)
-        if not pool.users:
-            pool.destroy()
+        super().destroy()
+        self.runtime = None
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -175,10 +167,6 @@ class Buffer(LowLatency):
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the stream of operations with async_finish or previous_event."""
-        return self._comm.stream()
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
@@ -314,13 +302,9 @@ class Buffer(LowLatency):
         """
         plans = plans_of(handle, self._live_pool())
         self._say_of_config(config)
-        biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
         device = x.device.type
         checks.tensor("x", x, checks.DTYPES, (plans.num_rows, "hidden"), device)
-        if len(biases) > 2:
-            checks.fail("bias", f"{len(biases)} tensors", "at most two")
-        for one in biases:
-            checks.tensor("bias", one, (x.dtype,), (plans.num_tokens, x.shape[1]), device)
+        biases = biases_of(bias, x, plans.num_tokens)
         if topk_weights is not None:
             checks.tensor("topk_weights", topk_weights, (torch.float32,), (plans.num_rows, "num_topk"), device)
         inputs: tuple[Tensor | None, ...] = ()
@@ -328,8 +312,7 @@ class Buffer(LowLatency):
             inputs = x, topk_weights, *biases, *plans.tensors()
         with self._comm.operation(inputs, previous_event, async_finish, allocate_on_comm_stream) as operation:
             combined_x, combined_weights = self._combine(plans, x, topk_weights)
-            if biases:
-                combined_x = sum((one.float() for one in biases), combined_x.float()).to(x.dtype)
+            combined_x = add_biases(combined_x, biases, x.dtype)
             if operation.is_apart:
                 operation.hand_over(combined_x, combined_weights, *plans.tensors())
         return combined_x, combined_weights, operation.event
@@ -350,10 +333,7 @@ class Buffer(LowLatency):
     internode_combine = combine
 
     def _live_pool(self) -> Pool:
-        if self._pool is None:
-            checks.fail("buffer", "one that was destroyed", "a living buffer")
-        self._pool.num_sms = Buffer._chosen_sms  # for engine buffers that this operation makes
-        return self._pool
+        return self._pool_for(Buffer._chosen_sms)
 
     @staticmethod
     def _say_of_config(config: Config | None) -> None:

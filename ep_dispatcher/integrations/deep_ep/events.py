@@ -56,19 +56,28 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None):
         self.event = event
         self.extra_tensors = extra_tensors
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event. ValueError if there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait for the event. With release_handle drop it then. ValueError if there is none."""
         if self.event is None:
-            checks.fail("event", None, "the event of an operation with async_finish=True")
+            checks.fail("event", None, "the event of an asynchronous operation")
         self.event.current_stream_wait()
+        if release_handle:
+            self.event = None
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Return the object, for a ``with`` block at whose end the event is dropped or not."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(self._releases)
+        self._releases = False
 
 
 class Operation:
@@ -101,7 +110,7 @@ class CommStream:
     def operation(
         self,
         inputs: tuple[Tensor | None, ...],
-        previous_event: EventOverlap | None,
+        previous_event: EventOverlap | EventHandle | None,
         async_finish: bool,
         on_comm_stream: bool = False,
     ) -> AbstractContextManager[Operation]:
@@ -113,7 +122,7 @@ class CommStream:
         An operation in a stream of its own allocates there in any case. on_comm_stream: allocate_on_comm_stream, which
         DeepEP takes only with both others
         """
-        before = getattr(previous_event, "event", None)
+        before = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         if on_comm_stream and (before is None or not async_finish):
             checks.fail("allocate_on_comm_stream", True, "True only with previous_event and async_finish")
         if async_finish or before is not None:

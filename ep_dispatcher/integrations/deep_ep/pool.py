@@ -17,6 +17,7 @@ import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import say_once
+from ep_dispatcher.integrations.deep_ep.events import CommStream, outside_graphs
 from ep_dispatcher.integrations.deep_ep.rows import Kind
 from ep_dispatcher.topology import registered_group
 
@@ -94,7 +95,8 @@ class Pool:
     def __init__(self, group: ProcessGroup):
         self.group = group
         self.users: WeakSet = WeakSet()  # the deep_ep.Buffers that are not destroyed
-        self.num_sms: int | None = None
+        self.num_sms: int | None = None  # of buffers made from now on; timeout_s likewise
+        self.timeout_s: float | None = None
         self._made: list[ep.Buffer] = []
         self._buffers: dict[Key, list[Sized]] = {}  # the last is in use
         # By tokens per rank, and whether they have masks.
@@ -144,6 +146,7 @@ class Pool:
             num_topk=key.num_topk,
             max_tokens_per_rank=max_tokens,
             num_sms=self.num_sms,
+            timeout_s=self.timeout_s,
             mask_late_ranks=mask_late_ranks,
         )
         self._made.append(buffer)
@@ -228,6 +231,38 @@ def pool_of(group: ProcessGroup) -> Pool:
     if pool is None:
         pool = _pools[group] = Pool(group)
     return pool
+
+
+@outside_graphs
+class PoolUser:
+    """What Buffer and ElasticBuffer share: the pool of their group, and a stream."""
+
+    def __init__(self, group: ProcessGroup, explicitly_destroy: bool):
+        self._pool: Pool | None = pool_of(group)
+        self._pool.users.add(self)
+        self._comm = CommStream()
+        self.group, self.explicitly_destroy = group, explicitly_destroy
+
+    def destroy(self) -> None:
+        """Free the memory with the last buffer of the group. Collective."""
+        if not self.explicitly_destroy:
+            checks.fail("destroy", "a buffer made without explicitly_destroy", "one made with explicitly_destroy=True")
+        pool = self._pool_for(None)
+        self._pool = None
+        pool.users.discard(self)
+        if not pool.users:
+            pool.destroy()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Return the stream of asynchronous operations, and of those with previous_event."""
+        return self._comm.stream()
+
+    def _pool_for(self, num_sms: int | None, timeout_s: float | None = None) -> Pool:
+        """Return the pool, set up for engine buffers that the next operation makes. ValueError after destroy()."""
+        if self._pool is None:
+            checks.fail("buffer", "one that was destroyed", "a living buffer")
+        self._pool.num_sms, self._pool.timeout_s = num_sms, timeout_s
+        return self._pool
 
 
 @atexit.register

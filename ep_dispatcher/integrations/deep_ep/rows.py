@@ -114,3 +114,20 @@ class Rows:
 def _seen_as(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the same bits in another dtype. A view costs the host some microseconds even if it changes nothing."""
     return t if t.dtype == dtype else t.view(dtype)
+
+
+def biases_of(bias: Tensor | tuple[Tensor, Tensor] | None, x: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
+    """Return the biases of a combine of rows x, checked."""
+    biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
+    if len(biases) > 2:
+        checks.fail("bias", f"{len(biases)} tensors", "at most two")
+    for one in biases:
+        checks.tensor("bias", one, (x.dtype,), (num_tokens, x.shape[1]), x.device.type)
+    return biases
+
+
+def add_biases(combined: Tensor, biases: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return the sums with the biases, added in float32, in ``dtype``."""
+    if biases:
+        combined = sum((one.float() for one in biases[1:]), biases[0].float()) + combined.float()
+    return combined.to(dtype)
