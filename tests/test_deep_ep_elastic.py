@@ -1,4 +1,4 @@
-"""``deep_ep.ElasticBuffer`` of DeepEP 2: both layouts against the reference, handles, its callers, and what is refused."""
+"""``deep_ep.ElasticBuffer`` of DeepEP 2: both layouts against the reference, handles, callers, and what is refused."""
 
 from itertools import product
 
