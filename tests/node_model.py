@@ -9,8 +9,7 @@ when it is delivered: a source that is overwritten too early shows.
 
 An *event* is one step of an agent or one delivery. Local steps between two synchronisations make one event: a wait
 belongs to the event behind it, a raise to the event before it. That leaves nothing out. No other agent can tell when
-a wait ended, and all that a raise or a wait orders, it orders for the whole event. (``merges=False`` takes single
-steps; a test compares.)
+a wait ended, and all that a raise or a wait orders, it orders for the whole event.
 
 ``explore`` visits every state that any order of events leads to, breadth first. ``check_order`` takes one order and
 answers for all. That is right for these programs: flags only grow, so an event that can happen stays possible until it
@@ -72,8 +71,8 @@ class Findings(NamedTuple):
 class Agent:
     """Append the steps of one agent to ``events``."""
 
-    def __init__(self, events: list[Event], name: str, *, rank: Place = (), merges: bool = True):
-        self.events, self.name, self.rank, self.merges = events, name, rank, merges
+    def __init__(self, events: list[Event], name: str, *, rank: Place = ()):
+        self.events, self.name, self.rank = events, name, rank
         self.after: list[int] = []  # of the next event
         self.puts: dict[Place, list[int]] = defaultdict(list)  # by target: all so far, and those before a fence
         self.fenced: dict[Place, list[int]] = defaultdict(list)
@@ -81,7 +80,7 @@ class Agent:
         self.seen: dict[Place, int] = {}  # flags waited for, and their epochs
 
     def _step(self, field: str, *step, ends: Sequence[str] = ()) -> None:
-        if any(self.steps[e] for e in ends) or (not self.merges and any(self.steps.values())):
+        if any(self.steps[e] for e in ends):
             self.end_event()
         self.steps[field].append(step)
 

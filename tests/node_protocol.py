@@ -93,12 +93,12 @@ class Protocol:
 
     def __init__(self, nodes: int, ranks: int, program, routings: Iterable[Routing], *, chunks: int = 2, blocks="many",
                  window: int = 1, behind: Sequence[int] = (1, 0, 2), unusable: Iterable[int] = (), direct=False,
-                 early: Sequence[bool] = (True,), without: Iterable[str] = (), merges: bool = True):  # fmt: skip
+                 early: Sequence[bool] = (True,), without: Iterable[str] = ()):  # fmt: skip
         self.nodes, self.locals, self.chunks = range(nodes), range(ranks), range(chunks)
         self.ranks: list[Rank] = list(product(self.nodes, self.locals))
         programs = program if isinstance(program[0], tuple) else [tuple(program)] * len(self.ranks)
         self.programs = dict(zip(self.ranks, programs, strict=True))
-        self.routings, self.few, self.without, self.merges = list(routings), blocks == "few", set(without), merges
+        self.routings, self.few, self.without = list(routings), blocks == "few", set(without)
         self.window, self.unusable, self.direct = window, set(unusable), direct
         self.behind, self.early = [min(chunks, number) for number in behind], early
         self.events: list[Event] = []
@@ -154,7 +154,7 @@ class Operation:
 
     def agent(self, name: str) -> Agent:
         name = f"{self.kind} {self.epoch} {self.me} {name}"
-        return Agent(self.protocol.events, name, rank=self.me, merges=self.protocol.merges)
+        return Agent(self.protocol.events, name, rank=self.me)
 
     def run(self, name: str, *tasks: Task, begin: str = "begun", rail: bool = False) -> None:
         """Run tasks one after the other in one agent, or each in an agent of its own."""

@@ -46,24 +46,25 @@ def test_kernels_spill_nothing(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wanted,path,said",
-    [("2", None, "EP_DISPATCHER_CUDA: given '2', allowed: 0, 1"), ("1", "/nowhere", "there is no nvcc; install")],
+    "wanted,path,said", [("2", None, "EP_DISPATCHER_CUDA: given '2'"), ("1", "/nowhere", "there is no nvcc; install")]
 )
 def test_the_build_switch_is_checked(wanted, path, said):
-    code = "import setuptools, sys; setuptools.setup = lambda **_: None; exec(open('setup.py').read())"
-    code = f"import os, shutil; shutil.which = lambda *_, **__: None; {code}" if path else code
+    code = "__file__ = 'setup.py'; import setuptools; setuptools.setup = lambda **_: None; "
+    code += "import shutil; shutil.which = lambda *_, **__: None; " if path else ""
+    code += "exec(compile(open('setup.py').read(), 'setup.py', 'exec'))"
     env = os.environ | {"EP_DISPATCHER_CUDA": wanted}
-    code = code.replace("open('setup.py').read()", "compile(open('setup.py').read(), 'setup.py', 'exec')")
-    code = "__file__ = 'setup.py'; " + code
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode != 0 and said in result.stderr
 
 
 @pytest.mark.skipif(engines.cuda_problem() is None, reason="this process can use a GPU")
-def test_without_a_gpu_the_engine_says_why():
-    with pytest.raises(ValueError, match="engine: given 'cuda', allowed: 'auto', 'cpu'"):
-        engines.choose("cuda")
+def test_without_a_gpu_the_engine_says_why(monkeypatch):
     assert engines.choose("auto") == "cpu"
+    for built in (engines.ENGINES, ("cpu",)):
+        monkeypatch.setattr(engines, "ENGINES", built)
+        for name in ("cuda", "gpu"):
+            with pytest.raises(ValueError, match=f"engine: given '{name}'"):
+                engines.choose(name)
 
 
 @needs_module
@@ -72,14 +73,6 @@ def test_one_process_can_use_both_engines(modules):
     code = f"from ep_dispatcher import {modules}"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_what_is_not_built_is_said_to_be_missing(monkeypatch):
-    monkeypatch.setattr(engines, "ENGINES", ("cpu",))
-    with pytest.raises(ValueError, match="engine: given 'cuda', allowed: 'auto', 'cpu', because it was not built"):
-        engines.choose("cuda")
-    with pytest.raises(ValueError, match="engine: given 'gpu', allowed: 'auto', 'cpu', 'cuda'"):
-        engines.choose("gpu")
 
 
 @needs_module
@@ -130,30 +123,21 @@ def test_the_host_reads_what_kernels_report(host_side):
 
 @needs_module
 @pytest.mark.parametrize(
-    "nodes,max_tokens,message",
+    "nodes,max_tokens,argument",
     [
-        (
-            ((0, 2), (1, 3)),
-            8,
-            "group: given nodes [(0, 2), (1, 3)], allowed: neighbouring ranks in a node with engine=",
-        ),
-        (tuple((n,) for n in range(9)), 8, "group: given 9 nodes of 1 ranks, allowed: at most 8 nodes of 8 ranks with"),
-        ((tuple(range(9)),), 8, "group: given 1 nodes of 9 ranks, allowed: at most 8 nodes of 8 ranks with engine="),
-        (((0, 1),), 2**22 + 1, "max_tokens_per_rank: given 4194305, allowed: at most 4194304 with engine='cuda'"),
-        (
-            ((0,), (1,)),
-            2**19 + 1,
-            "max_tokens_per_rank: given 524289, allowed: at most 524288 with engine='cuda' and 2",
-        ),
+        (((0, 2), (1, 3)), 8, "group"),
+        (tuple((n,) for n in range(9)), 8, "group"),
+        ((tuple(range(9)),), 8, "group"),
+        (((0, 1),), 2**22 + 1, "max_tokens_per_rank"),
+        (((0,), (1,)), 2**19 + 1, "max_tokens_per_rank"),
     ],
 )
-def test_sizes_that_the_kernels_cannot_serve(nodes, max_tokens, message):
+def test_sizes_that_the_kernels_cannot_serve(nodes, max_tokens, argument):
     from ep_dispatcher.memory import check_cuda_sizes
     from ep_dispatcher.topology import Topology
 
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^{argument}: given "):
         check_cuda_sizes(Topology(0, nodes), 72, max_tokens)
-    assert str(caught.value).startswith(message)
 
 
 class Engine:
@@ -193,41 +177,26 @@ def late_report():
     return "combine", "partial sums", 42, [1], 2.5
 
 
-HANDLES = "handle: rank 1 gave the plan of epoch 2, rank 0 gave the plan of epoch 1; all ranks must give the same"
-MISTAKES = [  # kind, detail, value, rows by rank
-    (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1]: given 9, allowed: -1 (no expert), or an expert from 0 to 7"),
-    (
-        ("bad_entry", [3, 1, 1, 0], 5, []),
-        "topk_idx[3, 1]: given expert 5 again, allowed: every expert at most once in a row",
-    ),
+MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the ranks that it names
+    (("bad_entry", [3, 1, 0, 0], 9, []), "topk_idx[3, 1]: given 9, "),
+    (("bad_entry", [3, 1, 1, 0], 5, []), "topk_idx[3, 1]: given expert 5 again, "),
     (
         ("too_few_rows", [1, 0, 0, 0], 0, [(40, 39), (3, 39)]),
         "max_recv_rows: too small: rank 0 needs 40 rows, given 39",
     ),
+    (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment: given 64, with which rank 1 "),
+    (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
+    (("differ", ["layout", 1, 1, 0], 0, []), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; "),
+    (("differ", ["topk_weights", 2, 0, 1], 0, []), "topk_weights: rank 2 gave None, rank 0 gave them; "),
+    (("differ", ["x: bytes per row", 1, 64, 128], 0, []), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; "),
     (
-        ("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]),
-        f"expert_alignment: given 64, with which rank 1 receives {2**40} rows; allowed: up to 2147483647 rows of a "
-        "rank in one dispatch",
+        ("differ", ["handle", 1, 2, 1], 0, []),
+        "handle: rank 1 gave the plan of epoch 2, rank 0 ",
     ),
     (
-        ("differ", ["operation", 1, 1, 0], 0, []),
-        "operation: rank 1 is in a combine, rank 0 is in a dispatch; all ranks must call the same"
-        ". So it looks if one of them is in a backward, and the other in a forward pass",
+        ("differ", ["handle", 2, 2, 1], 1, []),
+        "handle: rank 2 gave the plan of epoch 2, rank 1 ",
     ),
-    (
-        ("differ", ["layout", 1, 1, 0], 0, []),
-        "layout: rank 1 gave 'expert', rank 0 gave 'rank'; all ranks must give the same",
-    ),
-    (
-        ("differ", ["topk_weights", 2, 0, 1], 0, []),
-        "topk_weights: rank 2 gave None, rank 0 gave them; all ranks must give the same",
-    ),
-    (
-        ("differ", ["x: bytes per row", 1, 64, 128], 0, []),
-        "x: bytes per row: rank 1 gave 64, rank 0 gave 128; all ranks must give the same",
-    ),
-    (("differ", ["handle", 1, 2, 1], 0, []), HANDLES),
-    (("differ", ["handle", 2, 2, 1], 1, []), HANDLES.replace("rank 1", "rank 2").replace("rank 0", "rank 1")),
 ]
 
 
@@ -244,9 +213,8 @@ def report_of(kind, detail, value, rows):
 def test_mistakes_become_value_errors(mistake, said):
     """Where all ranks ask before their next operation: raised once, and the buffer stays usable."""
     reports, aborts = reports_of(mistake=report_of(*mistake))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         reports.raise_found(ends=False)
-    assert str(caught.value) == said
     reports.raise_found(ends=False)
     reports.raise_found(ends=True)
     assert not aborts
@@ -263,7 +231,7 @@ def test_a_mistake_found_by_a_later_operation_ends_the_use_of_the_buffer(mistake
         with pytest.raises(ValueError) as caught:
             reports.raise_found(ends=ends)
         seen.append(str(caught.value))
-    assert len(set(seen)) == 1 and seen[0].startswith(f"{said}. Found when other") and "destroy() this" in seen[0]
+    assert len(set(seen)) == 1 and seen[0].startswith(said) and "destroy() this" in seen[0]
     assert aborts == [1]
 
 

@@ -157,21 +157,6 @@ def test_ranks_that_share_a_gpu_fit_there_together(example, monkeypatch, ranks, 
     assert device.num_sms("cuda", ranks) == sms and device.num_sms("cpu", ranks) is None
 
 
-def test_a_run_that_ends_late_has_nothing_left(arguments, example, capsys):
-    args, _ = arguments("--minutes", "1")
-    share_done, recorder = example("moe_lm.train").share_done, example("moe_lm.report").Recorder(True, 1, 4.7, 3.67)
-    assert (share_done(args, 3, 15.0), share_done(args, 9, 68.0)) == (0.25, 1.0)
-    recorder.step(example("moe_lm.step").StepResult(1.0, 0.0, 1.0, torch.ones(1, 2), 68.0), 68.0)
-    recorder.progress(68.0, share_done(args, 9, 68.0), 4.0)
-    assert capsys.readouterr().out.endswith(" 0:00\n")
-
-
-def test_the_verdict_compares_with_byte_pairs(example):
-    recorder = example("moe_lm.report").Recorder(False, 1, 4.7, 3.67)
-    recorder.final = {"held_out_bits_per_byte": 3.66, "bigram_bits_per_byte": 3.67}
-    assert recorder.verdict().startswith("LEARNED: 3.66")
-
-
 def test_the_first_steps_do_not_count(example):
     median_step = example("moe_lm.report").median_step
     assert median_step([9.0] * 3 + [1.0, 2.0, 3.0]) == 2.0  # half of them are left out at most

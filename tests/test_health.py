@@ -1,6 +1,5 @@
 """The health of an engine, without an engine: one operation at a time, one failure, one abort, one end."""
 
-import os
 import threading
 import time
 
@@ -39,6 +38,13 @@ def nothing() -> None:
     pass
 
 
+def refused(health: Health) -> str:
+    """What a thread is told that begins an operation."""
+    error = error_of(lambda: fail_inside(health, OSError()))
+    assert type(error) is ValueError
+    return str(error)
+
+
 def test_a_healthy_buffer_goes_on():
     aborts = Aborts()
     health = Health(aborts.run)
@@ -49,82 +55,44 @@ def test_a_healthy_buffer_goes_on():
     assert not health.ended and aborts.count == 0
 
 
-def test_a_failure_is_a_new_exception_each_time():
-    aborts = Aborts()
-    health = Health(aborts.run)
-    health.end(lambda: RuntimeError("late"))
-    errors = [error_of(health.raise_if_ended) for _ in range(2)]
-    errors.append(error_of(lambda: fail_inside(health, MemoryError())))
-    assert [str(error) for error in errors] == ["late"] * 3 and len(set(map(id, errors))) == 3
-    assert health.ended and aborts.count == 1
-
-
 def test_the_first_failure_stays_unless_it_is_replaced():
+    """It is a new exception each time."""
     aborts = Aborts()
     health = Health(aborts.run)
     health.end(lambda: RuntimeError("first"))
     health.end(lambda: RuntimeError("second"))
-    assert str(error_of(health.raise_if_ended)) == "first"
+    errors = [error_of(health.raise_if_ended) for _ in range(2)]
+    errors.append(error_of(lambda: fail_inside(health, MemoryError())))
+    assert [str(error) for error in errors] == ["first"] * 3 and len(set(map(id, errors))) == 3
     health.end(lambda: RuntimeError("with the names"), replace=True)
     assert str(error_of(health.raise_if_ended)) == "with the names"
-    assert aborts.count == 1
+    assert health.ended and aborts.count == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), OSError("gone")])
-def test_an_abort_that_fails_hides_nothing(error):
-    aborts = Aborts(error)
-    health = Health(aborts.run)
-    assert str(error_of(lambda: fail_inside(health, MemoryError("no memory")))) == "no memory"
-    assert "no memory" in str(error_of(health.raise_if_ended)) and aborts.count == 1
-
-
+@pytest.mark.parametrize("abort", [None, RuntimeError("CUDA error"), OSError("gone")])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory"), SystemExit(3)])
-def test_an_exception_inside_ends_the_use(error):
-    aborts = Aborts()
+def test_an_exception_inside_ends_the_use(error, abort):
+    """An abort that fails hides nothing."""
+    aborts = Aborts(abort)
     health = Health(aborts.run)
     assert error_of(lambda: fail_inside(health, error)) is error
-    text = f"this buffer gave up in dispatch, epoch 3, by {type(error).__name__}: {error}; destroy() it"
     for ask in (health.raise_if_ended, lambda: fail_inside(health, error)):
         later = error_of(ask)
-        assert type(later) is RuntimeError and str(later) == text
+        assert type(later) is RuntimeError
+        assert f"in dispatch, epoch 3, by {type(error).__name__}: {error}" in str(later)
     assert aborts.count == 1
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on():
-    aborts = Aborts()
-    health = Health(aborts.run)
-    with health.operation("dispatch"):
-        refused = []
-        thread = threading.Thread(target=lambda: refused.append(error_of(lambda: fail_inside(health, OSError()))))
-        thread.start()
-        thread.join()
-        assert type(refused[0]) is ValueError
-        text = "buffer: given while another thread is in an operation on it, allowed: one at a time"
-        assert str(refused[0]) == text
-        assert str(error_of(lambda: fail_inside(health, OSError()))) == text  # as a signal handler might
-    with health.operation("combine"):
-        pass
-    assert not health.ended and aborts.count == 0
-
-
-def test_stop_frees_once_and_refuses_all():
+@pytest.mark.parametrize("failed", [False, True])
+def test_stop_frees_once_and_refuses_all(failed):
     aborts, freed = Aborts(), []
     health = Health(aborts.run)
+    if failed:
+        health.end(lambda: RuntimeError("late"))
     for _ in range(2):
         assert health.stop(nothing, lambda: freed.append(aborts.count))
     assert freed == [1] and aborts.count == 1 and health.ended  # the abort first
-    for ask in (health.raise_if_ended, lambda: fail_inside(health, OSError())):
-        error = error_of(ask)
-        assert type(error) is ValueError
-        assert str(error) == "buffer: given one that was destroyed, allowed: a living buffer"
-
-
-def test_stop_after_a_failure_says_that_it_is_destroyed():
-    aborts = Aborts()
-    health = Health(aborts.run)
-    health.end(lambda: RuntimeError("late"))
-    health.stop(nothing, nothing)
-    assert "one that was destroyed" in str(error_of(health.raise_if_ended)) and aborts.count == 1
+    assert "one that was destroyed" in refused(health) and type(error_of(health.raise_if_ended)) is ValueError
 
 
 class Waiter:
@@ -155,23 +123,20 @@ class Waiter:
         self.freed.append(time.monotonic())
 
 
-def test_stop_interrupts_the_thread_inside_and_waits_for_it():
+@pytest.mark.parametrize("error", [OSError("interrupted"), None])
+def test_stop_interrupts_the_thread_inside_and_waits_for_it(error):
+    """It may complete its operation all the same."""
     aborts = Aborts()
     health = Health(aborts.run)
-    waiter = Waiter(health, OSError("interrupted"))
+    waiter = Waiter(health, error)
     assert health.stop(waiter.go.set, waiter.free)
+    waiter.thread.join()
     assert len(waiter.freed) == 1 and waiter.freed_inside == [] and aborts.count == 1
-    waiter.thread.join()
-    assert type(waiter.seen) is RuntimeError and "in combine, epoch 8" in str(waiter.seen)
-    assert "destroyed, by another thread" in str(waiter.seen) and waiter.seen.__cause__ is waiter.error
-
-
-def test_stop_waits_for_a_thread_that_completes_its_operation():
-    health = Health(nothing)
-    waiter = Waiter(health, None)
-    assert health.stop(waiter.go.set, waiter.free)
-    waiter.thread.join()
-    assert waiter.seen is None and waiter.freed_inside == [] and len(waiter.freed) == 1
+    if error is None:
+        assert waiter.seen is None
+        return
+    assert type(waiter.seen) is RuntimeError and waiter.seen.__cause__ is error
+    assert all(words in str(waiter.seen) for words in ("in combine, epoch 8", "destroyed, by another thread"))
 
 
 def test_two_threads_that_stop_both_return_when_all_is_free():
@@ -198,32 +163,3 @@ def test_a_thread_that_never_leaves_frees_when_it_does():
     waiter.go.set()
     waiter.thread.join()
     assert len(waiter.freed) == 1
-
-
-def test_a_signal_handler_may_stop_the_operation_that_it_interrupts():
-    aborts, freed = Aborts(), []
-    health = Health(aborts.run)
-
-    def interrupted() -> None:
-        with health.operation("dispatch"):
-            assert not health.stop(nothing, lambda: freed.append(1))
-            assert freed == []
-            raise OSError("interrupted")
-
-    assert "destroyed, by another thread or a signal handler" in str(error_of(interrupted))
-    assert freed == [1] and aborts.count == 1
-
-
-def test_a_forked_child_has_no_buffer_and_frees_nothing():
-    aborts, freed = Aborts(), []
-    health = Health(aborts.run)
-    with health.operation("dispatch"):  # another thread of the parent may be inside, and is not there in the child
-        child = os.fork()
-        if child == 0:
-            error = error_of(lambda: fail_inside(health, OSError()))
-            right = type(error) is ValueError and "forked child" in str(error)
-            right = right and not health.stop(nothing, lambda: freed.append(1)) and not freed and not aborts.count
-            os._exit(0 if right else 1)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-    health.raise_if_ended()

@@ -7,22 +7,18 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from conftest import on
 from round_trip import device, inputs, make_buffer, outputs, round_trip
+from test_faults import mappings
 
 import ep_dispatcher as ep
 
 LIMIT_S = 30.0  # of the operations; what is tested takes milliseconds
 SOON_S = 5.0  # on a machine under load
 NUM_ROWS = 4096  # more than any rank receives
-
-
-def mappings() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ep_dispatcher" in line]
 
 
 @contextmanager

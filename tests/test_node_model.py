@@ -19,7 +19,7 @@ from itertools import cycle, product
 import node_protocol as protocol
 import pytest
 from conftest import exhaustive
-from node_model import COMPLETE, Place, check_order, explore
+from node_model import Place, check_order, explore
 from node_protocol import CACHED, COMBINE, COUNTED, DISPATCH, FACTORED, HOOKED, Protocol, Routing
 
 BOTH = ("few", "many")
@@ -177,25 +177,6 @@ def test_long_programs_of_any_routing(seeds):
         assert_no_fault(Protocol(nodes, ranks, programs, plans, chunks=chunks, **options))
 
 
-def test_the_model_is_not_empty():
-    """Every kind of memory is written and read, and every flag is raised and waited for."""
-    events = build((2, 2, 2), [DISPATCH, COUNTED, COMBINE, CACHED, COMBINE], blocks="many").events
-    accesses = {(kind, cell[0]) for event in events for kind, cell, _ in event.accesses}
-    written, read = ({name for kind, name in accesses if kind == wanted} for wanted in ("write", "read"))
-    assert written == read
-    assert read == {
-        *("call", "counts", "items", "table_in", "items_out", "table_out", "staging"),
-        *("sent_nodes", "head", "slots", "weights", "sums", "rail weights"),
-    }
-    raised = {flag[0] for event in events for flag, _ in event.raises}
-    waited_for = {flag[0] for event in events for flag, _ in event.waits}
-    assert raised == waited_for == {
-        *("called", "listed", "staged", "pushed", "consumed", "slots_free", "freed", "summed", "sums_relayed"),
-        *protocol.WIRE_FLAGS,
-        *("begun", "launched", "arrived", COMPLETE),
-    }  # fmt: skip
-
-
 # What goes wrong in some order when a rule is missing.
 NEEDED = {
     protocol.FENCE: {
@@ -322,15 +303,6 @@ def test_each_rule_is_needed(rule):
     assert faults_without(rule) == NEEDED[rule]
 
 
-def test_late_rows_end_with_their_operation():
-    """Rows of an operation in which ranks differ come late. Without quiet they would meet sums of the next one."""
-    programs = [(DISPATCH, COMBINE), (DISPATCH, COMBINE), (COMBINE, COMBINE), (COMBINE, COMBINE)]
-    for blocks in BOTH:
-        assert_no_fault(build((2, 2, 2), programs, blocks=blocks))
-        wrong = check_order(build((2, 2, 2), programs, blocks=blocks, without=[protocol.QUIET]).events).wrong
-        assert ("stale", ("staging", (1, 0), 0, 0)) in {(w.what, w.place) for w in wrong}
-
-
 def test_rules_that_agreement_covers():
     assert not faults_without(*COVERED)
 
@@ -400,24 +372,3 @@ def test_both_searches_find_the_same(program, unusable):
         # Each search gives an order of events that ends in a fault.
         assert bool(one.trace) == bool(all_.trace) == bool(one.faults)
     assert len(found) > 4
-
-
-@pytest.mark.parametrize("rule", [None, protocol.QUIET, protocol.RELAY_CALLS, protocol.SUMMED, protocol.OTHERS_FIRST])
-def test_merged_steps_leave_nothing_out(rule):
-    """Events of single steps go wrong in the same ways."""
-    for program in [COMBINE, COMBINE], [DISPATCH, COMBINE, CACHED], [(DISPATCH, COMBINE), (COMBINE, COMBINE)]:
-        merged, single = (
-            check_order(build((2, 1, 2), program, blocks="many", without=[rule], merges=merges).events)
-            for merges in (True, False)
-        )
-        assert single.states > merged.states
-        assert merged.faults == single.faults
-        assert {w.place for w in merged.wrong} == {w.place for w in single.wrong}
-
-
-@pytest.mark.exhaustive
-def test_single_steps_in_every_state():
-    events = build((2, 1, 1), [COMBINE], blocks="few", merges=False).events
-    findings = explore(events)
-    assert not findings.faults, findings.trace
-    assert findings.states > 20 * explore(build((2, 1, 1), [COMBINE], blocks="few").events).states

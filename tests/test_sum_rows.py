@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu
+from ep_dispatcher.tools.testing import different_bits, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = [torch.bfloat16, torch.float16]
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 MIN_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}  # of a normal number
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 BLOCK = 512  # of the engine; sizes around it are tested
 
 
@@ -33,13 +33,7 @@ def torch_sum(*rows: Tensor) -> Tensor:
 
 
 def assert_same_bits(seen: Tensor, expected: Tensor) -> None:
-    """Equal in every bit, the sign of zero included; one NaN is as good as another."""
-    assert seen.dtype == expected.dtype and seen.shape == expected.shape
-    same = (seen.view(BITS[seen.dtype]) == expected.view(BITS[seen.dtype])) | (seen.isnan() & expected.isnan())
-    wrong = (~same).nonzero().flatten()
-    if wrong.numel():
-        i = int(wrong[0])
-        pytest.fail(f"{wrong.numel()} differ, first at {i}: seen {seen[i].item()}, expected {expected[i].item()}")
+    assert same_bits(seen, expected), f"differ at {different_bits(seen, expected).nonzero().flatten().tolist()[:9]}"
 
 
 def all_patterns(dtype: torch.dtype) -> Tensor:
@@ -64,8 +58,7 @@ def test_one_row_is_copied_but_for_a_negative_zero(dtype):
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_sum_of_zeros_is_negative(dtype, num_rows, n):
-    zeros = sum_rows(*[torch.full((n,), -0.0, dtype=dtype)] * num_rows)
-    assert not zeros.view(BITS[dtype]).any(), "-0.0"
+    assert_same_bits(sum_rows(*[torch.full((n,), -0.0, dtype=dtype)] * num_rows), torch.zeros(n, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -11,16 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
-from round_trip import (
-    CONFIG,
-    assert_received,
-    device,
-    expected,
-    inputs,
-    make_buffer,
-    outputs,
-    round_trip,
-)
+from round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
 from ep_dispatcher.engines.optional import suspension
@@ -106,12 +97,8 @@ def cycle(rank: int, engine: str, ranks_per_node: int) -> dict:
                 meet()
         fill_again(buffer, *filled)
         round_trip(buffer)
-        sizes = ep.buffer_bytes(
-            num_ranks=dist.get_world_size(),
-            ranks_per_node=ranks_per_node,
-            engine=engine,
-            **CONFIG | dict(max_tokens_per_rank=TOKENS),
-        )
+        placed = dict(num_ranks=dist.get_world_size(), ranks_per_node=ranks_per_node, engine=engine)
+        sizes = ep.buffer_bytes(**placed, **CONFIG | dict(max_tokens_per_rank=TOKENS))
         return dict(full=full, region=sizes.region_bytes, **levels)
 
 
@@ -169,27 +156,17 @@ def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(pools, engin
     pools(2).run(refuse, engine)
 
 
-def not_made_for_it(rank: int, engine: str) -> None:
+def give_otherwise(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         for change in (buffer.suspend, buffer.resume):
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="^buffer: given one that cannot be suspended"):
                 change()
-            assert str(caught.value) == (
-                "buffer: given one that cannot be suspended, allowed: one made by ep.Buffer(..., suspendable=True)"
-            )
         assert not buffer.is_suspended
         round_trip(buffer)
-
-
-def test_suspend_needs_a_buffer_that_was_made_for_it(pools, engine):
-    pools(2).run(not_made_for_it, engine)
-
-
-def give_otherwise(rank: int, engine: str) -> None:
-    with pytest.raises(ValueError, match="^suspendable: rank 0 gave False, rank 1 gave True; all ranks must give the"):
+    with pytest.raises(ValueError, match="^suspendable: rank 0 gave False, rank 1 gave True"):
         make_buffer(engine=engine, suspendable=rank == 1)
     for given in (1, "yes", None, torch.tensor(True)):
-        with pytest.raises(ValueError, match="^suspendable: given .*, allowed: True or False$"):
+        with pytest.raises(ValueError, match="^suspendable: given "):
             make_buffer(engine=engine, suspendable=given)
     with make(engine) as buffer:
         round_trip(buffer)
@@ -314,13 +291,8 @@ def take_turns(rank: int, engine: str) -> list[int]:
 
 
 def test_two_buffers_take_turns(pools, engine):
-    sizes = [
-        ep.buffer_bytes(num_ranks=2, engine=engine, **CONFIG | changes).region_bytes
-        for changes in (
-            dict(max_tokens_per_rank=TOKENS),
-            dict(hidden=256, max_tokens_per_rank=TOKENS // 2),
-        )
-    ]
+    buffers = dict(max_tokens_per_rank=TOKENS), dict(hidden=256, max_tokens_per_rank=TOKENS // 2)
+    sizes = [ep.buffer_bytes(num_ranks=2, engine=engine, **CONFIG | changes).region_bytes for changes in buffers]
     for levels in pools(2).run(take_turns, engine):
         assert max(levels) - min(levels) < 2 * sum(sizes)
         if engine == "cpu":  # of both ranks; never both buffers at once

@@ -74,42 +74,26 @@ def test_a_step_lasts_from_the_stamp_before_it_to_its_own(script):
     assert run["us"] == 25
     assert steps["dispatch: movers, block 0", "announced"][2:] == (1, 3, 3, 2)
     assert steps["dispatch: movers, other blocks", "agreed"][2:] == (1, 6.5, 7, 5.5)  # medians of two, and the last
-    assert steps["dispatch: movers, other blocks", "rows stored"][2:] == (6.5, 18.5, 21, 12)
     assert steps["dispatch: helpers, other blocks", "staged"][2:] == (1.5, 4, 4, 2.5)
     assert steps["dispatch: last block", "complete"][2:] == (23, 25, 25, 2)
-
-
-def test_blocks_of_a_combine_push_or_only_reduce(script):
     steps = steps_by_name(script.run_of(a_combine(), STEPS))
     assert steps["combine: summing warps, pushing blocks", "sums stored"].us == 6
     assert steps["combine: summing warps, reducing blocks", "sums stored"].us == 13
-    assert ("combine: preparing warp, block 0", "agreed") in steps
-
-
-def test_rail_blocks_have_senders_and_relays(script):
     begin = {"dispatch": 0.0, "calls exchanged": 5}
     relay = begin | {"all chunks relayed": 90, "block ended": 95}
     sender = begin | {"first chunk sent": 20, "items sent": 30, "all chunks sent": 80, "block ended": 95}
-    stamps = stamped({(0, 0): {"dispatch": 0.0, "agreed": 6}, (1, 0): relay, (1, 1): sender, (1, 2): sender})
-    run = script.run_of(stamps, STEPS)
-    steps = steps_by_name(run)
+    rail = stamped({(0, 0): {"dispatch": 0.0, "agreed": 6}, (1, 0): relay, (1, 1): sender, (1, 2): sender})
+    steps = steps_by_name(script.run_of(rail, STEPS))
     assert steps["dispatch: senders", "first chunk sent"][2:] == (5, 20, 20, 15)
     assert steps["dispatch: relays", "all chunks relayed"][2:] == (5, 90, 90, 85)
-    lanes = list(dict.fromkeys(step.lane for step in run["steps"]))
-    assert lanes == [f"dispatch: {lane}" for lane in ("movers, block 0", "relays", "senders")]
 
 
-def test_lanes_of_both_launches_are_ordered_by_role(script):
+def test_launches_and_operations_are_ordered_by_time(script):
+    """The ring of operations begins anywhere."""
     helper, mover = {(0, 8): {"dispatch": 0.0, "staged": 4}}, {(0, 0): {"dispatch": 0.0, "planned": 9}}
     run = script.run_of(in_two(stamped(helper | mover), a_dispatch(20)), STEPS)
     lanes = list(dict.fromkeys(step.lane for step in run["steps"]))
-    parts = ["movers, block 0", "movers, other blocks", "helpers, other blocks", "last block"]
-    first = [f"dispatch, launch 1: {role}, block 0" for role in ("movers", "helpers")]
-    assert lanes == first + [f"dispatch, launch 2: {part}" for part in parts]
-
-
-def test_operations_are_ordered_by_time(script):
-    """Their ring begins anywhere."""
+    assert ["launch 1" in lane for lane in lanes] == [True] * 2 + [False] * 4
     ring = torch.stack([a_combine(40), torch.zeros_like(a_combine()), a_dispatch()], dim=1)
     runs = [script.run_of(stamps, STEPS) for stamps in script.operations_in(ring)]
     assert [(run["zero_ns"] - BEGIN, run["us"]) for run in runs] == [(0, 25), (40_000, 15)]
@@ -127,20 +111,14 @@ def made_up(script) -> dict:
     return {"machine": MACHINE, "operation": "dispatch", "ranks": 2, **sizes, **script.slowest(ranks)}
 
 
-def test_the_rank_with_the_longest_median_run_is_shown(made_up):
+def test_the_rank_with_the_longest_median_run_is_shown(script, made_up, tmp_path, capsys):
     assert (made_up["rank"], made_up["us"], made_up["runs"]) == (1, 38, 3)
-
-
-def test_the_table_and_the_chart(script, made_up, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "dispatch.json"
     path.write_text(json.dumps(made_up))
     script.main(["--draw", str(path)])
-    said, drawn = capsys.readouterr().out, path.with_suffix(".svg").read_bytes()
-    assert "38.0 us from the first stamp to the last (median of 3), 4.5 us to the next one" in said
-    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in said
-    script.show(path)
-    assert drawn.count(b"<g id=") > 20 and path.with_suffix(".svg").read_bytes() == drawn
+    assert "| dispatch: movers, other blocks | rows stored | 6.5 | 18.5 | 21.0 | 12.0 |" in capsys.readouterr().out
+    assert path.with_suffix(".svg").read_bytes().count(b"<g id=") > 20
 
 
 def test_roles_are_those_of_the_kernels(script):
@@ -203,19 +181,12 @@ def test_the_module_names_the_steps():
 
 
 @needs_module
-def test_a_module_without_stamps_says_how_to_build_one():
-    from ep_dispatcher.engines.cuda.engine import CudaEngine
-
-    engine = SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False))
-    with pytest.raises(RuntimeError, match="built without stamps: EP_DISPATCHER_STAMPS=1"):
-        CudaEngine.stamps(engine)
-
-
-@needs_module
 def test_stamps_are_read_once(monkeypatch):
     """From memory that the kernels write: cleared after each call, which leaves the next operations alone."""
     from ep_dispatcher.engines.cuda.engine import CudaEngine
 
+    with pytest.raises(RuntimeError, match="EP_DISPATCHER_STAMPS=1"):
+        CudaEngine.stamps(SimpleNamespace(_compiled=SimpleNamespace(has_stamps=False)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     sizes = dict(stamped_launches=2, stamped_operations=8, stamped_warps=16)
     compiled = SimpleNamespace(has_stamps=True, steps=STEPS, **sizes)

@@ -19,7 +19,7 @@ from ep_dispatcher.engines.cuda.aborts import rank_bits
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 HEADER = ROOT / "csrc/cuda/sync/wait.cuh"
 LIMIT_MS = 500
-COUNTS, FREE_SLOTS, PARTIAL_SUMS, NODE_SUMS = 1, 4, 5, 7  # of Phase in csrc/cuda/state.h
+WORD, SLOTS, PUSHED, SUMMED = 1, 4, 5, 7  # of Phase in csrc/cuda/state.h
 
 
 class Result(NamedTuple):
@@ -35,8 +35,8 @@ def build(folder: Path, change: tuple[str, str] | None = None) -> Path:
     )
 
 
-def run(program: Path, num_nodes: int, ranks_per_node: int, *steps: str) -> Result:
-    command = [program, *map(str, (num_nodes, ranks_per_node, LIMIT_MS)), *steps]
+def run(program: Path, num_nodes: int, ranks_per_node: int, steps: str) -> Result:
+    command = [program, *map(str, (num_nodes, ranks_per_node, LIMIT_MS)), *steps.split()]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     late: list[list[int] | None] = []
     waited: list[int | None] = []
@@ -55,74 +55,44 @@ def program(tmp_path_factory) -> Path:
 # By name: nodes, ranks of a node, steps, and whom each rank names. Rank 2 is late, unless another one is said to be.
 CASES = {
     # Rank 0 pushes to rank 1, which sums what rank 2 has pushed. Rank 0 waits for free slots, and earlier.
-    "the owner of slots waits later": (
-        (1, 3),
-        [f"wait:0:0:{FREE_SLOTS}:1", f"wait:1:300:{PARTIAL_SUMS}:2"],
-        [[2], [2], None],
-    ),
-    "the owner of slots is late": ((1, 2), [f"wait:0:0:{FREE_SLOTS}:1"], [[1], None]),
-    "a late rank is passed on": (
-        (1, 3),
-        [f"wait:0:300:{PARTIAL_SUMS}:1", f"wait:1:0:{PARTIAL_SUMS}:2"],
-        [[2], [2], None],
-    ),
+    "the owner of slots waits later": ((1, 3), f"wait:0:0:{SLOTS}:1 wait:1:300:{PUSHED}:2", [[2], [2], None]),
+    "the owner of slots is late": ((1, 2), f"wait:0:0:{SLOTS}:1", [[1], None]),
+    "a late rank is passed on": ((1, 3), f"wait:0:300:{PUSHED}:1 wait:1:0:{PUSHED}:2", [[2], [2], None]),
     "a rank that may still come is not late": (
         (1, 4),
-        [f"wait:0:300:{PARTIAL_SUMS}:1,3", f"wait:1:0:{PARTIAL_SUMS}:2", "raise:0:900:3"],
+        f"wait:0:300:{PUSHED}:1,3 wait:1:0:{PUSHED}:2 raise:0:900:3",
         [[2], [2], None, None],
     ),
     # Rank 0 gives up on rank 1, which waits for 0 too, but could not go on: it has no rows of rank 2.
-    "a rank that is named waits itself": (
-        (1, 3),
-        [f"wait:0:0:{PARTIAL_SUMS}:1", f"wait:1:350:{PARTIAL_SUMS}:0,2"],
-        [[1], [2], None],
-    ),
+    "a rank that is named waits itself": ((1, 3), f"wait:0:0:{PUSHED}:1 wait:1:350:{PUSHED}:0,2", [[1], [2], None]),
     "a late rank that wakes up names itself": (
         (1, 3),
-        [f"wait:{rank}:0:{PARTIAL_SUMS}:2" for rank in (0, 1)] + [f"wait:2:1000:{PARTIAL_SUMS}:0,1"],
+        f"wait:0:0:{PUSHED}:2 wait:1:0:{PUSHED}:2 wait:2:1000:{PUSHED}:0,1",
         [[2], [2], [2]],
     ),
     # Rank 1 is late in pushes on node 0. Ranks 2 and 3 wait for sums of that node, rank 2 in two warps.
     "sums of another node": (
         (2, 2),
-        [
-            f"wait:0:300:{PARTIAL_SUMS}:1",
-            f"wait:2:0:{NODE_SUMS}:0",
-            f"wait:2:0:{NODE_SUMS}:0/2",
-            f"wait:3:0:{NODE_SUMS}:1",
-        ],
+        f"wait:0:300:{PUSHED}:1 wait:2:0:{SUMMED}:0 wait:2:0:{SUMMED}:0/2 wait:3:0:{SUMMED}:1",
         [[1], None, [1], [1]],
     ),
     # Rank 3 does not come. Rank 1 is its relay on node 0; rank 3 itself would relay rank 1.
     "a relay is late": (
         (2, 2),
-        [
-            f"wait:0:0:{PARTIAL_SUMS}:3/1",
-            f"wait:1:200:{PARTIAL_SUMS}:3",
-            f"wait:2:0:{PARTIAL_SUMS}:0/2,1/3,3",
-            "raise:2:100:0",
-        ],
+        f"wait:0:0:{PUSHED}:3/1 wait:1:200:{PUSHED}:3 wait:2:0:{PUSHED}:0/2,1/3,3 raise:2:100:0",
         [[3], [3], [3], None],
     ),
-    "a rank that has left": ((1, 2), [f"wait:0:0:{PARTIAL_SUMS}:1", "leave:1:100"], [[1], None]),
-    "a flag that rose before its rank left": (
-        (1, 2),
-        ["raise:0:50:1", "leave:1:50", f"wait:0:100:{PARTIAL_SUMS}:1"],
-        [None, None],
-    ),
+    "a rank that has left": ((1, 2), f"wait:0:0:{PUSHED}:1 leave:1:100", [[1], None]),
+    "a flag that rose before its rank left": ((1, 2), f"raise:0:50:1 leave:1:50 wait:0:100:{PUSHED}:1", [None, None]),
     # All ranks have announced the operation, and their words should be on their way.
-    "a word that does not come": ((1, 3), [f"word:0:0:{COUNTS}:2", f"word:1:200:{COUNTS}:2"], [[2], [2], None]),
-    "a word within the limit": ((1, 2), [f"word:0:0:{COUNTS}:1", "send:0:300:1"], [None, None]),
-    "a word of a rank that has left": ((1, 2), [f"word:0:0:{COUNTS}:1", "leave:1:100"], [[1], None]),
-    "a word of a rank that names another one": ((1, 3), [f"word:0:0:{COUNTS}:1", "leave:1:100:2"], [[2], None, None]),
-    "a word of a rank that names only its reader": ((1, 2), [f"word:0:0:{COUNTS}:1", "leave:1:100:0"], [[1], None]),
+    "a word that does not come": ((1, 3), f"word:0:0:{WORD}:2 word:1:200:{WORD}:2", [[2], [2], None]),
+    "a word within the limit": ((1, 2), f"word:0:0:{WORD}:1 send:0:300:1", [None, None]),
+    "a word of a rank that has left": ((1, 2), f"word:0:0:{WORD}:1 leave:1:100", [[1], None]),
+    "a word of a rank that names another one": ((1, 3), f"word:0:0:{WORD}:1 leave:1:100:2", [[2], None, None]),
+    "a word of a rank that names only its reader": ((1, 2), f"word:0:0:{WORD}:1 leave:1:100:0", [[1], None]),
     # The reader looks for the word, and pauses. Then it sees that the rank has left.
-    "a word that came before its rank left": (
-        (1, 2),
-        [f"word:0:0:{COUNTS}:1:300", "send:0:50:1", "leave:1:150"],
-        [None, None],
-    ),
-    "the last of 64 ranks": ((8, 8), [f"wait:0:0:{PARTIAL_SUMS}:63/7,31/7"], [[31, 63], *[None] * 63]),
+    "a word that came before its rank left": ((1, 2), f"word:0:0:{WORD}:1:300 send:0:50:1 leave:1:150", [None, None]),
+    "the last of 64 ranks": ((8, 8), f"wait:0:0:{PUSHED}:63/7,31/7", [[31, 63], *[None] * 63]),
 }
 
 
@@ -130,7 +100,7 @@ CASES = {
 def results(program) -> dict[str, Result]:
     """Of all cases; they run side by side, because they only wait."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(CASES, pool.map(lambda name: run(program, *CASES[name][0], *CASES[name][1]), CASES)))
+        return dict(zip(CASES, pool.map(lambda name: run(program, *CASES[name][0], CASES[name][1]), CASES)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,7 +108,7 @@ def test_every_survivor_names_the_late_rank(results, name):
     result = results[name]
     assert result.late == CASES[name][-1]
     assert all(ms is None or ms < LIMIT_MS + 5000 for ms in result.waited_ms)
-    steps = [step.split(":") for step in CASES[name][1]]
+    steps = [step.split(":") for step in CASES[name][1].split()]
     assert result.waits == [result.late[int(rank)] is None for kind, rank, *_ in steps if kind in ("wait", "word")]
 
 
@@ -174,7 +144,7 @@ MISTAKES = {
 def test_a_mistake_is_found(tmp_path, mistake):
     old, new, name = MISTAKES[mistake]
     sizes, steps, named = CASES[name]
-    assert run(build(tmp_path, (old, new)), *sizes, *steps).late != named
+    assert run(build(tmp_path, (old, new)), *sizes, steps).late != named
 
 
 @pytest.mark.parametrize("ranks,bits", [([0], 1), ([1, 3, 3], 10), ([62], 1 << 62), ([0, 63], 1 - (1 << 63))])

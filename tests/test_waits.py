@@ -32,26 +32,19 @@ def come_late(rank: int, victim: int, operation: str, engine: str, ranks_per_nod
         given = inputs(rank, device=device(buffer))
         out = buffer.dispatch(*given)
         y = outputs(rank, len(out.x), device=device(buffer))
+        if operation == "dispatch":
+            run = lambda: buffer.dispatch(*given)  # noqa: E731
+        elif operation == "combine":
+            run = lambda: buffer.combine(y, out.handle)  # noqa: E731
+        else:  # the backward of a combine is a dispatch
+            run = ep.combine(buffer, y.requires_grad_(), out.handle).float().sum().backward
         buffer.check()
         before = [t.clone() for t in waits]
         dist.barrier()
         begin = time.monotonic_ns()
-        if rank == victim and operation != "backward":
+        if rank == victim:
             time.sleep(LATE_S)
-        if operation == "dispatch":
-            buffer.dispatch(*given)
-        elif operation == "combine":
-            buffer.combine(y, out.handle)
-        else:  # the backward of a combine is a dispatch
-            y.requires_grad_()
-            total = ep.combine(buffer, y, out.handle).float().sum()
-            buffer.check()
-            before = [t.clone() for t in waits]
-            dist.barrier()
-            begin = time.monotonic_ns()
-            if rank == victim:
-                time.sleep(LATE_S)
-            total.backward()
+        run()
         buffer.check()
         elapsed = time.monotonic_ns() - begin
         grown = [(now - then).tolist() for now, then in zip(waits, before)]
