@@ -96,7 +96,9 @@ def use_layout(layout: Layout) -> None:
     from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, register
 
     _use_device()
-    register()
+    settings = register().settings
+    if "overlap" not in settings:
+        settings.setdefault("experts", "megatron")  # unless a test asks for grouped GEMMs
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()

@@ -50,7 +50,8 @@ def where_settings_come_from(rank: int) -> None:
     assert not vars(parser_of_megatron().parse_args([])).keys() - {"moe_flex_dispatcher_backend"}
     register(num_sms=4, max_tokens_per_rank=32)
     config = make_config()
-    assert settings_of(config) == [None, None, None, 4, 32, None] and arguments.experts(config) == "megatron"
+    assert settings_of(config) == [None, None, None, 4, 32, None] and arguments.experts(config) == "auto"
+    assert arguments.experts(make_config("alltoall")) == "megatron"
     parser = parser_of_megatron()
     assert all(flag in parser_help(parser) for flag in GIVEN if flag.startswith("--"))
     args = parser.parse_args([*GIVEN, "--moe-flex-dispatcher-backend", "ep_dispatcher"])

@@ -120,7 +120,7 @@ def test_experts_in_grouped_gemms(parity, dtype):
     """Ours alone takes the switch: Megatron's layer is what it is compared with."""
     code, output = parity(*(["--bf16"] if dtype == "bf16" else []), "--ep-dispatcher-experts", "grouped")
     assert (code, verdict(output)) == (0, SAME)
-    assert output.count("with SequentialMLP in grouped GEMMs\n") == 1
+    assert output.count("with SequentialMLP in grouped GEMMs, the activation in float32\n") == 1
 
 
 def test_experts_that_run_dispatch_and_combine(parity):

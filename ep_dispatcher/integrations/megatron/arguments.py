@@ -46,8 +46,8 @@ ARGUMENTS = {
         str,
         _experts,
         "how routed experts run. auto: in a few grouped GEMMs where they can, and a line says why the others do not. "
-        "grouped: likewise, and a layer that cannot is an error. megatron: Megatron's way. Default: megatron, with "
-        "overlap auto",
+        "grouped: likewise, and a layer that cannot is an error. megatron: Megatron's way. Default: auto for layers "
+        "with this dispatcher, megatron for others",
     ),
     "rank_capacity_factor": Argument(
         float,
@@ -94,7 +94,8 @@ def given(config: Any, name: str) -> Any:
 
 def experts(config: Any) -> str:
     """Return how the routed experts of this config are to run: auto, grouped or megatron."""
-    return given(config, "experts") or ("auto" if given(config, "overlap") else "megatron")
+    by_default = "auto" if registration.is_ours(config) or given(config, "overlap") else "megatron"
+    return given(config, "experts") or by_default
 
 
 def rank_capacity_factor(config: Any) -> float | None:

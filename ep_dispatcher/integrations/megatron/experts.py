@@ -346,6 +346,8 @@ def _said(layers: Sequence[Experts]) -> str:
     """Return a line: how many layers run in grouped GEMMs, and why the others do not."""
     grouped, others = _reasons((one, one.why_not) for one in layers)
     line = f"ep_dispatcher runs the experts of {grouped} of {len(layers)} MoE layers in grouped GEMMs"
+    if grouped:
+        line += f" (activation in float32, rounded once; {arguments.flag('experts')} megatron switches it off)"
     return f"{line}. Megatron's own way: {others}" if others else line
 
 

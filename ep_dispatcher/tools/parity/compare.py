@@ -159,7 +159,7 @@ def _what_ran(layers: dict[str, Any], run: Run) -> str:
     for name in (run.reference, OURS):
         dispatcher, kind = layers[name].token_dispatcher, type(layers[name].experts).__name__
         engine = f" (engine {dispatcher.buffer.engine})" if name == OURS else ""
-        grouped = " in grouped GEMMs" if experts.is_grouped(layers[name].experts) else ""
+        grouped = " in grouped GEMMs, the activation in float32" if experts.is_grouped(layers[name].experts) else ""
         lines.append(f"{name:13} ran {type(dispatcher).__name__}{engine} with {kind}{grouped}")
     return "\n".join(lines)
 
