@@ -52,25 +52,30 @@ def engine(request) -> str:
     return request.param
 
 
+def as_test(body, parameters: list[str], run):
+    """A test with these parameters that calls ``run(body, **parameters)``, which sends the body to ranks."""
+
+    def test(**given):
+        run(body, **given)
+
+    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+    body.__name__ = body.__qualname__ = f"body_of_{test.__name__}"  # the ranks import it by this name
+    body.__globals__[body.__name__] = body
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
+    return test
+
+
 def on_ranks(num_ranks: int, **options):
     """Run the body of a test on that many ranks. It takes the rank, and then the test's fixtures and cases.
 
     options: of RankPool.run
     """
 
-    def decorate(body):
-        def test(pools, **given):
-            pools(num_ranks).run(body, *given.values(), **options)
+    def run(body, pools, **given):
+        pools(num_ranks).run(body, *given.values(), **options)
 
-        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
-        body.__name__ = body.__qualname__ = f"body_of_{test.__name__}"  # the ranks import it by this name
-        body.__globals__[body.__name__] = body
-        rank, *parameters = inspect.signature(body).parameters.values()
-        pools = rank.replace(name="pools", annotation=inspect.Parameter.empty)
-        test.__signature__ = inspect.Signature([pools, *parameters])
-        return test
-
-    return decorate
+    return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import as_test
 from torch import Tensor
 
+from ep_dispatcher.integrations.deep_ep import Buffer
 from ep_dispatcher.tools.testing import device_of
-
-if TYPE_CHECKING:
-    from ep_dispatcher.integrations.deep_ep import Buffer
 
 RANKS, HIDDEN, EXPERTS, TOPK = 4, 256, 8, 3
 LOCAL = EXPERTS // RANKS
@@ -34,6 +34,19 @@ class Case:
     @property
     def local(self) -> int:
         return self.experts // RANKS
+
+
+def on_ranks(*fields: str, **fixed: Any) -> Callable:
+    """Run ``test(rank, case, *parameters)`` on all ranks and engines. The case has these parameters and values."""
+
+    def run(body: Callable, pools: Any, engine: str, **given: Any) -> None:
+        case = Case(engine, **{field: given.pop(field) for field in fields}, **fixed)
+        pools(RANKS).run(body, case, *given.values())
+
+    def decorate(body: Callable) -> Callable:
+        return as_test(body, ["pools", "engine", *fields, *list(inspect.signature(body).parameters)[2:]], run)
+
+    return decorate
 
 
 def install(rank: int) -> None:
@@ -58,8 +71,6 @@ def environment(case: Case, **variables: str) -> Iterator[None]:
 @contextlib.contextmanager
 def opened(case: Case, variables: dict[str, str] | None = None, **options) -> Iterator[Buffer]:
     """A buffer in the case's environment, destroyed after a block without an error: that is collective."""
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
     with environment(case, **(variables or {})):
         buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **dict(low_latency_mode=True) | options)
         yield buffer
@@ -78,6 +89,12 @@ def routed(buffer: Buffer, topk_idx: Tensor, topk_weights: Tensor | None = None,
     return layout if topk_weights is None else layout | dict(topk_idx=topk_idx, topk_weights=topk_weights)
 
 
+def sent(buffer: Buffer, data: Data, rank: int, **options) -> tuple:
+    """What a dispatch of this rank's tokens returns."""
+    x, topk_idx, weights = data.of(rank)
+    return buffer.dispatch(x, **routed(buffer, topk_idx, weights), **options)
+
+
 @dataclass
 class Data:
     """Everything that all ranks bring, on this rank's device; lists by rank."""
@@ -85,6 +102,13 @@ class Data:
     x: list[Tensor]
     topk_idx: list[Tensor]
     weights: list[Tensor]
+
+    def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x[rank], self.topk_idx[rank], self.weights[rank]
+
+    def given_weights(self, rank: int) -> Tensor:
+        """Those that a combine gives back: 0 where there is no expert."""
+        return torch.where(self.topk_idx[rank] >= 0, self.weights[rank], 0.0)
 
     def in_rank(self, case: Case, source: int, rank: int) -> Tensor:
         """bool [tokens of source]: has an expert of rank."""

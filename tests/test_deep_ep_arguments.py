@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_dispatcher.integrations.deep_ep import Buffer
+from ep_dispatcher.integrations.deep_ep import config as configs
+
 MOST, EXPERTS, HIDDEN = 8, 4, 128
 
 # A value that is not allowed: an error begins with the argument, so it is looked at.
@@ -102,8 +105,6 @@ TABLES = (REFUSED, SAID, WORKS, DESCRIBE)
 
 
 def test_every_argument_is_in_one_table():
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
     for name, member in inspect.getmembers(Buffer, callable):
         if (name.startswith("_") and name != "__init__") or name.startswith("internode_"):
             continue  # internode_ methods hand everything on
@@ -125,9 +126,6 @@ class Lines(logging.Handler):
 
 
 def run_arguments(rank: int):
-    from ep_dispatcher.integrations.deep_ep import Buffer
-    from ep_dispatcher.integrations.deep_ep import config as configs
-
     handler, wrong = Lines(), []
     configs.logger.addHandler(handler)
     configs._said.clear()

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from deep_ep_case import EXPERTS, Case, make_data, opened
 
 from ep_dispatcher import PeerTimeoutError
 from ep_dispatcher.integrations import agree
-from ep_dispatcher.tools.testing import RankError
+from ep_dispatcher.integrations.deep_ep import Buffer
 
 RANKS, COMPILE_S = 2, 300
 LENGTHS = (13, 7)
@@ -46,7 +47,10 @@ def decoding(buffer, x, idx, weights, matrix):
     return combined * 2
 
 
-def run_compiled(rank: int, case: Case, function):
+@pytest.mark.parametrize("function", [layer, decoding])
+@on_ranks(RANKS, timeout_s=COMPILE_S)
+def test_compiled_programs_give_the_same_bits(rank, engine, function):
+    case = Case(engine, lengths=LENGTHS)
     torch._dynamo.reset()
     compiled, results = torch.compile(function, backend="aot_eager"), []
     with opened(case, dict(EP_DISPATCHER_TIMEOUT_S=str(COMPILE_S))) as buffer:
@@ -57,77 +61,55 @@ def run_compiled(rank: int, case: Case, function):
             for f in (compiled, function) if seed == 0 else (function, compiled):
                 results.append(f(buffer, *given))
     assert torch.equal(*results[:2]) and torch.equal(*results[2:]) and results[0].any()
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("function", [layer, decoding])
-def test_compiled_programs_give_the_same_bits(pools, engine, function):
-    graphs = pools(RANKS).run(run_compiled, Case(engine, lengths=LENGTHS), function, timeout_s=COMPILE_S)
-    assert min(graphs) >= 2, "nothing was compiled"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "nothing was compiled"
 
 
 def program(x):
     """It makes its buffer where it is first needed, as DeepEP's examples do."""
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
     counts = buffer.get_dispatch_layout(x.long() % EXPERTS, EXPERTS)[2]
     buffer.destroy()
     return counts * 2
 
 
-def run_program(rank: int):
+@on_ranks(RANKS, timeout_s=COMPILE_S)
+def test_a_buffer_made_in_a_compiled_program(rank):
     torch._dynamo.reset()
     x = torch.arange(12, dtype=torch.float32).view(4, 3)
     assert torch.equal(torch.compile(program, backend="aot_eager")(x), program(x))
 
 
-def test_a_buffer_made_in_a_compiled_program(pools):
-    pools(RANKS).run(run_program, timeout_s=COMPILE_S)
-
-
-# ---- errors of agreements -------------------------------------------------------------------------------------------
-
-
-def run_agreement(rank: int, dtype: torch.dtype, error: Exception | None):
-    tensor = torch.ones(2, dtype=dtype, device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        if error is not None:
-
-            def fail(*_, **__):
-                raise error
-
-            patch.setattr(agree.dist, "all_reduce", fail)
-        agree.all_reduce(tensor, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="a note")
-    return tensor.tolist()
-
-
-def run_compiled_agreement(rank: int):
+@on_ranks(RANKS, timeout_s=COMPILE_S)
+def test_an_agreement_under_compile(rank):
     def total(x):
         y = x + 1
         agree.all_reduce(y, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="")
         return y * 2
 
     torch._dynamo.reset()
-    return torch.compile(total, backend="aot_eager")(torch.arange(3, dtype=torch.int64)).tolist()
+    found = torch.compile(total, backend="aot_eager")(torch.arange(3, dtype=torch.int64))
+    assert found.tolist() == [4, 8, 12]
 
 
-def test_an_agreement_under_compile(pools):
-    assert pools(RANKS).run(run_compiled_agreement, timeout_s=COMPILE_S) == [[4, 8, 12]] * RANKS
+CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("something else"), dist.DistBackendError("invalid usage")], ids=str)
-def test_other_errors_of_an_agreement_stay_what_they_are(pools, error):
-    with pytest.raises(RankError) as caught:
-        pools(RANKS).run(run_agreement, torch.int64, error)
-    expected = (type(error).__name__, str(error))
-    assert [failure[:2] for failure in caught.value.failures.values()] == [expected] * RANKS
+@pytest.mark.parametrize(
+    "error, kind, text",
+    [
+        (RuntimeError("something else"), RuntimeError, "^something else$"),
+        (dist.DistBackendError("invalid usage"), dist.DistBackendError, "^invalid usage$"),
+        (RuntimeError(CLOSED), PeerTimeoutError, "a note: "),
+    ],
+    ids=["another", "of the backend", "a closed connection"],
+)
+@on_ranks(RANKS)
+def test_only_a_closed_connection_is_a_late_peer_of_an_agreement(rank, error, kind, text):
+    def fail(*_, **__):
+        raise error
 
-
-def test_a_closed_connection_is_a_late_peer(pools):
-    error = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
-    with pytest.raises(RankError) as caught:
-        pools(RANKS).run(run_agreement, torch.int64, error)
-    kinds = {failure[0] for failure in caught.value.failures.values()}
-    assert kinds == {PeerTimeoutError.__name__}
-    assert all("a note: " in failure[1] for failure in caught.value.failures.values())
+    tensor = torch.ones(2, dtype=torch.int64, device="cpu")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(kind, match=text) as caught:
+        patch.setattr(agree.dist, "all_reduce", fail)
+        agree.all_reduce(tensor, dist.ReduceOp.SUM, dist.group.WORLD, about="test", note="a note")
+    assert type(caught.value) is kind

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import on_ranks
 from deep_ep_case import EXPERTS, RANKS, Case, Data, make_data, opened, routed
 
 from ep_dispatcher import engines
@@ -51,7 +52,9 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 
-def replay(rank: int, hook: bool) -> None:
+@pytest.mark.parametrize("hook", [False, True])
+@on_ranks(RANKS)
+def test_a_graph_replays_with_new_routing(rank: int, hook: bool) -> None:
     with opened(CASE) as buffer:
         given = given_to(rank, 0)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -70,12 +73,8 @@ def replay(rank: int, hook: bool) -> None:
             assert_same(captured, expected)
 
 
-@pytest.mark.parametrize("hook", [False, True])
-def test_a_graph_replays_with_new_routing(pools, hook):
-    pools(RANKS).run(replay, hook)
-
-
-def run_without_waiting(rank: int) -> None:
+@on_ranks(RANKS)
+def test_no_host_waits(rank: int) -> None:
     with opened(CASE) as buffer:
         given = given_to(rank, 0)
         asked = (dict(), dict(hook=True), dict(async_finish=True))
@@ -91,11 +90,8 @@ def run_without_waiting(rank: int) -> None:
         torch.cuda.synchronize()
 
 
-def test_no_host_waits(pools):
-    pools(RANKS).run(run_without_waiting)
-
-
-def run_in_another_stream(rank: int) -> None:
+@on_ranks(RANKS)
+def test_operations_in_another_stream(rank: int) -> None:
     """Inputs that are late in the caller's stream, and memory that is given back at once."""
     with opened(CASE) as buffer:
         for seed in range(4):
@@ -107,11 +103,8 @@ def run_in_another_stream(rank: int) -> None:
             assert_same(found, expected)
 
 
-def test_operations_in_another_stream(pools):
-    pools(RANKS).run(run_in_another_stream)
-
-
-def run_weights_of_other_ranks(rank: int) -> None:
+@on_ranks(RANKS)
+def test_weights_of_other_ranks_are_nan(rank: int) -> None:
     """Rank 1 gives weights to experts of other ranks: NaN in what they belong to, and nothing else is lost."""
     with opened(CASE) as buffer:
         x, idx, weights = given_to(rank, 0)
@@ -122,7 +115,3 @@ def run_weights_of_other_ranks(rank: int) -> None:
         is_lost = (idx // (EXPERTS // RANKS) == 1) & ((idx // (EXPERTS // RANKS)) != 1).any(1, keepdim=True)
         assert torch.equal(again, sums) and bool(is_lost.any())
         assert torch.equal(found.isnan(), is_lost) and torch.equal(found[~is_lost], back[~is_lost])
-
-
-def test_weights_of_other_ranks_are_nan(pools):
-    pools(RANKS).run(run_weights_of_other_ranks)

@@ -1,10 +1,15 @@
 """Handles of ``deep_ep`` in autograd: saved as tensors, also behind hooks that give back copies."""
 
+import copy
+import itertools
 from contextlib import nullcontext
 
+import conftest
 import pytest
 import torch
-from deep_ep_case import HIDDEN, RANKS, Case, make_data, opened, routed
+from deep_ep_case import HIDDEN, RANKS, Case, make_data, on_ranks, opened, routed, sent
+
+from ep_dispatcher.integrations.deep_ep.handle import Items, _largest
 
 
 class Dispatch(torch.autograd.Function):
@@ -52,7 +57,11 @@ def experts(rows, weights, local_idx):
     return torch.tanh(rows) * weights.where(local_idx >= 0, 0.0).sum(1, keepdim=True)
 
 
-def run_saved(rank: int, case: Case, hooks: str):
+@pytest.mark.parametrize(
+    "ranks_per_node, exact, hooks", [*itertools.product([None, 2], [False], HOOKS), (None, True, "copies")]
+)
+@on_ranks("ranks_per_node", "exact")
+def test_saved_for_backward(rank: int, case: Case, hooks: str):
     data = make_data(case, rank, dtype=torch.float32)
     grad = torch.ones_like(data.x[rank]).cumsum(0)
     with opened(case) as buffer:
@@ -72,49 +81,34 @@ def run_saved(rank: int, case: Case, hooks: str):
         assert bool(x.grad.any()) == bool(weights.grad.any()) == bool(len(x))
 
 
-@pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_saved_for_backward(pools, engine, ranks_per_node, hooks):
-    pools(RANKS).run(run_saved, Case(engine, ranks_per_node), hooks)
-
-
-def test_saved_for_backward_with_a_complete_handle(pools, engine):
-    pools(RANKS).run(run_saved, Case(engine, exact=True), "copies")
-
-
-def run_copies(rank: int, case: Case):
-    """Copies serve rows of every kind, and rows of the worst case. What is no handle is refused."""
+@pytest.mark.parametrize("exact", [False, True])
+@on_ranks("exact")
+def test_items_of_a_handle_serve_as_the_handle(rank: int, case: Case):
+    """Programs take it apart, and give back its items, or copies of them, in a tuple or list of their own."""
     data = make_data(case, rank)
-    worst = RANKS * max(case.lengths)
     with opened(case) as buffer:
-        layout = routed(buffer, data.topk_idx[rank], data.weights[rank])
-        for num_worst_tokens in (0, worst):
-            recv_x, *_, handle, _ = buffer.dispatch(data.x[rank], **layout, num_worst_tokens=num_worst_tokens)
-            again = [item.cpu().clone().to(item.device) for item in handle]
-            assert torch.equal(buffer.dispatch(data.x[rank], handle=again)[0], recv_x)
-            assert torch.equal(buffer.combine(recv_x, again)[0], buffer.combine(recv_x, handle)[0])
+        for num_worst_tokens in (0, RANKS * max(case.lengths)):
+            recv_x, _, weights, _, handle, _ = sent(buffer, data, rank, num_worst_tokens=num_worst_tokens)
+            copied = [item.cpu().clone().to(item.device) for item in handle]
             half = recv_x[:, : HIDDEN // 2].float().contiguous()
-            assert torch.equal(buffer.combine(half, again)[0], buffer.combine(half, handle)[0])
-        for wrong in (again[:5], [*again, again[0]], [t[None] for t in again], [t.double() for t in again]):
-            with pytest.raises(ValueError, match="handle: given list, allowed: the handle of a dispatch"):
-                buffer.combine(recv_x, wrong)
-    with opened(case) as buffer, pytest.raises(ValueError, match="handle: given one of buffers that are destroyed"):
-        buffer.combine(recv_x, again)
+            sums, halves = buffer.combine(recv_x, handle)[0], buffer.combine(half, handle)[0]
+            for given in (tuple(handle), list(handle), tuple(map(copy.copy, handle)), copied):
+                assert torch.equal(buffer.dispatch(data.x[rank], handle=given)[0], recv_x)
+                combined, combined_weights, _ = buffer.combine(recv_x, given, topk_weights=weights)
+                assert torch.equal(combined, sums) and torch.equal(combined_weights, data.given_weights(rank))
+                assert torch.equal(buffer.combine(half, given)[0], halves)
+        wrong = (copied[:5], [*copied, copied[0]], [t[None] for t in copied], [t.double() for t in copied])
+        for given in wrong:
+            with pytest.raises(ValueError, match="^handle: given list"):
+                buffer.combine(recv_x, given)
+    with opened(case) as buffer, pytest.raises(ValueError, match="^handle: given one of buffers that are destroyed"):
+        buffer.combine(recv_x, copied)
 
 
-def test_copies_of_items(pools, engine):
-    pools(RANKS).run(run_copies, Case(engine))
-
-
-def run_made_in_inference_mode(rank: int):
-    from ep_dispatcher.integrations.deep_ep.handle import Items, _largest
-
+@conftest.on_ranks(1)
+def test_items_can_be_saved_after_a_dispatch_in_inference_mode(rank):
     _largest.cache_clear()
     with torch.inference_mode():
         Items(torch.zeros(2, 4, dtype=torch.bool), 10, None).handle(3)
     items = Items(torch.zeros(2, 4, dtype=torch.bool), 10, None).handle(3)
-    return [item.is_inference() for item in items]
-
-
-def test_items_can_be_saved_after_a_dispatch_in_inference_mode(pools):
-    assert pools(1).run(run_made_in_inference_mode) == [[False] * 6]
+    assert [item.is_inference() for item in items] == [False] * 6

@@ -11,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ep_dispatcher.integrations.deep_ep import Buffer, Config
+from ep_dispatcher.integrations.deep_ep.buffer import Runtime
+from ep_dispatcher.integrations.deep_ep.events import CommStream
+from ep_dispatcher.integrations.deep_ep.path import FOLDER
+
 ROOT = Path(__file__).parents[1]
 REAL = "raise ImportError('the installed deep_ep was loaded')\n"
 PROGRAM = """
@@ -133,13 +138,7 @@ def test_the_launcher_runs_a_program_and_the_processes_it_starts(folder):
     assert ran.returncode == 0, ran.stderr
     home = "ep_dispatcher.integrations.deep_ep.buffer"
     assert json.loads(ran.stdout) == dict(
-        argv=["--flag", "1"],
-        version="1.2.1",
-        home=home,
-        in_child=home,
-        found=True,
-        same=True,
-        dtype="torch.int64",
+        argv=["--flag", "1"], version="1.2.1", home=home, in_child=home, found=True, same=True, dtype="torch.int64"
     )
 
 
@@ -150,25 +149,18 @@ def test_the_launcher_runs_a_module(folder):
     assert said["argv"] == ["--flag", "1"] and said["home"] == said["in_child"]
 
 
-def test_without_the_launcher_the_installed_one_is_loaded(folder):
-    ran = run(folder / "program.py", folder=folder)
-    assert ran.returncode != 0 and "the installed deep_ep was loaded" in ran.stderr
-
-
 def test_the_launcher_says_how_to_use_it(folder):
     shown = run("-m", "ep_dispatcher.integrations.deep_ep", folder=folder)
     assert shown.returncode == 2 and "program.py" in shown.stdout
     asked = run("-m", "ep_dispatcher.integrations.deep_ep", "--help", folder=folder)
     assert asked.returncode == 0 and asked.stdout == shown.stdout
-    missing = run("-m", "ep_dispatcher.integrations.deep_ep", "nothing.py", folder=folder)
-    assert missing.returncode == 1 and "given 'nothing.py'" in missing.stderr
-    missing = run("-m", "ep_dispatcher.integrations.deep_ep", "-m", "nothing", folder=folder)
-    assert missing.returncode == 1 and "-m: given 'nothing'" in missing.stderr and "Traceback" not in missing.stderr
+    for given, named in ((["nothing.py"], "given 'nothing.py'"), (["-m", "nothing"], "-m: given 'nothing'")):
+        missing = run("-m", "ep_dispatcher.integrations.deep_ep", *given, folder=folder)
+        assert missing.returncode == 1 and named in missing.stderr and "Traceback" not in missing.stderr
 
 
 def test_install_and_uninstall(monkeypatch, folder):
     import ep_dispatcher.integrations.deep_ep as d
-    from ep_dispatcher.integrations.deep_ep.path import FOLDER
 
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     monkeypatch.syspath_prepend(str(folder / "installed"))
@@ -203,8 +195,6 @@ def test_signatures(name):
 
 
 def test_sizes_and_configs():
-    from ep_dispatcher.integrations.deep_ep import Buffer, Config
-
     small, large = Config(20, 6, 256, 6, 128), Config(num_sms=24)
     for config in (small, large, Buffer.get_dispatch_config(4), Buffer.get_combine_config(5)):
         for num_ranks in (2, 8, 16):
@@ -218,9 +208,6 @@ def test_sizes_and_configs():
 
 def test_the_runtime():
     """Places among nodes of 8 ranks, as DeepEP counts them."""
-    from ep_dispatcher.integrations.deep_ep.buffer import Runtime
-    from ep_dispatcher.integrations.deep_ep.events import CommStream
-
     for rank, num_ranks, places in ((3, 4, (1, 0, 3, False)), (11, 16, (2, 1, 3, True))):
         runtime = Runtime.of(rank, num_ranks, CommStream())
         asked = (
@@ -241,14 +228,3 @@ def test_the_runtime():
         assert not hasattr(runtime, "__array__")
     with pytest.raises(NotImplementedError, match="^deep_ep_cpp.Buffer: "):
         Runtime(0, 1, 0, 0, False, False, False, False)
-
-
-def test_set_num_sms():
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
-    before, chosen = Buffer.num_sms, Buffer._chosen_sms
-    try:
-        Buffer.set_num_sms(12)
-        assert Buffer.num_sms == 12 and Buffer.get_dispatch_config(4).num_sms == 12
-    finally:
-        Buffer.num_sms, Buffer._chosen_sms = before, chosen

@@ -1,6 +1,7 @@
 """The low-latency methods of ``deep_ep.Buffer`` against what DeepEP's interface promises, densely."""
 
 import contextlib
+import itertools
 import time
 from unittest import mock
 
@@ -8,13 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import exhaustive
-from deep_ep_case import EXPERTS, LENGTHS, LOCAL, RANKS, Case, Data, make_data, opened, routed
+from deep_ep_case import EXPERTS, LOCAL, RANKS, Case, Data, make_data, on_ranks, opened, routed
 
+import ep_dispatcher as ep
 from ep_dispatcher.errors import PeerTimeoutError
+from ep_dispatcher.integrations.deep_ep import Buffer
+from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Pool
 
 HIDDEN, MOST = 512, 24  # a hidden that four exponents fit into; tokens of a rank at most
 LOW_32_BITS = (1 << 32) - 1
 NODES = [None, 2]
+
+
+def dispatch(buffer, x: torch.Tensor, idx: torch.Tensor, *stats: torch.Tensor, **options):
+    return buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, *stats, **dict(use_fp8=False) | options)
 
 
 def sent_to(data: Data, expert: int) -> list[torch.Tensor]:
@@ -55,32 +63,35 @@ def expected_scales(x: torch.Tensor, rounded: bool) -> torch.Tensor:
     return torch.exp2(torch.log2(scales).ceil()) if rounded else scales
 
 
-def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue8m0: bool, hook: bool):
+@pytest.mark.parametrize(
+    "ranks_per_node, exact, hook, float8",
+    [
+        *itertools.product(NODES, [False, True], [False, True], [None]),
+        (None, True, True, dict(use_fp8=True)),
+        (None, False, True, dict(use_fp8=True, round_scale=True)),
+        (None, False, True, dict(use_fp8=True, round_scale=True, use_ue8m0=True)),
+    ],
+)
+@on_ranks("ranks_per_node", "exact")
+def test_dispatch_brings_the_tokens_of_each_expert(rank: int, case: Case, hook: bool, float8: dict | None):
+    use_fp8, use_ue8m0, round_scale = ((float8 or {}).get(name) for name in ("use_fp8", "use_ue8m0", "round_scale"))
     data = make_data(case, rank, hidden=HIDDEN)
-    for x in data.x:  # blocks of zeros, of one large number, and of numbers that a power of two fits
-        x[::3, :128] = 0
-        x[1::3, 128:256] = 0
-        x[1::3, 130] = 1000
-        x[2::3, 256:384] = 448 * 0.25
+    for each in data.x:  # blocks of zeros, of one large number, and of numbers that a power of two fits
+        each[::3, :128] = 0
+        each[1::3, 128:256] = 0
+        each[1::3, 130] = 1000
+        each[2::3, 256:384] = 448 * 0.25
+    x, idx, _ = data.of(rank)
     with opened(case) as buffer:
         stats = torch.arange(LOCAL, dtype=torch.int32, device=data.x[0].device)
-        recv_x, recv_count, handle, event, receive = buffer.low_latency_dispatch(
-            data.x[rank],
-            data.topk_idx[rank],
-            MOST,
-            EXPERTS,
-            cumulative_local_expert_recv_stats=stats,
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            async_finish=not hook,
-            return_recv_hook=hook,
+        recv_x, recv_count, handle, event, receive = dispatch(
+            buffer, x, idx, stats, async_finish=not hook, return_recv_hook=hook, **float8 or {}
         )
         receive() if hook else event.current_stream_wait()
         assert (receive is None) != hook and (event.event is None) == hook
         kept = [t.data_ptr() for t in event.extra_tensors or ()]
         parts = recv_x if use_fp8 else (recv_x,)
-        used = (data.x[rank], data.topk_idx[rank], stats, *parts, recv_count)
+        used = (x, idx, stats, *parts, recv_count)
         assert not kept if hook else {t.data_ptr() for t in used} <= set(kept)
         check_handle(data, rank, handle, recv_count, case.exact)
         assert stats.tolist() == [local + int(recv_count[local]) for local in range(LOCAL)]
@@ -108,59 +119,8 @@ def run_dispatch(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue
             # e4m3 keeps 4 bits of a number; below its smallest normal number its grid is 2^-9 scales wide.
             step = per_block.repeat_interleave(128, 1).float() * 2**-9
             assert bool(((got - wanted).abs() <= torch.maximum(wanted.abs() / 16, step) * 1.001).all())
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("ranks_per_node", NODES)
-@pytest.mark.parametrize("hook", [False, True])
-def test_dispatch_of_bfloat16(pools, engine, ranks_per_node, exact, hook):
-    pools(RANKS).run(run_dispatch, Case(engine, ranks_per_node, exact), False, False, False, hook)
-
-
-@pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
-def test_dispatch_of_float8(pools, engine, round_scale, use_ue8m0):
-    pools(RANKS).run(run_dispatch, Case(engine), True, round_scale, use_ue8m0, True)
-
-
-def calc_diff(a: torch.Tensor, b: torch.Tensor) -> float:
-    """1 - cosine similarity, but for its norm: 1 - 2 ab / (aa + bb)."""
-    a, b = a.double() + 1, b.double() + 1
-    return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
-
-
-def run_deep_eps_checks(rank: int, case: Case, use_fp8: bool, round_scale: bool, use_ue8m0: bool):
-    """Rows of rank r hold r - 128, and the token in the last 128 columns; DeepEP's test looks for both, exactly."""
-    data = make_data(case, rank, hidden=HIDDEN)
-    idx, weights = data.topk_idx[rank], data.weights[rank]
-    x = torch.full_like(data.x[rank], rank - 128)
-    x[:, -128:] = torch.arange(len(x), device=x.device)[:, None]
-    with opened(case) as buffer:
-        recv_x, recv_count, handle, _, _ = buffer.low_latency_dispatch(
-            x, idx, MOST, EXPERTS, use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0
-        )
-        check_handle(data, rank, handle, recv_count, True)
-        rows = unquantized(*recv_x).bfloat16() if use_fp8 else recv_x
-        for local, num in enumerate(recv_count.tolist()):
-            token, here = handle[0][local, :num, None], rows[local, :num]
-            assert torch.equal(here[:, :-128].amin(1), here[:, :-128].amax(1))
-            if round_scale:
-                assert num == 0 or calc_diff(here[:, -1:], token) < 0.007
-            else:
-                assert torch.equal(here[:, -128:], token.bfloat16().expand(-1, 128))
-                for source, place in enumerate(handle[1][local].tolist()):
-                    begin, count = place >> 32, place & LOW_32_BITS
-                    assert bool((here[begin : begin + count, :-128] == source - 128).all())
-        combined, _, _ = buffer.low_latency_combine(rows, idx, weights, handle)
-        if not round_scale and len(x):
-            wanted = x * weights.masked_fill(idx < 0, 0).sum(1, keepdim=True)
-            assert calc_diff(wanted, combined) < (9e-4 if use_fp8 else 1e-5)
-
-
-@pytest.mark.parametrize(
-    "float8", [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
-)
-def test_what_deep_eps_own_test_checks(pools, engine, float8):
-    pools(RANKS).run(run_deep_eps_checks, Case(engine, exact=True), *float8)
+            fits = torch.cat(tokens) % 3 == 2
+            assert torch.equal(got[fits, 256:384], wanted[fits, 256:384])
 
 
 def expected_sum(case: Case, idx: torch.Tensor, weights: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -187,16 +147,22 @@ def expected_sum(case: Case, idx: torch.Tensor, weights: torch.Tensor, rows: lis
     return total.bfloat16()
 
 
-def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: bool):
+def assert_sum(combined: torch.Tensor, case: Case, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> None:
+    """The sum of rows that experts gave back as they were; order and rounding are promised."""
+    assert torch.equal(combined, expected_sum(case, idx, weights, [x] * idx.shape[1]))
+
+
+@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("zero_copy, use_out, hook", [(False, False, True), (True, True, False)])
+@on_ranks("ranks_per_node")
+def test_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: bool):
     """Experts multiply by their number + 1. Rows that nobody owns are NaN, and so are weights that nobody uses."""
     data = make_data(case, rank, hidden=HIDDEN)
     idx, weights = data.topk_idx[rank], data.weights[rank].clone()
     weights[idx < 0] = float("nan")
     with opened(case) as buffer:
         for _ in range(2):
-            recv_x, recv_count, handle, _, _ = buffer.low_latency_dispatch(
-                data.x[rank], idx, MOST, EXPERTS, use_fp8=False
-            )
+            recv_x, recv_count, handle, _, _ = dispatch(buffer, data.x[rank], idx)
             y = torch.full_like(recv_x, float("nan"))
             for local in range(LOCAL):
                 num = int(recv_count[local])
@@ -217,169 +183,111 @@ def run_combine(rank: int, case: Case, zero_copy: bool, use_out: bool, hook: boo
             assert torch.equal(combined, expected_sum(case, idx, weights, rows))  # order and rounding are promised
 
 
-@pytest.mark.parametrize("ranks_per_node", NODES)
-@pytest.mark.parametrize("zero_copy, use_out, hook", [(False, False, True), (True, True, False)])
-def test_combine(pools, engine, ranks_per_node, zero_copy, use_out, hook):
-    pools(RANKS).run(run_combine, Case(engine, ranks_per_node), zero_copy, use_out, hook)
-
-
-def run_with_choices_left_out(rank: int, case: Case):
+@on_ranks()
+def test_combine_of_some_choices(rank: int, case: Case):
     """The choices of a combine in other columns than those of the dispatch, and some of them left out."""
-    data = make_data(case, rank, hidden=HIDDEN)
-    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    x, idx, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
     with opened(case) as buffer:
-        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+        recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
         fewer = idx.flip(1).clone()
         fewer[::2, 0] = -1
         nans = weights.where(fewer >= 0, float("nan"))
         same = ((idx.view(idx.shape), weights), (idx.clone(), weights))
         for choices, given in ((fewer, nans), (fewer[:, 1:], weights[:, 1:]), *same):
-            combined, _, _ = buffer.low_latency_combine(recv_x, choices, given, handle)
-            assert torch.equal(combined, expected_sum(case, choices, given, [x] * choices.shape[1]))
+            assert_sum(buffer.low_latency_combine(recv_x, choices, given, handle)[0], case, x, choices, given)
         if case.engine == "cpu" and len(idx):  # on a GPU an assert on the device
             with pytest.raises(ValueError, match="not dispatched to"):
                 buffer.low_latency_combine(recv_x, torch.where(idx == 0, 1, 0), weights, handle)
         buffer.low_latency_combine(recv_x, idx, weights, handle)
 
 
-def test_combine_of_some_choices(pools, engine):
-    pools(RANKS).run(run_with_choices_left_out, Case(engine))
-
-
-def run_with_other_operations(rank: int, case: Case):
-    """Two low-latency round trips under way at once, beside a dispatch of the other kind."""
-    data, other = make_data(case, rank, hidden=HIDDEN), make_data(case, rank, seed=5, hidden=HIDDEN)
-    with opened(case) as buffer:
-        buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
-        trips = []
-        for one in (data, other):
-            idx = one.topk_idx[rank]
-            recv_x, _, handle, _, receive = buffer.low_latency_dispatch(
-                one.x[rank], idx, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
-            )
-            trips.append((one, idx, recv_x, handle, receive))
-        buffer.dispatch(data.x[rank], **routed(buffer, data.topk_idx[rank], data.weights[rank]))
-        for one, idx, recv_x, handle, receive in trips:
-            receive()
-            weights = one.weights[rank]
-            combined, _, _ = buffer.low_latency_combine(recv_x, idx, weights, handle, use_logfmt=True)
-            assert torch.equal(combined, expected_sum(case, idx, weights, [one.x[rank]] * idx.shape[1]))
-
-
-def test_two_at_once(pools, engine):
-    pools(RANKS).run(run_with_other_operations, Case(engine))
-
-
-def run_many_hooks(rank: int, case: Case):
+@pytest.mark.parametrize("exact", [False, exhaustive(True)])
+@on_ranks("exact")
+def test_several_round_trips_at_once_beside_another_dispatch(rank: int, case: Case):
     """More hooks than there are buffers, called late, twice and in another order; counts are added once."""
     with opened(case) as buffer:
-        trips, stats = [], None
-        for seed in range(4):
-            one = make_data(case, rank, seed=seed, hidden=HIDDEN)
-            stats = torch.zeros(LOCAL, dtype=torch.int32, device=one.x[0].device) if stats is None else stats
-            recv_x, count, handle, _, receive = buffer.low_latency_dispatch(
-                one.x[rank], one.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
-            )
-            trips.append((one, recv_x, count, handle, receive))
+        buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
+        all_data = [make_data(case, rank, seed=seed, hidden=HIDDEN) for seed in range(4)]
+        stats = torch.zeros(LOCAL, dtype=torch.int32, device=all_data[0].x[0].device)
+        trips = []
+        for data in all_data:
+            x, idx, weights = data.of(rank)
+            trips.append((x, idx, weights, *dispatch(buffer, x, idx, stats, return_recv_hook=True)))
+        buffer.dispatch(x, **routed(buffer, idx, weights))
         for *_, receive in trips[::-1] * 2:
             receive()
-        assert torch.equal(stats, sum(count for _, _, count, _, _ in trips))
+        assert torch.equal(stats, sum(count for *_, count, _, _, _ in trips))
         sums = []
-        for one, recv_x, _, handle, _ in trips:
-            idx, weights = one.topk_idx[rank], one.weights[rank]
-            combined, _, receive = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=True)
-            expected = expected_sum(case, idx, weights, [one.x[rank]] * idx.shape[1])
-            sums.append((combined, expected, receive))
-        for combined, expected, receive in sums[::-1]:
+        for x, idx, weights, recv_x, _, handle, _, _ in trips:
+            combined, _, receive = buffer.low_latency_combine(
+                recv_x, idx, weights, handle, use_logfmt=True, return_recv_hook=True
+            )
+            sums.append((combined, x, idx, weights, receive))
+        for combined, *given, receive in sums[::-1]:
             receive()
-            assert torch.equal(combined, expected)
+            assert_sum(combined, case, *given)
 
 
-@pytest.mark.parametrize("exact", [False, exhaustive(True)])
-def test_many_hooks(pools, engine, exact):
-    pools(RANKS).run(run_many_hooks, Case(engine, exact=exact))
-
-
-def run_choices_changed_in_place(rank: int, case: Case):
-    data = make_data(case, rank, hidden=HIDDEN)
-    x, weights = data.x[rank], data.weights[rank]
+@pytest.mark.parametrize("exact", [False, True])
+@on_ranks("exact")
+def test_choices_changed_in_place(rank: int, case: Case):
+    x, choices, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
     with opened(case) as buffer:
         for mode in (contextlib.nullcontext, torch.inference_mode):  # which counts no changes
             with mode():
-                idx = data.topk_idx[rank].clone()
-                recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
-                expected = expected_sum(case, idx, weights, [x] * idx.shape[1])
-                assert torch.equal(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], expected)
-        idx = data.topk_idx[rank].clone()
-        recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+                idx = choices.clone()
+                recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
+                assert_sum(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], case, x, idx, weights)
+        idx = choices.clone()
+        recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
         idx[:, 0] = -1
         if case.exact:
-            expected = expected_sum(case, idx, weights, [x] * idx.shape[1])
-            assert torch.equal(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], expected)
+            assert_sum(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], case, x, idx, weights)
         else:
             for given in (idx, idx.clone()):
                 with pytest.raises(ValueError, match="changed in place .*EP_DISPATCHER_DEEP_EP_EXACT"):
                     buffer.low_latency_combine(recv_x, given, weights, handle)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_choices_changed_in_place(pools, engine, exact):
-    pools(RANKS).run(run_choices_changed_in_place, Case(engine, exact=exact))
+REFUSED = [
+    ("x", lambda x: dict(x=x.float())),
+    ("x", lambda x: dict(x=x.new_zeros(MOST + 1, HIDDEN))),
+    ("x", lambda x: dict(x=x.new_zeros(len(x), 520))),
+    ("use_ue8m0", lambda x: dict(use_ue8m0=True)),
+    ("async_finish", lambda x: dict(async_finish=True, return_recv_hook=True)),
+]
 
 
-def run_masks_and_errors(rank: int, case: Case):
-    data = make_data(case, rank, hidden=HIDDEN)
-    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+@on_ranks()
+def test_wrong_calls_are_refused_and_cost_nothing(rank: int, case: Case):
+    """test_deep_ep_arguments.py has every argument alone."""
+    x, idx, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
     with opened(case) as buffer:
-        status = torch.full((RANKS,), 7, dtype=torch.int32, device=x.device)
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [0] * RANKS
+        assert status_of(buffer, x.device) == [0] * RANKS
         buffer.low_latency_clean_mask_buffer()
         buffer.low_latency_update_mask_buffer(1, False)
-
-        def refused(kind, match, call, *args, **options):
-            with pytest.raises(kind, match=match):
-                call(*args, **options)
-
-        dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
-        refused(ValueError, "enable_shrink: given False", buffer.low_latency_update_mask_buffer, 1, True)
-        refused(ValueError, "rank_to_mask: given 4", buffer.low_latency_update_mask_buffer, RANKS, True)
-        waits = torch.zeros(RANKS + 1, dtype=torch.int64, device=x.device)
-        refused(ValueError, "dispatch_wait_recv_cost_stats", dispatch, x, idx, MOST, EXPERTS, None, waits)
-        many = x.new_zeros(MOST + 1, HIDDEN)
-        refused(ValueError, "25 tokens, allowed: up to", dispatch, many, idx, MOST, EXPERTS)
-        refused(ValueError, "x: given", dispatch, x.float(), idx, MOST, EXPERTS)
-        refused(ValueError, "use_ue8m0", dispatch, x, idx, MOST, EXPERTS, use_ue8m0=True)
-        refused(ValueError, "hidden 520", dispatch, x.new_zeros(len(x), 520), idx, MOST, EXPERTS)
-        both = dict(async_finish=True, return_recv_hook=True)
-        refused(ValueError, "async_finish", dispatch, x, idx, MOST, EXPERTS, **both)
-        recv_x, _, handle, _, _ = dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
-        refused(ValueError, "get_next_low_latency", combine, recv_x, idx, weights, handle, zero_copy=True)
-        refused(ValueError, "topk_weights", combine, recv_x, idx, weights.double(), handle)
+        with pytest.raises(ValueError, match="^enable_shrink: given False"):
+            buffer.low_latency_update_mask_buffer(1, True)
+        for argument, wrong in REFUSED:
+            with pytest.raises(ValueError, match=f"^{argument}"):
+                dispatch(buffer, **dict(x=x, idx=idx, use_fp8=True) | wrong(x))
+        recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
         for other in (handle[:1], [*handle[2:], 1, 1], None):
-            refused(ValueError, "handle: given .*, allowed: the handle of a", combine, recv_x, idx, weights, other)
-        refused(ValueError, "handle: given", buffer.get_next_low_latency_combine_buffer, None)
-        cost = dict(combine_wait_recv_cost_stats=waits)
-        refused(ValueError, "combine_wait_recv_cost_stats", combine, recv_x, idx, weights, handle, **cost)
-        combine(recv_x, idx, weights, handle)
+            with pytest.raises(ValueError, match="^handle: given"):
+                buffer.low_latency_combine(recv_x, idx, weights, other)
+        assert_sum(buffer.low_latency_combine(recv_x, idx, weights, handle)[0], case, x, idx, weights)
 
 
-def test_masks_and_errors(pools, engine):
-    pools(RANKS).run(run_masks_and_errors, Case(engine))
-
-
-def status_of(buffer) -> list[int]:
-    status = torch.full((RANKS,), 7, dtype=torch.int32)
+def status_of(buffer, device: torch.device | str = "cpu") -> list[int]:
+    status = torch.full((RANKS,), 7, dtype=torch.int32, device=device)
     buffer.low_latency_query_mask_buffer(status)
     return status.tolist()
 
 
 def trip_without(buffer, data: Data, rank: int, case: Case, absent: int | None) -> None:
     """One round trip, right without the tokens and the experts of a rank."""
-    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
-    recv_x, recv_count, handle, _, receive = buffer.low_latency_dispatch(
-        x, idx, MOST, EXPERTS, use_fp8=False, return_recv_hook=True
-    )
+    x, idx, weights = data.of(rank)
+    recv_x, recv_count, handle, _, receive = dispatch(buffer, x, idx, return_recv_hook=True)
     receive()
     for local in range(LOCAL):
         sent = sent_to(data, rank * LOCAL + local)
@@ -388,11 +296,14 @@ def trip_without(buffer, data: Data, rank: int, case: Case, absent: int | None) 
     combined, _, receive = buffer.low_latency_combine(recv_x, idx, weights, handle, return_recv_hook=True)
     receive()
     there = idx if absent is None else idx.masked_fill(idx // LOCAL == absent, -1)
-    assert torch.equal(combined, expected_sum(case, there, weights, [x] * idx.shape[1]))
+    assert_sum(combined, case, x, there, weights)
 
 
-def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
-    """The victim stays away, masked by hand or late. Then all are let in again."""
+@pytest.mark.parametrize("by_hand, exact", [(True, False), (False, False), exhaustive(False, True)])
+@on_ranks("exact")
+def test_a_rank_that_stays_away(rank: int, case: Case, by_hand: bool):
+    """The victim is masked by hand or late. Then all are let in again."""
+    victim = 1 if by_hand else 3
     data = make_data(case, rank, hidden=HIDDEN)
     with opened(case, dict(EP_DISPATCHER_TIMEOUT_S="60" if by_hand else "4"), enable_shrink=True) as buffer:
         for _ in range(2):  # of both buffers
@@ -419,18 +330,12 @@ def run_without_a_rank(rank: int, case: Case, victim: int, by_hand: bool):
             trip_without(buffer, data, rank, case, None)
 
 
-@pytest.mark.parametrize("by_hand, exact", [(True, False), (False, False), exhaustive(False, True)])
-def test_a_rank_that_stays_away(pools, engine, by_hand, exact):
-    pools(RANKS).run(run_without_a_rank, Case(engine, exact=exact), 1 if by_hand else 3, by_hand)
-
-
-def run_query_before_a_hook(rank: int, case: Case):
+@on_ranks()
+def test_a_query_of_masks_receives_nothing(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     with opened(case, enable_shrink=True) as buffer:
         stats = torch.zeros(LOCAL, dtype=torch.int32, device=data.x[0].device)
-        _, count, _, _, receive = buffer.low_latency_dispatch(
-            data.x[rank], data.topk_idx[rank], MOST, EXPERTS, stats, use_fp8=False, return_recv_hook=True
-        )
+        _, count, _, _, receive = dispatch(buffer, *data.of(rank)[:2], stats, return_recv_hook=True)
         assert status_of(buffer) == [0] * RANKS
         buffer.low_latency_update_mask_buffer(1, False)
         assert not bool(stats.any())  # nothing was received
@@ -438,14 +343,8 @@ def run_query_before_a_hook(rank: int, case: Case):
         assert bool(count.any()) and torch.equal(stats, count)
 
 
-def test_a_query_of_masks_receives_nothing(pools, engine):
-    pools(RANKS).run(run_query_before_a_hook, Case(engine))
-
-
 def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
     """On a GPU the hook of what it has sent raises then, each time."""
-    from ep_dispatcher.integrations.deep_ep.pool import HookedBuffer, Pool
-
     late = PeerTimeoutError("dispatch", 1, "rows", rank=1, late_ranks=[1], waited_s=1.0)
     pool, engine_buffer = Pool(None), mock.Mock()
     hooked = HookedBuffer(engine_buffer, has_masks=True)
@@ -459,7 +358,8 @@ def test_a_rank_that_is_out_before_its_hook_is_let_in_again():
     assert hooked.ready() is engine_buffer
 
 
-def run_beside_a_replay(rank: int, case: Case):
+@on_ranks()
+def test_graphs_of_any_length_beside_eager_ranks(rank: int, case: Case):
     """Rank 1 replays a round trip, which leaves its host as it was. The others make the same one anew."""
     data = make_data(case, rank, hidden=HIDDEN)
     with opened(case, dict(EP_DISPATCHER_TIMEOUT_S="10")) as buffer:
@@ -473,12 +373,8 @@ def run_beside_a_replay(rank: int, case: Case):
         trip_without(buffer, data, rank, case, None)
 
 
-def test_graphs_of_any_length_beside_eager_ranks(pools, engine):
-    """As on DeepEP, a combine gives the turn back: a rank's next buffer does not depend on how its operations ran."""
-    pools(RANKS).run(run_beside_a_replay, Case(engine))
-
-
-def run_where_masks_are_impossible(rank: int, case: Case):
+@on_ranks(ranks_per_node=2)
+def test_where_masks_are_impossible(rank: int, case: Case):
     data = make_data(case, rank, hidden=HIDDEN)
     with opened(case, enable_shrink=True) as buffer:
         buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)  # nobody knows yet that there are none
@@ -488,61 +384,53 @@ def run_where_masks_are_impossible(rank: int, case: Case):
             buffer.low_latency_update_mask_buffer((rank + 1) % RANKS, True)
 
 
-def test_where_masks_are_impossible(pools, engine):
-    pools(RANKS).run(run_where_masks_are_impossible, Case(engine, 2))
-
-
-def run_late(rank: int, case: Case) -> list[list[int]]:
-    """Rank 2 comes late to a dispatch, rank 1 to the combine. Return what each of both was waited for."""
-    data = make_data(case, rank, hidden=HIDDEN)
-    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+@pytest.mark.parametrize("exact", [False, exhaustive(True)])
+@on_ranks("exact")
+def test_wait_statistics_say_who_was_waited_for(rank: int, case: Case):
+    """Rank 2 comes late to a dispatch, rank 1 to the combine."""
+    x, idx, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
     with opened(case) as buffer:
         waits = [torch.ones(RANKS, dtype=torch.int64, device=x.device) for _ in range(2)]
         for late in (False, True):
-            recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+            recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
             buffer.low_latency_combine(recv_x, idx, weights, handle)
-            buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)
+            dispatch(buffer, x, idx)
             for victim, operation in ((2, "dispatch"), (1, "combine")):
                 dist.barrier()
                 if rank == victim and late:
                     time.sleep(0.5)
                 stats = {f"{operation}_wait_recv_cost_stats": waits[operation == "combine"]} if late else {}
                 if operation == "dispatch":
-                    recv_x, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False, **stats)
+                    recv_x, _, handle, _, _ = dispatch(buffer, x, idx, **stats)
                 else:
                     buffer.low_latency_combine(recv_x, idx, weights, handle, **stats)
                 if x.is_cuda:
                     torch.cuda.synchronize()
-    return [t.tolist() for t in waits]
+    for victim, waited in zip((2, 1), [t.tolist() for t in waits]):
+        assert waited[rank] == 1 and min(waited) >= 1
+        if rank == victim:
+            assert max(waited) < 0.25e9
+        else:
+            assert waited[victim] > 0.4e9 and waited.index(max(waited)) == victim
 
 
-@pytest.mark.parametrize("exact", [False, exhaustive(True)])
-def test_wait_statistics(pools, engine, exact):
-    for rank, waits in enumerate(pools(RANKS).run(run_late, Case(engine, exact=exact))):
-        for victim, waited in zip((2, 1), waits):
-            assert waited[rank] == 1 and min(waited) >= 1
-            if rank == victim:
-                assert max(waited) < 0.25e9
-            else:
-                assert waited[victim] > 0.4e9 and waited.index(max(waited)) == victim
-
-
-def run_no_tokens(rank: int, case: Case):
-    data = make_data(case, rank, hidden=HIDDEN)
+@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 0)])
+@on_ranks("lengths")
+def test_no_tokens_at_all(rank: int, case: Case):
+    """Of one token the middle one is the token without experts."""
+    x, idx, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
     with opened(case) as buffer:
         for use_fp8 in (False, True):
-            x, idx = data.x[rank], data.topk_idx[rank]
-            recv_x, count, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=use_fp8)
+            recv_x, count, handle, _, _ = dispatch(buffer, x, idx, use_fp8=use_fp8)
             y = unquantized(*recv_x).bfloat16() if use_fp8 else recv_x
-            combined, _, _ = buffer.low_latency_combine(y, idx, data.weights[rank], handle)
+            combined, _, _ = buffer.low_latency_combine(y, idx, weights, handle)
             assert int(count.sum()) == 0 and combined.shape == x.shape and not bool(combined.any())
 
 
-def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
-    import ep_dispatcher as ep
-    from ep_dispatcher.integrations.deep_ep import Buffer
-
-    data, chosen, plain = make_data(case, rank, hidden=HIDDEN), [], ep.Buffer.__init__
+@on_ranks()
+def test_a_dispatch_makes_two_buffers_with_the_number_of_sms_chosen_last(rank: int, case: Case):
+    x, idx, weights = make_data(case, rank, hidden=HIDDEN).of(rank)
+    chosen, plain = [], ep.Buffer.__init__
 
     def init(self, *args, num_sms=None, **options):
         chosen.append(num_sms)
@@ -554,21 +442,7 @@ def run_chosen_sms(rank: int, case: Case) -> list[int | None]:
         patch.setattr(ep.Buffer, "__init__", init)
         with opened(case) as buffer:
             Buffer.set_num_sms(14)
-            recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
-                data.x[rank], data.topk_idx[rank], MOST, EXPERTS, use_fp8=False
-            )
+            recv_x, _, handle, _, _ = dispatch(buffer, x, idx)
             Buffer.set_num_sms(18)
-            buffer.low_latency_combine(recv_x, data.topk_idx[rank], data.weights[rank], handle)
-    return chosen
-
-
-def test_set_num_sms(pools, engine):
-    """A dispatch makes two buffers, with the number that was chosen last."""
-    assert pools(RANKS).run(run_chosen_sms, Case(engine)) == [[14, 14]] * RANKS
-
-
-@pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (1, 0, 0, 0)])
-def test_no_tokens_at_all(pools, engine, lengths):
-    """Of one token the middle one is the token without experts."""
-    assert len(LENGTHS) == len(lengths)
-    pools(RANKS).run(run_no_tokens, Case(engine, lengths=lengths))
+            buffer.low_latency_combine(recv_x, idx, weights, handle)
+    assert chosen == [14, 14]
