@@ -260,21 +260,3 @@ def test_ranks_and_rows_of_all_kinds(pools, num_ranks, dtype, hidden, num_topk, 
 def test_extreme_numbers_of_experts(pools, num_topk, experts_per_rank):
     shape = dict(num_topk=min(num_topk, 2 * experts_per_rank), experts_per_rank=experts_per_rank)
     check_case(pools, "cuda", Case(2, 2, torch.bfloat16, **shape))
-
-
-def large(rank: int) -> None:
-    """Outputs of more than 2^31 bytes."""
-    device, tokens, hidden = device_of("cuda", rank), 20000, 7168
-    with make_buffer(hidden=hidden, num_experts=8, num_topk=8, max_tokens_per_rank=tokens) as buffer:
-        x = torch.randn(tokens, hidden, device=device).bfloat16()
-        idx = torch.arange(8, device=device).repeat(tokens, 1)
-        out = buffer.dispatch(x, idx)
-        assert out.x.numel() * 2 > 2**31
-        for part in out.x.view(8, tokens, hidden):
-            assert torch.equal(part, x)
-        total = buffer.combine(out.x, out.handle).x
-        assert torch.equal(total, (x.float() * 8).bfloat16())
-
-
-def test_more_than_two_gigabytes(pools):
-    pools(1).run(large)

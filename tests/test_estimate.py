@@ -51,22 +51,20 @@ def counted_one_by_one(sizes: Sizes, routing: list[torch.Tensor]) -> dict[str, l
     return found
 
 
-def as_lists(counts: Counts) -> dict[str, list[int]]:
-    return {f.name: getattr(counts, f.name).tolist() for f in fields(Counts)}
-
-
 @pytest.mark.parametrize("nodes, gpus", TOPOLOGIES)
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "one_expert", "masked", "empty"])
 def test_counts_are_exact(nodes, gpus, kind):
-    sizes = Sizes(nodes, gpus, tokens=37, hidden=64, experts=12, topk=3)
-    routing = list(Routing(kind).sample(sizes, seed=5))
-    assert as_lists(count(sizes, routing)) == counted_one_by_one(sizes, routing)
+    assert_exact(Sizes(nodes, gpus, tokens=37, hidden=64, experts=12, topk=3), Routing(kind))
 
 
 @pytest.mark.parametrize("routing", [Routing("hot_rank"), Routing(topk_groups=2), Routing(topk_groups=2, groups=8)])
 def test_counts_of_hot_and_limited_routings_are_exact(routing):
-    sizes = Sizes(4, 2, tokens=29, hidden=64, experts=32, topk=4)
-    assert as_lists(count(sizes, routing.sample(sizes, 1))) == counted_one_by_one(sizes, list(routing.sample(sizes, 1)))
+    assert_exact(Sizes(4, 2, tokens=29, hidden=64, experts=32, topk=4), routing)
+
+
+def assert_exact(sizes: Sizes, routing: Routing) -> None:
+    sample, counts = list(routing.sample(sizes, seed=5)), count(sizes, routing.sample(sizes, seed=5))
+    assert {f.name: getattr(counts, f.name).tolist() for f in fields(Counts)} == counted_one_by_one(sizes, sample)
 
 
 @pytest.mark.parametrize("group_score", ["top2", "max"])

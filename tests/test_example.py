@@ -129,20 +129,22 @@ def test_with_gpus_it_takes_all_of_them_and_a_larger_model(
     assert example("moe_lm.device").prepare_ranks("cuda", ranks) == (backend or "cpu:gloo,cuda:nccl")
 
 
-def test_given_sizes_win_on_gpus(arguments):
-    given = "--ranks 4 --ranks-per-node 2 --hidden 64 --heads 2 --experts 8 --dtype float32 --steps 7".split()
-    args, config = arguments(*given, gpus=2)
-    assert (args.ranks, args.ranks_per_node, args.steps, args.minutes) == (4, 2, 7, None)
-    assert (config.hidden, config.num_heads, config.num_experts, config.dtype) == (64, 2, 8, torch.float32)
-    assert config.num_layers == 4  # not given
-    args, config = arguments("--device", "cpu", gpus=2)
-    assert (args.device, args.ranks, config.hidden) == ("cpu", 4, 128)
-
-
-def test_check_takes_the_small_model_in_float32_on_gpus(arguments):
-    args, config = arguments("--check", gpus=2)
-    assert (args.device, args.ranks, args.steps) == ("cuda", 2, 10)
-    assert (config.hidden, config.num_experts, config.dtype) == (128, 16, torch.float32)
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (
+            "--ranks 4 --ranks-per-node 2 --hidden 64 --heads 2 --experts 8 --dtype float32 --steps 7",
+            dict(ranks=4, ranks_per_node=2, hidden=64, num_heads=2, num_experts=8, dtype=torch.float32, steps=7),
+        ),
+        ("--device cpu", dict(device="cpu", ranks=4, hidden=128)),
+        ("--check", dict(device="cuda", ranks=2, steps=10, hidden=128, num_experts=16, dtype=torch.float32)),
+    ],
+)
+def test_given_sizes_win_on_gpus(arguments, given, expected):
+    """The check takes the small model in float32."""
+    args, config = arguments(*given.split(), gpus=2)
+    found = vars(args) | vars(config)
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("ranks, gpus, sms", [(2, 1, 24), (8, 1, 16), (16, 2, 16), (2, 2, None)])

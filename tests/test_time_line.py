@@ -1,7 +1,6 @@
 """benchmarks/time_line.py and the build with stamps: what can be tested without a GPU; with one also a run."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -133,21 +132,6 @@ def test_roles_are_those_of_the_kernels(script):
 
 
 # ---- the build ------------------------------------------------------------------------------------------------------
-
-
-def flags_of_the_build(value: str) -> subprocess.CompletedProcess:
-    """Run setup.py up to its extensions, and print the flags of the CUDA module."""
-    code = "import setuptools; setuptools.setup = lambda ext_modules, **_: print(ext_modules[1].extra_compile_args); "
-    code += "__file__ = 'setup.py'; exec(compile(open('setup.py').read(), 'setup.py', 'exec'))"
-    env = os.environ | {"EP_DISPATCHER_STAMPS": value, "EP_DISPATCHER_CUDA": "", "EP_DISPATCHER_NVSHMEM": "0"}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-
-
-@needs_nvcc
-def test_the_build_has_stamps_only_where_they_are_asked_for():
-    found = {value: flags_of_the_build(value) for value in ("", "0", "1", "2")}
-    assert [found[value].stdout.strip() for value in found] == ["[]", "[]", "['-DEP_STAMPS']", ""]
-    assert "EP_DISPATCHER_STAMPS: given '2'" in found["2"].stderr
 
 
 @needs_nvcc
