@@ -597,18 +597,7 @@ def _checked_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
             f"{given} while torch.distributed is not initialised",
             "a group, or None for the default one, after torch.distributed.init_process_group",
         )
-    group = group if group is not None else dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or ()
-            given = f"a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}"
-            checks.fail("group", given, 'one of one dimension, such as mesh["ep"]')
-        group = group.get_group() if group.get_coordinate() else None  # None on other ranks
-    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
-        checks.fail("group", "one that this process is not a member of", "a group on its members alone")
-    if not isinstance(group, ProcessGroup):
-        checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or None for the default one")
-    return registered_group(group)
+    return registered_group(dist.group.WORLD if group is None else group)
 
 
 def _own_config(

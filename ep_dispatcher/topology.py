@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks
 
@@ -18,12 +18,29 @@ def host_id() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def registered_group(group: ProcessGroup) -> ProcessGroup:
+def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """Return the process group of a mesh of one dimension, and a group as it is. ValueError for anything else."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or ()
+            given = f"a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}"
+            example = names[-1] if names else "name"
+            checks.fail("group", given, f'one of one dimension, such as mesh["{example}"]')
+        group = group.get_group() if group.get_coordinate() else None  # None on other ranks
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
+        checks.fail("group", "one that this process is not a member of", "a group on its members alone")
+    if not isinstance(group, ProcessGroup):
+        checks.fail("group", type(group).__name__, "a torch.distributed.ProcessGroup, or a DeviceMesh of one dimension")
+    return group
+
+
+def registered_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group if torch.distributed knows it, or else the one that it holds: a wrapper forwards to that.
 
     Programs that drop a group's memory and make the group again later give such wrappers to Megatron. The wrapped group
     has the name and the ranks, and it is another one after it was made again. ValueError if there is none.
     """
+    group = process_group(group)
     known, inner = dist.distributed_c10d._world.pg_map, group
     while inner not in known:
         held = [value for value in getattr(inner, "__dict__", {}).values() if isinstance(value, ProcessGroup)]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
+from ep_dispatcher.integrations.deep_ep.buffer import Buffer as DeepEPBuffer
 from ep_dispatcher.tools.testing import make_routing
 
 TOO_LARGE = 2**31
@@ -135,7 +136,10 @@ def test_a_group_is_one_that_has_this_rank_or_a_mesh_of_one_dimension(rank, engi
     assert_refused("group", make_buffer, "world")
     group, beside = dist.new_group([0]), dist.DeviceMesh("cpu", [0])  # collective of all ranks
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    assert_refused("group", make_buffer, mesh, engine=engine)
+    for make in (make_buffer, DeepEPBuffer):
+        message = assert_refused("group", make, mesh)
+        assert "('dp', 'ep')" in message and 'mesh["ep"]' in message
+    assert DeepEPBuffer(mesh["ep"]).group is mesh["ep"].get_group()
     if rank == 0:
         with make_buffer(group, engine=engine) as buffer:
             round_trip(buffer)

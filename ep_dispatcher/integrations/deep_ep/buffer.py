@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep import layout
@@ -87,7 +87,7 @@ class Buffer(PoolUser, LowLatency):
     Making one is local. The engine's buffers need sizes that DeepEP's constructor does not have. So the first operation
     that needs one makes it (pool.py), and all deep_ep.Buffers of a group share them.
 
-    group               the ranks
+    group               the ranks: a process group, or a DeviceMesh of one dimension
     num_qps_per_rank, allow_mnnvl, use_fabric  without effect, and a line says so once. comm and
                         allow_nvlink_for_low_latency_mode=False: NotImplementedError
     num_nvl_bytes, num_rdma_bytes  kept for programs that compare them; they reserve nothing
@@ -102,7 +102,7 @@ class Buffer(PoolUser, LowLatency):
 
     def __init__(
         self,
-        group: ProcessGroup | None,
+        group: ProcessGroup | DeviceMesh | None,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
@@ -125,6 +125,7 @@ class Buffer(PoolUser, LowLatency):
         if group is None:
             checks.fail("group", None, "a torch.distributed group")
         super().__init__(group, explicitly_destroy)
+        group = self.group
         self.runtime: Runtime | None = Runtime.of(group.rank(), group.size(), self._comm)
         self.rank, self.group_size = group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from ep_dispatcher import checks, envs
 from ep_dispatcher.integrations.deep_ep.config import say_without_effect
@@ -35,7 +35,7 @@ class ElasticBuffer(PoolUser):
 
     Making one is collective. The first operation makes the memory, which all buffers of a group share (pool.py).
 
-    group                    the ranks
+    group                    the ranks: a process group, or a DeviceMesh of one dimension
     num_max_tokens_per_rank  the most tokens of a rank, the same on all ranks. A dispatch may give another number
     num_bytes, hidden, num_topk, use_fp8_dispatch  only for num_bytes, which programs compare; it reserves nothing.
                              num_cpu_bytes: NotImplementedError
@@ -51,7 +51,7 @@ class ElasticBuffer(PoolUser):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: ProcessGroup | DeviceMesh,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
         num_max_tokens_per_rank: int = 0,
@@ -73,7 +73,7 @@ class ElasticBuffer(PoolUser):
         most = checks.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
         super().__init__(group, explicitly_destroy)
-        self.rank_idx, self.num_ranks, self.num_max_tokens_per_rank = group.rank(), group.size(), most
+        self.rank_idx, self.num_ranks, self.num_max_tokens_per_rank = self.group.rank(), self.group.size(), most
         hint = self.get_buffer_size_hint(group, most, hidden, num_topk, use_fp8_dispatch)
         self.num_bytes = hint if num_bytes is None else num_bytes
         self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
@@ -99,7 +99,7 @@ class ElasticBuffer(PoolUser):
 
     @staticmethod
     def get_buffer_size_hint(
-        group: ProcessGroup,
+        group: ProcessGroup | DeviceMesh,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int = 0,

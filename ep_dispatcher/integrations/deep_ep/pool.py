@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks, envs
@@ -19,7 +19,7 @@ from ep_dispatcher.integrations.agree import all_reduce
 from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.events import CommStream, outside_graphs
 from ep_dispatcher.integrations.deep_ep.rows import Kind
-from ep_dispatcher.topology import registered_group
+from ep_dispatcher.topology import process_group, registered_group
 
 
 class Key(NamedTuple):
@@ -237,7 +237,8 @@ def pool_of(group: ProcessGroup) -> Pool:
 class PoolUser:
     """What Buffer and ElasticBuffer share: the pool of their group, and a stream."""
 
-    def __init__(self, group: ProcessGroup, explicitly_destroy: bool):
+    def __init__(self, group: ProcessGroup | DeviceMesh, explicitly_destroy: bool):
+        group = process_group(group)
         self._pool: Pool | None = pool_of(group)
         self._pool.users.add(self)
         self._comm = CommStream()
