@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import exhaustive, on
+from conftest import exhaustive, on, on_ranks
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import memory, reference
 from ep_dispatcher.tools.testing import (
     ROUTINGS,
-    RankError,
     device_of,
     different_bits,
     make_routing,
@@ -25,6 +24,7 @@ from ep_dispatcher.tools.testing import (
 NUM_TOKENS = {
     "even": (19, 19, 19, 19),
     "uneven": (23, 0, 1, 14),
+    "few chunks": (300, 270, 300, 270),  # more than one of a combine, and of a window between nodes
     "some": (900, 700, 0, 600),  # more than a chunk of a combine, and few enough for direct plans of two ranks
     "many": (2500, 2100, 0, 1025),
 }
@@ -84,7 +84,7 @@ def pairwise(options: dict[str, list], seed: int = 0) -> list[Case]:
         best = None
         for _ in range(60):
             values = {name: rng.choice(options[name]) for name in names} | dict(first)
-            case = as_case(values)
+            case = Case(*values["ranks"], **{name: values[name] for name in names if name != "ranks"})
             gain = sum(pair in missing for pair in pairs_of(values)) if case.possible() else -1
             if best is None or gain > best[0]:
                 best = (gain, case, values)
@@ -94,12 +94,6 @@ def pairwise(options: dict[str, list], seed: int = 0) -> list[Case]:
                 missing.pop(pair, None)
         missing.pop(first, None)  # without gain: no possible case has this pair
     return cases
-
-
-def as_case(values: dict) -> Case:
-    values = dict(values)
-    num_ranks, ranks_per_node = values.pop("ranks")
-    return Case(num_ranks, ranks_per_node, **values)
 
 
 GRID = pairwise(
@@ -309,13 +303,13 @@ def check_results(case: Case, ranks: list, inputs: Inputs, again: Inputs, max_re
             assert_same(result[1], combined[1], f"{where}: combined topk_weights")
 
 
-def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None) -> None:
+def check_case(pools, engine: str, case: Case, inputs: Inputs | None = None, run=run_case) -> None:
     inputs = make_inputs(case) if inputs is None else inputs
     again = other_rows(case, inputs)
     max_recv_rows = None
     if case.recv != "counted":
         max_recv_rows = max(1, *rows_needed(case, inputs.topk_idx)) + (17 if case.recv == "spare" else 0)
-    ranks = pools(case.num_ranks).run(run_case, engine, case, inputs, again, max_recv_rows)
+    ranks = pools(case.num_ranks).run(run, engine, case, inputs, again, max_recv_rows)
     check_results(case, ranks, inputs, again, max_recv_rows)
 
 
@@ -334,10 +328,7 @@ def run_case_with_lists(rank: int, *given):
 @pytest.mark.parametrize("engine", [on("cuda")])
 @pytest.mark.parametrize("case", [case for case in GRID if case.num_ranks == case.ranks_per_node], ids=str)
 def test_few_tokens_without_direct_plans(pools, engine, case):
-    inputs = make_inputs(case)
-    again = other_rows(case, inputs)
-    ranks = pools(case.num_ranks).run(run_case_with_lists, engine, case, inputs, again, None)
-    check_results(case, ranks, inputs, again)
+    check_case(pools, engine, dataclasses.replace(case, recv="counted"), run=run_case_with_lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -394,29 +385,11 @@ def test_groups_that_are_not_the_world(pools, engine, ranks_per_node):
         check_results(case, [ranks[r] for r in group], given, other)
 
 
-def dispatch_into(rank: int, engine: str, case: Case, topk_idx: list[Tensor], max_recv_rows: int):
-    device = device_of(engine, rank)
-    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
-        x = torch.ones(topk_idx[rank].shape[0], case.hidden, dtype=case.dtype, device=device)
-        options = dict(layout=case.layout, max_recv_rows=max_recv_rows)
-        return buffer.dispatch(x, topk_idx[rank].to(device), None, **options).x.shape[0]
-
-
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_too_few_receive_rows_are_an_error_where_the_rows_do_not_fit(pools, engine, layout):
-    case = Case(2, 2, layout=layout)
-    topk_idx = [make_routing("one_expert", 20, case.num_experts, case.num_topk, seed=rank)[0] for rank in range(2)]
-    assert rows_needed(case, topk_idx) == [40, 0]
-    assert pools(2).run(dispatch_into, engine, case, topk_idx, 40) == [40, 40]
-    with pytest.raises(RankError) as caught:
-        pools(2).run(dispatch_into, engine, case, topk_idx, 39)
-    name, message, _ = caught.value.failures[0]
-    assert name == "TooFewRowsError" and "max_recv_rows" in message and "39" in message and "40" in message
-
-
-def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
-    """The same with ``async_finish`` as without."""
-    device = device_of(engine, rank)
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_async_finish_changes_no_bit(rank, engine, ranks_per_node):
+    case, device = Case(2, ranks_per_node, tokens="uneven"), device_of(engine, rank)
+    inputs = make_inputs(case)
     given = [to(device, each[rank]) for each in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
     with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
         right = buffer.dispatch(*given)
@@ -430,39 +403,10 @@ def finish_later(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_async_finish(pools, engine, ranks_per_node):
-    case = Case(2, ranks_per_node, tokens="uneven")
-    pools(2).run(finish_later, engine, case, make_inputs(case))
-
-
-def dispatch_strided(rank: int, engine: str, case: Case, inputs: Inputs):
-    device = device_of(engine, rank)
-    x = torch.stack([inputs.x[rank], inputs.x[rank] + 1], 2).to(device)[:, :, 0]
-    topk_idx, topk_weights = (t[rank].to(device).T.contiguous().T for t in (inputs.topk_idx, inputs.topk_weights))
-    assert not x.is_contiguous() and not topk_idx.is_contiguous()
-    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
-        out = buffer.dispatch(x, topk_idx, topk_weights)
-        y = out.x.repeat(1, 2)[:, : case.hidden]
-        assert not y.is_contiguous()
-        return Received.of(out), buffer.combine(y, out.handle).x
-
-
-def test_strided_tensors_are_right(pools, engine):
-    case = Case(2, 1)
+@on_ranks(2)
+def test_a_handle_has_the_counts_on_the_host(rank, engine, ranks_per_node):
+    case, device = Case(2, ranks_per_node), device_of(engine, rank)
     inputs = make_inputs(case)
-    ranks = pools(2).run(dispatch_strided, engine, case, inputs)
-    options = dict(num_experts=case.num_experts)
-    expected = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
-    y = [out.x for out in expected]
-    combined = reference.combine(y, expected, inputs.topk_idx, node_of=case.node_of, **options)
-    for (out, x), right, (right_x, _) in zip(ranks, expected, combined):
-        assert_same(out.x, right.x, "out.x")
-        assert_same(out.topk_weights, right.topk_weights, "out.topk_weights")
-        assert_same(x, right_x, "combined x")
-
-
-def counts_on_host(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
-    device = device_of(engine, rank)
     x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
     with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
         for layout, alignment in (("expert", 1), ("rank", 1), ("expert", 8)):
@@ -481,7 +425,24 @@ def counts_on_host(rank: int, engine: str, case: Case, inputs: Inputs) -> None:
         assert torch.equal(limited.rows_on_host, limited.rows_per_expert.cpu())
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_a_handle_has_the_counts_on_the_host(pools, engine, ranks_per_node):
-    case = Case(2, ranks_per_node)
-    pools(2).run(counts_on_host, engine, case, make_inputs(case))
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@on_ranks(4)
+def test_weights_keep_their_bits(rank, engine, layout, ranks_per_node):
+    """They only travel, so the sign of a zero does too: as topk_weights and as a gradient."""
+    case = Case(4, ranks_per_node, num_topk=4, experts_per_rank=4, routing="masked", layout=layout)
+    inputs, options, device = make_inputs(case), dict(num_experts=16, layout=layout), device_of(engine, rank)
+    received = reference.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, **options)
+    values = torch.tensor([-0.0, 0.0, torch.nan, -1.0, torch.inf, -0.0, -0.0]).repeat(99)
+    weights = [values[: each.topk_weights.numel()].view_as(each.topk_weights) for each in received]
+    y = [torch.zeros(len(each.x), case.hidden) for each in received]
+    _, right = reference.combine(y, received, inputs.topk_idx, weights, node_of=case.node_of, **options)[rank]
+    assert different_bits(right, right.masked_fill(right == 0, 0)).any(), "no negative zero"
+    with make_buffer(case, engine, max_tokens_per_rank=64) as buffer:
+        leaf = inputs.topk_weights[rank].to(device).requires_grad_()
+        x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])
+        out = ep.dispatch(buffer, x, topk_idx, leaf, layout=layout)
+        mine = weights[rank].to(device)
+        (grad,) = torch.autograd.grad(out.topk_weights, leaf, mine)
+        back = buffer.combine(y[rank].to(device), out.handle, topk_weights=mine).topk_weights
+        assert same_bits(back.cpu(), right) and same_bits(grad.cpu(), right)
