@@ -1,4 +1,4 @@
-"""EP_DISPATCHER_TRACE: the lines of the CPU engine, and the order of those of streams with a stand-in for a GPU."""
+"""What an operation tells: lines of EP_DISPATCHER_TRACE, of streams with a stand-in for a GPU, and profiler ranges."""
 
 import os
 import re
@@ -7,10 +7,14 @@ from io import StringIO
 
 import pytest
 import torch
+from conftest import on_ranks
 from test_dispatch_combine import Case, make_buffer, make_inputs
+from test_errors import error_of
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import ep_dispatcher as ep
-from ep_dispatcher.engines.trace import StreamTrace, Trace, trace_of
+from ep_dispatcher.engines import ranges
+from ep_dispatcher.engines.trace import StreamTrace, Trace
 
 LINE = re.compile(r"ep_dispatcher trace: rank (\d+), (\w+), epoch (\d+), (\d+\.\d{3}) ms, bytes: (.*)\n")
 
@@ -141,8 +145,57 @@ def test_a_failed_launch_has_no_line(stream, state, traces, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_trace_is_made_only_when_asked_for(monkeypatch):
-    monkeypatch.delenv("EP_DISPATCHER_TRACE", raising=False)
-    assert trace_of(0) is None
-    monkeypatch.setenv("EP_DISPATCHER_TRACE", "1")
-    assert isinstance(trace_of(0), Trace)
+DISPATCH = ["check", "route", "stage", "count", "send lists", "send", "plan", "pull", "finish"]
+CACHED = ["check", "stage", "send", "pull", "finish"]
+COMBINE = ["check", "push", "send", "push", "sum", "finish"]
+
+
+@on_ranks(2)
+def test_a_profiler_sees_operations_and_their_steps(rank):
+    """In the order of time, and every step inside its operation."""
+    inputs = make_inputs(Case(2, 1))
+    with make_buffer(Case(2, 1), "cpu", 64) as buffer:
+        x, topk_idx, weights = inputs.x[rank].requires_grad_(), inputs.topk_idx[rank], inputs.topk_weights[rank]
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            out = ep.dispatch(buffer, x, topk_idx, weights)
+            ep.combine(buffer, out.x, out.handle).sum().backward()
+    ours = [event for event in profiler.events() if event.name.startswith("ep_dispatcher.")]
+    ours.sort(key=lambda event: event.time_range.start)
+    operations = [event for event in ours if event.name.count(".") == 1]
+    steps = [event for event in ours if event.name.count(".") == 2]
+    assert len(operations) + len(steps) == len(ours)
+    for before, after in zip(operations, operations[1:]):
+        assert before.time_range.end <= after.time_range.start
+    seen = []
+    for operation in operations:
+        inside = [step for step in steps if step.cpu_parent is operation]
+        for step in inside:
+            assert operation.time_range.start <= step.time_range.start <= step.time_range.end
+            assert step.time_range.end <= operation.time_range.end
+        assert all(step.name.startswith(f"{operation.name}.") for step in inside)
+        seen.append((operation.name, [step.name.rpartition(".")[2] for step in inside]))
+    assert sum(len(inside) for _, inside in seen) == len(steps)
+    dispatch, combine = "ep_dispatcher.dispatch", "ep_dispatcher.combine"
+    assert seen == [(dispatch, DISPATCH), (combine, COMBINE), (dispatch, CACHED), (combine, COMBINE)]
+
+
+@on_ranks(1)
+def test_an_error_ends_the_ranges(rank):
+    inputs = make_inputs(Case(1, 1))
+    with make_buffer(Case(1, 1), "cpu", 64) as buffer, profile(activities=[ProfilerActivity.CPU]) as profiler:
+        error_of(buffer.dispatch, inputs.x[0], inputs.topk_idx[0], max_recv_rows=0)
+        with record_function("after"):
+            pass
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.cpu_parent is None and event.name.startswith(("ep_", "after"))]
+    assert names == ["ep_dispatcher.dispatch", "after"]
+
+
+def test_without_a_profiler_nothing_is_made(monkeypatch):
+    def refuse(name):
+        raise AssertionError(f"a range {name} that nobody sees")
+
+    monkeypatch.setattr(ranges, "record_function", refuse)
+    with ranges.ranges_of("dispatch") as seen:
+        seen.step("stage")
+    assert seen is ranges.NO_RANGES

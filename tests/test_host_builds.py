@@ -1,0 +1,90 @@
+"""Headers of kernels, compiled for the host: long puts between nodes, the pace of the peer wire, and a division."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import ROOT, compile_header
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+
+
+def build_long_puts(folder: Path, change: tuple[str, str] | None = None) -> Path:
+    """Compile csrc/cuda/rail/long_puts.cuh with one change. The wire is the program's own: copies take any time."""
+    header = ROOT / "csrc/cuda/rail/long_puts.cuh"
+    return compile_header(header, "long_puts", folder, "-O1", empty=("rail/wire.cuh",), change=change)
+
+
+def run_long_puts(program: Path, seed: int, shared_bytes: int) -> str:
+    command = [program, str(seed), str(shared_bytes), "300"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def long_puts(tmp_path_factory):
+    return build_long_puts(tmp_path_factory.mktemp("long_puts"))
+
+
+# Of one warp: 176 is the least, with places of 16 bytes; 14336 is what a dispatch gives.
+@pytest.mark.parametrize("shared_bytes", [176, 384, 4096, 14336])
+def test_all_arrives_whenever_copies_happen(long_puts, shared_bytes):
+    for seed in range(10):
+        assert run_long_puts(long_puts, seed, shared_bytes) == "right"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("bulk_wait_read<1>", "bulk_wait_read<2>"),  # a place is loaded while a store still reads it
+        ("ptx::bulk_wait<0>", "ptx::bulk_wait_read<0>"),  # the flag would come before the data
+        ("stored / kPlaces % 2", "stored % 2"),
+        ("rest + beside.bytes <= place_bytes", "true"),  # the short array runs into the next place
+    ],
+    ids=["read", "drain", "parity", "room"],
+)
+def test_a_mistake_in_long_puts_is_found(tmp_path, change):
+    broken = build_long_puts(tmp_path, change)
+    assert any(run_long_puts(broken, seed, 14336) != "right" for seed in range(10))
+
+
+@pytest.fixture(scope="module")
+def pace(tmp_path_factory):
+    program = tmp_path_factory.mktemp("pace") / "pace"
+    sources = ["-I", ROOT / "csrc", ROOT / "tests" / "pace.cpp", "-o", program]
+    subprocess.run(["c++", "-std=c++17", "-O2", "-pthread", *sources], check=True, timeout=300)
+
+    def run(*arguments):
+        said = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+        assert said.returncode == 0, said.stdout
+        rate, _, idle = said.stdout.split()
+        return float(rate), float(idle)
+
+    return run
+
+
+@pytest.mark.parametrize("gb_per_s", [0.01, 25, 50, 100, 300])
+def test_bytes_cross_at_the_rate(pace, gb_per_s):
+    """The rules are in the program: bookings do not overlap, begin in time, and leave no gap on a busy wire."""
+    rate, _ = pace(16, 20000, gb_per_s, 1)
+    assert rate == pytest.approx(1, abs=2e-3)
+
+
+def test_an_idle_wire_saves_nothing(pace):
+    rate, idle = pace(4, 20000, 300, 0)
+    assert rate == pytest.approx(1, abs=2e-3) and idle > 0.1
+
+
+@pytest.mark.parametrize("row_bytes", [1024, 2048, 7168])
+def test_short_rows_cross_at_the_rate_too(pace, row_bytes):
+    """At 300 GB/s 1024 bytes take 3.41 ns: in whole nanoseconds the rate would be 14 % too high."""
+    rate, _ = pace(16, 20000, 300, 1, row_bytes)
+    assert rate == pytest.approx(1, abs=0.02)
+
+
+def test_quotients_are_rounded_as_in_ieee_754(tmp_path):
+    """The division of csrc/cuda/dispatch/quantize.cuh, tried with all numbers: 10^9."""
+    program, source = tmp_path / "division", ROOT / "tests" / "division.cpp"
+    flags = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-ffp-contract=off"]
+    subprocess.run(["c++", *flags, source, "-o", program], check=True, timeout=300)
+    assert subprocess.run([program], capture_output=True, text=True, timeout=300, check=True).stdout == "0\n"
