@@ -8,6 +8,7 @@ from ep_dispatcher.float8 import QuantizedRows, dequantize, quantize
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
 from ep_dispatcher.memory import BufferBytes, buffer_bytes
 from ep_dispatcher.moe.activation import Activation
+from ep_dispatcher.moe.layer import MoELayer
 from ep_dispatcher.moe.mlp import moe_mlp, why_no_overlap
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "CombineOutput",
     "DispatchOutput",
     "Handle",
+    "MoELayer",
     "PeerTimeoutError",
     "QuantizedRows",
     "__version__",

@@ -119,6 +119,7 @@ class Buffer:
         self._engine: engines.Engine | None = None
         self._wait_ns: dict[str, Tensor | None] = {}
         self.last_sent: object = None  # stands for the last operation with a hook
+        self.mesh = group if isinstance(group, DeviceMesh) else None
         group = _checked_group(group)
         import_module("torch._dynamo")  # it takes seconds: do not leave it to the first operation, while peers wait
 

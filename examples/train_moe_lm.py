@@ -6,7 +6,7 @@
 
 The dense part is data parallel: every rank has a copy of it and trains on its own sequences. The experts are spread
 over the ranks. In every layer ``ep.dispatch`` brings each token to the ranks of its experts, and ``ep.combine`` brings
-the results back, in forward and backward. The MoE layer is in moe_layer.py, the rest of the model in moe_lm/.
+the results back, in forward and backward. The MoE layer is in moe_lm/layer.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from moe_layer import MoELayer
 from moe_lm.arguments import parse_arguments
 from moe_lm.charts import draw
 from moe_lm.check import check
 from moe_lm.device import device_name, num_sms, prepare_ranks, ranks_per_gpu
 from moe_lm.generate import generate
+from moe_lm.layer import MoELayer
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
 from moe_lm.report import Recorder
 from moe_lm.text import bigram_bits, load_text, to_tensor, unigram_bits

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from moe_layer import Expert, Router
 from torch import Tensor, nn
 
+from moe_lm.layer import Expert, Router
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
 from moe_lm.step import backward, learning_rate, make_optimizer, reduce_gradients, update
 from moe_lm.text import RandomWindows
