@@ -1,9 +1,12 @@
 """Megatron-core's MoE layer on every rank of a pool, with its own token dispatchers and with ours.
 
-    megatron_pool(4).run(fn)      # fn(rank): use_layout(Layout(ep=4)); layer = make_layer(make_config(...)); ...
+    @on_ranks(4, Layout(ep=4))
+    def test_a_layer_runs(rank):
+        layer = make_layer(make_config(...))
 
-What Megatron needs in order to run on a CPU, and its process groups, exist in the ranks alone. With
-EP_DISPATCHER_ENGINE=cuda the layers are on GPUs, which ranks share where there are fewer (their group is gloo's).
+Without megatron-core the importing file is skipped. What Megatron needs to run on a CPU, and its process groups,
+exist in the ranks alone. With EP_DISPATCHER_ENGINE=cuda the layers are on GPUs, which ranks share where there are fewer
+(their group is gloo's).
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import inspect
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import as_test
 from torch import Tensor
 
 from ep_dispatcher import envs
@@ -31,7 +37,7 @@ CLASSES = {
     "allgather": "MoEAllGatherTokenDispatcher",
     "alltoall": "MoEAlltoAllTokenDispatcher",
 }
-NO_MEGATRON = "megatron-core is not installed: pip install 'ep_dispatcher[megatron]'"
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'ep_dispatcher[megatron]'")
 
 
 _pools: dict[int, RankPool] = {}
@@ -88,6 +94,21 @@ class Layout:
 
 
 _layout: Layout | None = None
+
+
+def on_ranks(num_ranks: int = 2, layout: Layout | None = Layout(ep=2)) -> Callable:
+    """Run ``test(rank, *parameters)`` on every rank of a pool, in this layout or that of its parameter `layout`."""
+
+    def run(body: Callable, **given: Any) -> None:
+        megatron_pool(num_ranks).run(_run_body, body, given.get("layout", layout), given)
+
+    return lambda body: as_test(body, list(inspect.signature(body).parameters)[1:], run)
+
+
+def _run_body(rank: int, body: Callable, layout: Layout | None, given: dict) -> None:
+    if layout is not None:
+        use_layout(layout)
+    body(rank, **given)
 
 
 def use_layout(layout: Layout) -> None:
@@ -306,6 +327,14 @@ def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
     return Result(outputs, input_grads, {name: p.grad for name, p in sorted(layer.named_parameters())})
 
 
+def all_steps(dispatcher, x: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The six steps with an expert that multiplies by the probability: (rows, counts, probs, output)."""
+    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
+    rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
+    expert_output = dispatcher.combine_preprocess(rows * permuted_probs.unsqueeze(-1))
+    return rows, counts, permuted_probs, dispatcher.combine_postprocess(dispatcher.token_combine(expert_output))
+
+
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 # Between two float32 runs, relative to the largest absolute value of the tensor: sums of a few dozen products in
@@ -329,6 +358,13 @@ def assert_agree(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]
     apart = {name: difference(got[name], wanted[name]) for name in wanted}
     wrong = [f"{name} by {by:.1e}" for name, by in apart.items() if not by <= ROUNDING]
     assert not wrong, f"{what}: relative to the largest value differ {', '.join(wrong)}"
+
+
+def assert_same_bits(got: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (got[name] is None) == (tensor is None), name
+        assert tensor is None or torch.equal(got[name], tensor), f"{name} differs"
 
 
 def grads_of(layer) -> dict[str, Tensor | None]:

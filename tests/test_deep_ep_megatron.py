@@ -5,7 +5,6 @@ import torch
 from conftest import exhaustive
 from deep_ep_case import install
 from megatron_layer import (
-    NO_MEGATRON,
     Layout,
     assert_agree,
     device,
@@ -18,8 +17,6 @@ from megatron_layer import (
 )
 
 from ep_dispatcher.tools.testing import RankPool
-
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 RANKS, STEPS = 4, 3
 FLEX = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")

@@ -16,36 +16,33 @@ import torch.distributed as dist
 from megatron_layer import (
     EXPERTS,
     HIDDEN,
-    NO_MEGATRON,
     Layout,
+    all_steps,
     assert_agree,
     environment,
     error_of,
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
     on_gpu,
+    on_ranks,
     random,
     tokens_of,
     use_layout,
 )
 
 import ep_dispatcher as ep
-
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+from ep_dispatcher.integrations import agree
+from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, limits, register, unregister
 
 LIMIT_S, SLACK_S = 1.5, 5.0
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 
 
-def run(test, *args, ranks: int = 2) -> None:
-    megatron_pool(ranks).run(test, *args)
+EP2 = Layout(ep=2)
 
 
 def living() -> list[ep.Buffer]:
-    from ep_dispatcher.integrations.megatron import buffers
-
     return [buffer for shared in buffers._shared.values() for buffer in shared.buffers]
 
 
@@ -58,11 +55,28 @@ def forward(layer, rank: int, length: int, step: int = 0):
     return layer(tokens_of(rank, step, length).requires_grad_())[0]
 
 
+def first_forward(rank: int, length: int = 12, **settings):
+    """Return a layer that has made its buffer."""
+    layer = make_layer(make_config(**settings))
+    forward(layer, rank, length)
+    return layer
+
+
+@contextlib.contextmanager
+def training_arguments(**arguments):
+    """Yield Megatron's module of global arguments, which have been parsed."""
+    module = types.ModuleType("megatron.training.global_vars")
+    module._GLOBAL_ARGS = types.SimpleNamespace(**arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        yield module
+
+
 # ---- sharing and sizing ---------------------------------------------------------------------------------------------
 
 
-def share(rank: int) -> None:
-    use_layout(Layout(ep=2))
+@on_ranks()
+def test_layers_share_a_buffer(rank: int):
     layers = [make_layer(make_config(), number) for number in (1, 2, 3)]
     for layer in layers:
         forward(layer, rank, 12).sum().backward()
@@ -74,8 +88,6 @@ def share(rank: int) -> None:
     layer = make_layer(make_config(bf16=True, params_dtype=torch.bfloat16))
     layer(random(12, 2, HIDDEN, seed=rank, dtype=torch.bfloat16))
     assert len(sizes()) == 5, "another for other rows, experts or top-k"
-    from ep_dispatcher.integrations.megatron import destroy_buffers
-
     destroyed = living()
     destroy_buffers()
     assert not living() and all(buffer._engine is None for buffer in destroyed)
@@ -83,19 +95,13 @@ def share(rank: int) -> None:
     assert sizes() == [24]
 
 
-def test_layers_share_a_buffer():
-    run(share)
-
-
-def announce(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import buffers
-
-    use_layout(Layout(ep=2))
+@on_ranks()
+def test_one_line_says_what_carries_the_tokens(rank: int):
     buffers._has_announced = False
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        forward(make_layer(make_config()), rank, 12)
-        forward(make_layer(make_config(moe_router_topk=3)), rank, 12)
+        first_forward(rank)
+        first_forward(rank, moe_router_topk=3)
     assert len(living()) == 2
     if rank != 0:
         assert said.getvalue() == ""
@@ -103,24 +109,17 @@ def announce(rank: int) -> None:
     (line,) = said.getvalue().splitlines()
     first = living()[0]
     assert repr(first) in line and first._engine.summary in line
-    config = first.config
-    assert f"rank 0 of 1 node x 2, hidden={HIDDEN}, num_experts={EXPERTS}, num_topk={config.num_topk}" in line
-    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=config.num_topk, max_tokens_per_rank=24)
+    sizes = dict(hidden=HIDDEN, num_experts=EXPERTS, num_topk=first.config.num_topk, max_tokens_per_rank=24)
     memory = ep.buffer_bytes(num_ranks=2, dtype=torch.float32, engine=first.engine, **sizes)
-    assert "max_tokens_per_rank=24" in line and line.endswith(f", {memory.total / 2**20:.1f} MiB a rank")
-    assert f"ep_dispatcher {ep.__version__} carries the tokens of megatron-core" in line
+    for words in (ep.__version__, "rank 0 of 1 node x 2", f"{memory.total / 2**20:.1f} MiB a rank"):
+        assert words in line
+    assert all(f"{name}={value}" in line for name, value in sizes.items())
 
 
-def test_one_line_says_what_carries_the_tokens():
-    run(announce)
-
-
-def destroy_one_that_complains(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import destroy_buffers
-
-    use_layout(Layout(ep=2))
-    forward(make_layer(make_config()), rank, 12)
-    forward(make_layer(make_config(moe_router_topk=3)), rank, 12)
+@on_ranks()
+def test_an_error_that_one_buffer_finds_late_keeps_no_other_alive(rank: int):
+    first_forward(rank)
+    first_forward(rank, moe_router_topk=3)
     first, second = living()
     destroy = second.destroy
 
@@ -133,52 +132,38 @@ def destroy_one_that_complains(rank: int) -> None:
     assert first.is_destroyed and second.is_destroyed and not living()
 
 
-def test_an_error_that_one_buffer_finds_late_keeps_no_other_alive():
-    run(destroy_one_that_complains)
-
-
-def first_size(rank: int) -> None:
-    lengths = [(12, 3), (3, 12)]  # of a sequence of microbatches of 2: the most of all ranks counts
-    for pair in lengths:
-        use_layout(Layout(ep=2))
-        forward(make_layer(make_config()), rank, pair[rank])
+@on_ranks()
+def test_the_first_size_is_the_most_of_all_ranks_or_what_is_given(rank: int):
+    for pair in [(12, 3), (3, 12)]:  # of a sequence of microbatches of 2
+        use_layout(EP2)
+        first_forward(rank, pair[rank])
         assert sizes() == [24]
     with environment(max_tokens_per_rank=40):
-        use_layout(Layout(ep=2))
-        layer = make_layer(make_config())
-        forward(layer, rank, 12)
+        use_layout(EP2)
+        layer = first_forward(rank)
         forward(layer, rank, (20, 3)[rank])
         assert sizes() == [40]
         text = error_of(lambda: forward(layer, rank, 21))
-        assert "hidden_states: given 42 tokens" in text and "--ep-dispatcher-max-tokens-per-rank 40" in text
+        assert text.startswith("hidden_states: given 42") and "--ep-dispatcher-max-tokens-per-rank 40" in text
         forward(layer, rank, 12)  # nothing was sent, and nobody waits
+
+
+@pytest.mark.parametrize("sequence_parallel, length, size", [(False, 12, 34), (True, 3, 10), (True, 12, 24)])
+@on_ranks()
+def test_the_first_size_is_that_of_the_arguments_or_what_is_brought(rank, sequence_parallel, length, size):
     arguments = dict(seq_length=33, micro_batch_size=2, context_parallel_size=2, tensor_model_parallel_size=4)
-    for sequence_parallel, length, size in [(False, 12, 34), (True, 3, 10), (True, 12, 24)]:
-        use_layout(Layout(ep=2))
-        module = types.ModuleType("megatron.training.global_vars")
-        module._GLOBAL_ARGS = types.SimpleNamespace(**arguments, sequence_parallel=sequence_parallel)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, module.__name__, module)
-            layer = make_layer(make_config())
-            forward(layer, rank, length)
-            assert sizes() == [size], "what the arguments say, or what is brought if that is more"
-            module._GLOBAL_ARGS = None  # before they are parsed
-            use_layout(Layout(ep=2))
-            forward(layer, rank, length)
-            assert sizes() == [2 * length]
+    with training_arguments(**arguments, sequence_parallel=sequence_parallel) as module:
+        first_forward(rank, length)
+        assert sizes() == [size]
+        module._GLOBAL_ARGS = None  # before they are parsed
+        use_layout(EP2)
+        first_forward(rank, length)
+        assert sizes() == [2 * length]
 
 
-def test_the_first_size():
-    run(first_size)
-
-
-def size_at_registration(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import register, unregister
-
-    use_layout(Layout(ep=2))
+@on_ranks()
+def test_the_size_can_be_given_at_registration(rank: int):
     try:
-        for wrong in (0, 2.0, "40"):
-            assert error_of(lambda wrong=wrong: register(max_tokens_per_rank=wrong)).startswith("max_tokens_per_rank:")
         registration = register(max_tokens_per_rank=40)
         assert "'max_tokens_per_rank': 40" in str(registration) and register() is registration
         layer = make_layer(make_config())
@@ -187,8 +172,7 @@ def size_at_registration(rank: int) -> None:
         assert sizes() == [40]
         forward(layer, rank, (3, 20)[rank]).sum().backward()  # one rank alone brings more than at first
         assert sizes() == [40]
-        text = error_of(lambda: forward(layer, rank, 21))
-        assert text == "hidden_states: given 42 tokens, allowed: --ep-dispatcher-max-tokens-per-rank 40", text
+        assert error_of(lambda: forward(layer, rank, 21)).startswith("hidden_states: given 42")
         register(max_tokens_per_rank=50)
         forward(layer, rank, (21, 3)[rank])
         assert sizes() == [40, 50]
@@ -199,38 +183,29 @@ def size_at_registration(rank: int) -> None:
         register()
 
 
-def test_the_size_can_be_given_at_registration():
-    run(size_at_registration)
-
-
-def warn_of_a_guess(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import buffers, register, unregister
-
+@on_ranks()
+def test_a_size_that_nobody_gave_is_warned_of_once(rank: int):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     buffers.logger.addHandler(handler)
     try:
-        use_layout(Layout(ep=2))
         with environment(max_tokens_per_rank=40):
-            forward(make_layer(make_config()), rank, 12)
-        use_layout(Layout(ep=2))
-        forward(make_layer(make_config(variable_seq_lengths=True)), rank, 12)
-        use_layout(Layout(ep=2))
+            first_forward(rank)
+        use_layout(EP2)
+        first_forward(rank, variable_seq_lengths=True)
+        use_layout(EP2)
         register(max_tokens_per_rank=40)
-        forward(make_layer(make_config()), rank, 12)
+        first_forward(rank)
         unregister()
-        use_layout(Layout(ep=2))
-        module = types.ModuleType("megatron.training.global_vars")
-        sizes = dict(seq_length=12, micro_batch_size=2, context_parallel_size=1, sequence_parallel=False)
-        module._GLOBAL_ARGS = types.SimpleNamespace(**sizes)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, module.__name__, module)
-            forward(make_layer(make_config()), rank, 12)
+        use_layout(EP2)
+        given = dict(seq_length=12, micro_batch_size=2, context_parallel_size=1, sequence_parallel=False)
+        with training_arguments(**given):
+            first_forward(rank)
         assert not lines, "a size was given, or is not needed"
-        use_layout(Layout(ep=2))
+        use_layout(EP2)
         for settings in ({}, dict(moe_router_topk=3)):  # two buffers
-            forward(make_layer(make_config(**settings)), rank, (12, 3)[rank])
+            first_forward(rank, (12, 3)[rank], **settings)
         assert len(lines) == (rank == 0), lines
         for word in ("24 tokens per rank", "--ep-dispatcher-max-tokens-per-rank"):
             assert all(word in line for line in lines), lines
@@ -240,16 +215,9 @@ def warn_of_a_guess(rank: int) -> None:
         register()
 
 
-def test_a_size_that_nobody_gave_is_warned_of_once():
-    run(warn_of_a_guess)
-
-
-def destroy_a_group(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import buffers
-
-    use_layout(Layout(ep=2))
-    layer = make_layer(make_config())
-    forward(layer, rank, 12)
+@on_ranks()
+def test_buffers_of_a_destroyed_group_are_forgotten(rank: int):
+    layer = first_forward(rank)
     group, x = dist.new_group([0, 1]), tokens_of(rank).flatten(0, 1)
     topk_idx = torch.zeros(24, 2, dtype=torch.int64, device=x.device)
     topk_idx[:, 1] = 1
@@ -258,18 +226,13 @@ def destroy_a_group(rank: int) -> None:
     dist.destroy_process_group(group)
     forward(layer, rank, 12)
     assert made in living(), "nobody looks while no buffer is made"
-    other = make_layer(make_config(moe_router_topk=3))
-    forward(other, rank, 12)
+    other = first_forward(rank, moe_router_topk=3)
     assert living() == [layer.token_dispatcher.buffer, other.token_dispatcher.buffer]
     assert made.dispatch(x, topk_idx).x.shape[1] == HIDDEN, "who still has the buffer can use it"
     gone = weakref.ref(made)
     del made
     gc.collect()
     assert gone() is None
-
-
-def test_buffers_of_a_destroyed_group_are_forgotten():
-    run(destroy_a_group)
 
 
 # ---- multiprocessors ------------------------------------------------------------------------------------------------
@@ -288,13 +251,11 @@ class SmsOf016:
     moe_hybridep_num_sms: int = 16
 
 
-def wrapped_group(rank: int) -> None:
+@on_ranks()
+def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows(rank: int):
     """Two kinds of rows in turn on a group in a wrapper: no pass makes a buffer again."""
     from test_groups import Reloadable
 
-    from ep_dispatcher.integrations.megatron import buffers
-
-    use_layout(Layout(ep=2))
     group = Reloadable(dist.new_group([0, 1]))
     topk_idx = torch.zeros(4, 2, dtype=torch.int64, device="cpu")
     kinds = [make_config(num_moe_experts=number) for number in (EXPERTS, 2 * EXPERTS)]
@@ -307,13 +268,8 @@ def wrapped_group(rank: int) -> None:
     buffers.destroy_buffers()
 
 
-def test_a_wrapped_group_has_one_buffer_for_each_kind_of_rows():
-    run(wrapped_group)
-
-
-def choose_sms(rank: int) -> None:
-    from ep_dispatcher.integrations.megatron import limits
-
+@on_ranks()
+def test_multiprocessors_are_those_of_the_flags(rank: int):
     for config, wanted in [
         (SmsOf016(), None),
         (SmsOf016(20, 16), None),
@@ -326,15 +282,13 @@ def choose_sms(rank: int) -> None:
         (SmsOf019(20, 12, 16), 20),
     ]:
         assert limits.num_sms(config) == wanted, config
-    text = error_of(lambda: limits.num_sms(SmsOf016(12, 32)))
-    assert "--moe-deepep-num-sms" in text and "'moe_hybridep_num_sms': 32" in text, text
-    text = error_of(lambda: limits.num_sms(SmsOf016(0)))
-    assert text.startswith("--moe-deepep-num-sms: given 0, allowed: an integer from 1"), text
+    for config, given in ((SmsOf016(12, 32), "'moe_hybridep_num_sms': 32"), (SmsOf016(0), "given 0")):
+        text = error_of(lambda config=config: limits.num_sms(config))
+        assert text.startswith("--moe-deepep-num-sms") and given in text, text
 
     def sms_of_a_new_buffer(**settings) -> int | None:
-        use_layout(Layout(ep=2))
-        layer = make_layer(make_config(**settings))
-        forward(layer, rank, 12)
+        use_layout(EP2)
+        layer = first_forward(rank, **settings)
         return layer.token_dispatcher.buffer.config.num_sms
 
     fields = make_config().__dataclass_fields__
@@ -345,33 +299,37 @@ def choose_sms(rank: int) -> None:
         assert sms_of_a_new_buffer(**{flag: 12}) == 10, "ours wins over another backend's"
 
 
-def test_multiprocessors_are_those_of_the_flags():
-    run(choose_sms)
-
-
-def a_removed_switch(rank: int) -> None:
+@on_ranks()
+def test_a_removed_switch_that_is_set_is_an_error_on_every_rank(rank: int):
     sizes = dict(hidden=32, num_experts=4, num_topk=2, max_tokens_per_rank=8, dtype=torch.float32)
     with environment(EP_DISPATCHER_NUM_SMS=(None, "10")[rank]):
         text = error_of(lambda: ep.Buffer(**sizes))
         assert text.startswith("EP_DISPATCHER_NUM_SMS: given '10'") and "--ep-dispatcher-num-sms" in text, text
 
 
-def test_a_removed_switch_that_is_set_is_an_error_on_every_rank():
-    run(a_removed_switch)
-
-
 # ---- growing --------------------------------------------------------------------------------------------------------
 
 
-def grow(rank: int, settings: dict, lengths: list, expected: list[int]) -> None:
-    """All microbatches forward, then all backward: plans of old buffers are in flight while new ones are made."""
-    use_layout(Layout(ep=2))
+EQUAL = [(12, 12), (20, 20), (13, 24), (30, 26), (5, 12), (99, 110)]
+
+
+@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
+@pytest.mark.parametrize(
+    "may_vary, lengths, expected",
+    [
+        (False, EQUAL, [24, 48, 48, 96, 96, 220]),  # doubled, or more where that is not enough
+        (True, [(12, 4), (3, 20), (25, 0), (2, 90)], [24, 48, 96, 192]),
+    ],
+    ids=["all ranks bring more", "one rank brings more"],
+)
+@on_ranks()
+def test_buffers_grow_under_microbatches_in_flight(rank, may_vary, lengths, expected, settings):
     with environment(max_tokens_per_rank=300):  # one buffer large enough for all
         layer = make_layer(make_config())
         wanted = [backward(layer, *one(layer, rank, step, pair)) for step, pair in enumerate(lengths)]
         assert sizes() == [300]
-    use_layout(Layout(ep=2))
-    layer = make_layer(make_config(**settings))
+    use_layout(EP2)
+    layer = make_layer(make_config(variable_seq_lengths=may_vary, **settings))
     flying = []
     for (step, pair), size in zip(enumerate(lengths), expected):
         flying.append(one(layer, rank, step, pair))
@@ -391,25 +349,11 @@ def backward(layer, x, output) -> dict:
     return {"output": output.detach(), "input gradient": x.grad} | grads_of(layer)
 
 
-@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
-def test_buffers_grow_when_all_ranks_bring_more(settings):
-    lengths = [(12, 12), (20, 20), (13, 24), (30, 26), (5, 12), (99, 110)]
-    run(grow, settings, lengths, [24, 48, 48, 96, 96, 220])  # doubled, or more where that is not enough
-
-
-@pytest.mark.parametrize("settings", [{}, MOE], ids=["plain", "recompute"])
-def test_with_variable_lengths_one_rank_may_bring_more(settings):
-    lengths = [(12, 4), (3, 20), (25, 0), (2, 90)]
-    run(grow, dict(variable_seq_lengths=True) | settings, lengths, [24, 48, 96, 192])
-
-
-def agree_beside_nccl(rank: int) -> None:
+@on_ranks()
+def test_agreements_do_not_go_through_nccl(rank: int):
     """With a group that takes no tensors on the CPU, as NCCL's: through one of the same ranks that does."""
-    from ep_dispatcher.integrations import agree
-
     with pytest.MonkeyPatch.context() as patch, environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
         patch.setattr(agree, "_takes_cpu_tensors", lambda group: False)
-        use_layout(Layout(ep=2))
         agree._of_hosts.clear()
         layer = make_layer(make_config(variable_seq_lengths=True))
         for lengths in [(12, 4), (3, 20)]:
@@ -426,58 +370,33 @@ def agree_beside_nccl(rank: int) -> None:
         agree._of_hosts.clear()
 
 
-def test_agreements_do_not_go_through_nccl():
-    run(agree_beside_nccl)
-
-
-def bring_more_alone(rank: int, greedy: int) -> None:
+@pytest.mark.parametrize("greedy", [0, 1])
+@on_ranks()
+def test_one_rank_alone_that_brings_more_is_an_error(rank: int, greedy: int):
     with environment(EP_DISPATCHER_TIMEOUT_S=str(LIMIT_S)):
-        use_layout(Layout(ep=2))
-        layer = make_layer(make_config())
-        forward(layer, rank, 12)
+        layer = first_forward(rank)
         started = time.monotonic()
         if rank == greedy:
             text = error_of(lambda: forward(layer, rank, 20))
-            words = [
-                f"40 tokens on rank {greedy}",
-                f"in {LIMIT_S:g} s at most 24 on rank {1 - greedy}",
-                "hidden_states",
-            ]
-            ways_out = (
-                "--ep-dispatcher-max-tokens-per-rank",
-                "variable_seq_lengths",
-            )
-            for word in (*words, *ways_out):
+            words = ("hidden_states", f"40 tokens on rank {greedy}", f"at most 24 on rank {1 - greedy}")
+            for word in (*words, "--ep-dispatcher-max-tokens-per-rank", "variable_seq_lengths"):
                 assert word in text, text
         else:
             text = error_of(lambda: forward(layer, rank, 12), ep.PeerTimeoutError)
             assert text.startswith("layer 1, microbatch 2: dispatch") and f"for rank {greedy}" in text
         assert LIMIT_S - 0.5 < time.monotonic() - started < LIMIT_S + SLACK_S
         dist.barrier()  # the ranks gave up at different times
-        use_layout(Layout(ep=2))  # with new buffers all goes on
+        use_layout(EP2)  # with new buffers all goes on
         forward(layer, rank, 20)
         assert sizes() == [40]
-
-
-@pytest.mark.parametrize("greedy", [0, 1])
-def test_one_rank_alone_that_brings_more_is_an_error(greedy):
-    run(bring_more_alone, greedy)
 
 
 # ---- the budget of an expert rank -----------------------------------------------------------------------------------
 
 
-def all_steps(layer, x, routing_map, probs):
-    """The steps of the dispatcher with an expert that multiplies by the probability: (rows, counts, probs, output)."""
-    dispatcher = layer.token_dispatcher
-    sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, routing_map, probs))
-    rows, counts, permuted_probs = dispatcher.dispatch_postprocess(*sent)
-    expert_output = dispatcher.combine_preprocess(rows * permuted_probs.unsqueeze(-1))
-    return rows, counts, permuted_probs, dispatcher.combine_postprocess(dispatcher.token_combine(expert_output))
-
-
-def budget(rank: int, layout: Layout) -> None:
-    use_layout(layout)
+@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(ep=1, etp=2)], ids=str)
+@on_ranks()
+def test_rows_of_an_expert_rank_are_its_budget(rank: int, layout: Layout):
     config = make_config()
     layer = make_layer(config)
     x, probs = tokens_of(rank), random(24, EXPERTS, seed=rank).sigmoid() + 0.1
@@ -487,7 +406,7 @@ def budget(rank: int, layout: Layout) -> None:
         config.moe_expert_rank_capacity_factor = factor
         layer.token_dispatcher.expert_alignment = alignment
         tokens, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
-        rows, counts, permuted_probs, output = all_steps(layer, tokens, routing_map, weights)
+        rows, counts, permuted_probs, output = all_steps(layer.token_dispatcher, tokens, routing_map, weights)
         (output * random(*x.shape, seed=5)).sum().backward()
         # A token's experts' probabilities add up over the slices of expert tensor parallelism.
         expected = x * layout.etp * (probs * routing_map).sum(1).view(12, 2, 1)
@@ -508,15 +427,10 @@ def budget(rank: int, layout: Layout) -> None:
         return  # no host waits for the counts: the error comes from a later operation
     # All ranks hear what was needed; what arrived before is unharmed, and the next step is right again.
     config.moe_expert_rank_capacity_factor, layer.token_dispatcher.expert_alignment = 0.25, 1
-    text = error_of(lambda: all_steps(layer, x, routing_map, probs))
+    text = error_of(lambda: all_steps(layer.token_dispatcher, x, routing_map, probs))
     allowed = int(24 * 2 * layout.etp * 0.25)
     assert "max_recv_rows" in text and str(allowed) in text
     config.moe_expert_rank_capacity_factor = None
-    rows, *_, output = all_steps(layer, x, routing_map, probs)
+    rows, *_, output = all_steps(layer.token_dispatcher, x, routing_map, probs)
     assert str(rows.shape[0]) in text, "it says how many rows this rank needs"
     assert torch.equal(output, results[0]["output"])
-
-
-@pytest.mark.parametrize("layout", [Layout(ep=2), Layout(ep=1, etp=2)], ids=str)
-def test_rows_of_an_expert_rank_are_its_budget(layout):
-    run(budget, layout)

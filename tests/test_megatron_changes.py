@@ -5,9 +5,7 @@ import gc
 
 import pytest
 import torch
-from conftest import exhaustive
 from megatron_layer import (
-    NO_MEGATRON,
     Layout,
     assert_agree,
     environment,
@@ -15,17 +13,14 @@ from megatron_layer import (
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
+    on_ranks,
     random,
     tokens_of,
-    use_layout,
 )
-from test_megatron_experts import GROUPED, SWITCH, make_grouped_layer, step, switched_on
-from test_megatron_experts import OVERLAP as WAVES
-from test_megatron_waves import two_parts
+from test_megatron_experts import GROUPED, GROUPED_GEMMS, TWO_PARTS, make_grouped_layer, step, switched_on
 from torch.nn.modules import module as torch_module
 
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+from ep_dispatcher.integrations.megatron.experts import is_grouped
 
 EP2 = Layout(ep=2)
 
@@ -45,75 +40,64 @@ class Wrapper(torch.nn.Module):
         return doubled(self.inner(*given))
 
 
-# Each changes the linear_fc1 of a module, and returns what undoes it.
+# Each changes the linear_fc1 of a module by a patch, or returns the handle of a hook.
 
 
-def add_lora(owner):
+def add_lora(patch, owner):
     linear = owner.linear_fc1
     rows, columns = next(linear.parameters()).shape
-    linear.lora = torch.nn.Parameter(random(columns, rows, seed=3) * 0.1)
-    handle = linear.register_forward_hook(lambda _, given, result: (result[0] + given[0] @ linear.lora, result[1]))
-    return lambda: (handle.remove(), delattr(linear, "lora"))
+    patch.setitem(linear._parameters, "lora", torch.nn.Parameter(random(columns, rows, seed=3) * 0.1))
+    return linear.register_forward_hook(lambda _, given, result: (result[0] + given[0] @ linear.lora, result[1]))
 
 
-def replace_forward(owner):
-    linear = owner.linear_fc1
-    old = linear.forward
-    linear.forward = lambda *given: doubled(old(*given))
-    return lambda: delattr(linear, "forward")
+def replace_forward(patch, owner):
+    old = owner.linear_fc1.forward
+    patch.setitem(vars(owner.linear_fc1), "forward", lambda *given: doubled(old(*given)))
 
 
-def swap_class(owner):
-    linear = owner.linear_fc1
-    old = type(linear)
-    forward = lambda self, *given: doubled(old.forward(self, *given))  # noqa: E731
-    linear.__class__ = type(old.__name__, (old,), {"forward": forward})
-    return lambda: setattr(linear, "__class__", old)
+def swap_class(patch, owner):
+    old = type(owner.linear_fc1)
+    methods = {"forward": lambda self, *given: doubled(old.forward(self, *given))}
+    patch.setattr(owner.linear_fc1, "__class__", type(old.__name__, (old,), methods))
 
 
-def replace_class_forward(owner):
-    linear = owner.linear_fc1
-    kind, old = type(linear), type(linear).forward
-    kind.forward = lambda self, *given: doubled(old(self, *given)) if self is linear else old(self, *given)
-    return lambda: setattr(kind, "forward", old)
+def replace_class_forward(patch, owner):
+    linear, old = owner.linear_fc1, type(owner.linear_fc1).forward
+
+    def forward(self, *given):
+        return doubled(old(self, *given)) if self is linear else old(self, *given)
+
+    patch.setattr(type(linear), "forward", forward)
 
 
-def hook_forward(owner):
-    return owner.linear_fc1.register_forward_hook(lambda _, given, result: doubled(result)).remove
+def hook_forward(patch, owner):
+    return owner.linear_fc1.register_forward_hook(lambda _, given, result: doubled(result))
 
 
-def hook_input(owner):
-    return owner.linear_fc1.register_forward_pre_hook(lambda _, given: (given[0] * 2, *given[1:])).remove
+def hook_input(patch, owner):
+    return owner.linear_fc1.register_forward_pre_hook(lambda _, given: (given[0] * 2, *given[1:]))
 
 
-def hook_gradient(owner):
-    linear = owner.linear_fc1
-
+def hook_gradient(patch, owner):
     def double(_, of_inputs, of_results):
         return tuple(None if grad is None else grad * 2 for grad in of_inputs)
 
-    return linear.register_full_backward_hook(double).remove
+    return owner.linear_fc1.register_full_backward_hook(double)
 
 
-def hook_all_modules(owner):
-    linear = owner.linear_fc1
-
+def hook_all_modules(patch, owner):
     def double(module, given, result):
-        return doubled(result) if module is linear else None
+        return doubled(result) if module is owner.linear_fc1 else None
 
-    return torch_module.register_module_forward_hook(double).remove
-
-
-def replace_module(owner):
-    linear = owner.linear_fc1
-    owner.linear_fc1 = Wrapper(linear)
-    return lambda: setattr(owner, "linear_fc1", linear)
+    return torch_module.register_module_forward_hook(double)
 
 
-def add_parameter(owner):
-    linear = owner.linear_fc1
-    linear.scale = torch.nn.Parameter(torch.ones(1))
-    return lambda: delattr(linear, "scale")
+def replace_module(patch, owner):
+    patch.setitem(owner._modules, "linear_fc1", Wrapper(owner.linear_fc1))
+
+
+def add_parameter(patch, owner):
+    patch.setitem(owner.linear_fc1._parameters, "scale", torch.nn.Parameter(torch.ones(1)))
 
 
 CHANGES = {
@@ -125,9 +109,19 @@ CHANGES = {
     hook_forward: "hooks (forward_hooks)",
     hook_input: "hooks (forward_pre_hooks)",
     hook_gradient: "hooks (backward_hooks)",
-    hook_all_modules: "all modules have a hook: hook_all_modules.<locals>.double",
+    hook_all_modules: "all modules have a hook",
     add_parameter: "has other parameters than weight",
 }
+
+
+@contextlib.contextmanager
+def changed(layer, change, rank: int):
+    """Rank 1 alone changes its experts meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        handle = change(patch, owner_of(layer)) if rank == 1 else None
+        yield
+        if handle is not None:
+            handle.remove()
 
 
 def owner_of(layer):
@@ -141,101 +135,80 @@ def outcome(layer, rank: int) -> dict[str, torch.Tensor]:
     return step(layer, tokens_of(rank)) | grads_of(layer)
 
 
-def changed_lines(printed) -> list[str]:
-    return [line for line in printed.getvalue().splitlines() if "experts have changed" in line]
-
-
-def change_and_undo(rank: int, make, settings: dict, switch: str, parts: bool) -> None:
-    """Rank 1 alone changes its experts. The results are always those of Megatron's own experts so changed."""
-    from ep_dispatcher.integrations.megatron.experts import is_grouped
-
-    use_layout(EP2)
+@pytest.mark.parametrize(
+    "make, settings, mode",
+    [
+        (make_grouped_layer, GROUPED, GROUPED_GEMMS),
+        (make_layer, {}, GROUPED_GEMMS),
+        (make_grouped_layer, GROUPED, TWO_PARTS),
+    ],
+    ids=["TEGroupedMLP", "SequentialMLP", "in two parts"],
+)
+@on_ranks()
+def test_a_change_is_seen_and_undone(rank: int, make, settings: dict, mode: str):
+    """The results are always those of Megatron's own experts so changed."""
     config = make_config(**settings)
     reference = make(config)
     before = outcome(reference, rank)
     for change, reason in CHANGES.items():
-        undo = change(owner_of(reference)) if rank == 1 else lambda: None
-        wanted = outcome(reference, rank)
-        undo()
-        with switched_on(switch) as printed, two_parts() if parts else contextlib.nullcontext():
+        with changed(reference, change, rank):
+            wanted = outcome(reference, rank)
+        with switched_on(mode) as printed:
             layer = make(config, 3)
             assert_agree(outcome(layer, rank), before)
             for _ in range(2):
-                undo = change(owner_of(layer)) if rank == 1 else lambda: None
-                assert_agree(outcome(layer, rank), wanted, change.__name__)
-                assert is_grouped(layer.experts) is (rank == 0), change
-                undo()
+                with changed(layer, change, rank):
+                    assert_agree(outcome(layer, rank), wanted, change.__name__)
+                    assert is_grouped(layer.experts) is (rank == 0), change
                 assert_agree(outcome(layer, rank), before, change.__name__)
                 assert is_grouped(layer.experts)
             early = make(config, 4)
-            undo = change(owner_of(early)) if rank == 1 else lambda: None
-            assert_agree(outcome(early, rank), wanted, f"{change.__name__} before the first pass")
-            undo()
+            with changed(early, change, rank):
+                assert_agree(outcome(early, rank), wanted, f"{change.__name__} before the first pass")
             del early, layer
             gc.collect()  # so that no later change is seen in them
-        lines = changed_lines(printed)
+        lines = [line for line in printed.getvalue().splitlines() if "experts have changed" in line]
         assert len(lines) == 2 * rank, lines
         if rank == 1:
-            assert lines[0].startswith("ep_dispatcher: experts have changed on rank 1. Megatron's own way: layer 3"), (
-                lines
-            )
-            assert reason in lines[0], (change, lines)
+            assert "on rank 1. Megatron's own way: layer 3" in lines[0] and reason in lines[0], (change, lines)
             assert lines[1].endswith(": in grouped GEMMs again")
 
 
-@pytest.mark.parametrize(
-    "make, settings, switch, parts",
-    [
-        (make_grouped_layer, GROUPED, SWITCH, False),
-        (make_layer, {}, SWITCH, False),
-        exhaustive(make_grouped_layer, GROUPED, WAVES, False),
-        (make_grouped_layer, GROUPED, WAVES, True),
-    ],
-    ids=["TEGroupedMLP", "SequentialMLP", "overlapped", "in two parts"],
-)
-def test_a_change_is_seen_and_undone(make, settings, switch, parts):
-    megatron_pool(2).run(change_and_undo, make, settings, switch, parts)
-
-
-def change_after_the_dispatch(rank: int) -> str:
+@on_ranks()
+def test_a_change_after_the_dispatch_is_an_error_with_limited_rows(rank: int):
     """All ranks hook their experts while the rows are on their way, which are more than the counts say."""
-    use_layout(EP2)
-    with switched_on(SWITCH), environment(rank_capacity_factor=2):
+    with switched_on(), environment(rank_capacity_factor=2):
         layer = make_grouped_layer(make_config(**GROUPED), 3)
         outcome(layer, rank)
         dispatch = layer.token_dispatcher.token_dispatch
 
         def dispatch_and_hook(*given):
             received = dispatch(*given)
-            hook_forward(owner_of(layer))
+            hook_forward(None, owner_of(layer))
             return received
 
         layer.token_dispatcher.token_dispatch = dispatch_and_hook
-        return error_of(lambda: outcome(layer, rank), RuntimeError)
+        text = error_of(lambda: outcome(layer, rank), RuntimeError)
+    assert text.startswith("layer 3: its experts have changed between the dispatch and their forward"), text
 
 
-def test_a_change_after_the_dispatch_is_an_error_with_limited_rows():
-    for text in megatron_pool(2).run(change_after_the_dispatch):
-        assert text.startswith("layer 3: its experts have changed between the dispatch and their forward"), text
+def replace_forward_of_all(experts):
+    experts.forward = lambda *given: type(experts).forward(experts, *given)
 
 
-def change_of_parts(rank: int) -> list[str]:
-    """All ranks have agreed on two parts, and cannot run them any more."""
-    use_layout(EP2)
-    texts = []
-    with switched_on(WAVES), two_parts():
-        for change in (
-            lambda experts: setattr(experts, "forward", lambda *given: type(experts).forward(experts, *given)),
-            lambda experts: experts.register_forward_hook(lambda _, given, result: doubled(result)),
-        ):
-            layer = make_grouped_layer(make_config(**GROUPED), 3)
-            outcome(layer, rank)
-            change(layer.experts)
-            texts.append(error_of(lambda layer=layer: outcome(layer, rank), RuntimeError))
-    return texts
+def hook_all(experts):
+    experts.register_forward_hook(lambda _, given, result: doubled(result))
 
 
-def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error():
-    for by_forward, by_hook in megatron_pool(2).run(change_of_parts):
-        assert by_forward.startswith("layer 3 has run in two parts") and "is not ep_dispatcher's" in by_forward
-        assert by_hook.startswith("layer 3 has run in two parts") and "has hooks (forward_hooks)" in by_hook
+@pytest.mark.parametrize(
+    "change, reason", [(replace_forward_of_all, "is not ep_dispatcher's"), (hook_all, "has hooks (forward_hooks)")]
+)
+@on_ranks()
+def test_experts_that_cannot_run_in_two_parts_any_more_are_an_error(rank, change, reason):
+    """All ranks have agreed on two parts."""
+    with switched_on(TWO_PARTS):
+        layer = make_grouped_layer(make_config(**GROUPED), 3)
+        outcome(layer, rank)
+        change(layer.experts)
+        text = error_of(lambda: outcome(layer, rank), RuntimeError)
+    assert text.startswith("layer 3 has run in two parts") and reason in text

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import operator
 import re
 
 import pytest
@@ -9,54 +10,68 @@ import torch
 from megatron_layer import (
     EXPERTS,
     FFN,
-    NO_MEGATRON,
     OURS,
     Case,
     Layout,
     assert_agree,
+    assert_same_bits,
     device,
     environment,
     error_of,
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
     on_gpu,
+    on_ranks,
     random,
     run_layer,
     set_weights,
     tokens_of,
-    use_layout,
 )
 from test_experts import uninitialised_memory_is_nan
 from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+from ep_dispatcher.integrations.megatron import eligibility, experts, limits, plugin, register, unregister
+from ep_dispatcher.moe import grouped_gemm, overlap
 
-SWITCH, OVERLAP = "experts", "overlap"
+GROUPED_GEMMS, OVERLAP, TWO_PARTS = "grouped GEMMs", "overlap", "two parts"
+MODES = pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
 EP2, EP4, ETP2 = Layout(ep=2), Layout(ep=4), Layout(ep=2, etp=2)
 
 
 @contextlib.contextmanager
-def switched_on(switch: str = SWITCH):
-    """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone."""
-    from ep_dispatcher.integrations.megatron import eligibility
+def switched_on(mode: str = GROUPED_GEMMS):
+    """Yield what the rank prints. Float32 on a GPU runs so too, for these tests alone.
 
-    printed, settings = io.StringIO(), {SWITCH: dict(experts="auto"), OVERLAP: dict(experts="auto", overlap=True)}
+    OVERLAP overlaps nothing on a CPU; with TWO_PARTS a layer has to run in two parts of the tokens.
+    """
+    printed = io.StringIO()
     with (
-        environment(**settings[switch]),
+        environment(experts="auto", overlap=None if mode == GROUPED_GEMMS else True),
         contextlib.redirect_stdout(printed),
         pytest.MonkeyPatch.context() as patch,
+        two_parts() if mode == TWO_PARTS else contextlib.nullcontext() as runs,
     ):
         patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.float32,))
         for kind in (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear):
             patch.setitem(eligibility.plain_forwards(), kind, kind.forward)
         yield printed
+        assert runs or mode != TWO_PARTS
 
 
-def said(printed: io.StringIO) -> str:
-    """The one line about experts; nothing on ranks but the first."""
-    lines = [line for line in printed.getvalue().splitlines() if "MoE layers in grouped GEMMs" in line]
+@contextlib.contextmanager
+def two_parts():
+    """As between nodes on GPUs. Yield a list that gets an entry for every layer that runs so."""
+    runs, run = [], overlap.mlp_in_parts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "num_parts_of", lambda buffer: 2)
+        patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: runs.append(1) or run(*given, **options))
+        yield runs
+
+
+def said(printed: io.StringIO, words: str = "MoE layers in grouped GEMMs") -> str:
+    """The one line with these words; nothing on ranks but the first."""
+    lines = [line for line in printed.getvalue().splitlines() if words in line]
     assert len(lines) == (torch.distributed.get_rank() == 0), lines
     return lines[0] if lines else ""
 
@@ -76,11 +91,20 @@ CASES = {
     "shared expert overlapped": Case(
         settings=dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
     ),
+    "shared expert overlapped, gate": Case(
+        settings=dict(
+            moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True, moe_shared_expert_gate=True
+        )
+    ),
     "latent": Case(settings=dict(moe_latent_size=16)),
     "other width of experts": Case(settings=dict(moe_ffn_hidden_size=24)),
     "expert tensor parallel": Case(layout=ETP2),
     "expert tensor parallel, allgather": Case(layout=ETP2, references=("allgather",)),
     "two nodes": Case(environment=dict(EP_DISPATCHER_RANKS_PER_NODE="2")),
+    "shared expert": Case(settings=dict(moe_shared_expert_intermediate_size=40)),
+    "limited rows": Case(environment=dict(rank_capacity_factor=4, max_tokens_per_rank=40)),
+    "capacity factor": Case(settings=dict(moe_expert_capacity_factor=0.7)),
+    "tensor parallel": Case(layout=Layout(ep=2, tp=2)),
 }
 
 
@@ -103,35 +127,35 @@ def family(name: str) -> dict:
 
 
 FAMILIES = ("gpt-oss", "clamped SwiGLU", "squared ReLU", "GELU, biases", "tanh GELU", "probabilities on the input")
+OTHER_DISPATCHERS = {name for name, case in CASES.items() if len(case.references) == 1}
+RUNS = [(GROUPED_GEMMS, name) for name in CASES] + [(TWO_PARTS, name) for name in CASES.keys() - OTHER_DISPATCHERS]
 
 
-def a_family(rank: int, name: str) -> None:
-    with_and_without(rank, Case(settings=family(name), lengths=(12, 0, 3, 17)))
+@pytest.mark.parametrize("mode, name", sorted(RUNS, key=lambda run: (str(CASES[run[1]].layout), run)))
+@on_ranks(4, None)
+def test_a_layer_agrees_with_megatrons_own_experts(rank, mode, name):
+    with_and_without(rank, CASES[name], CASES[name].references[0] if name in OTHER_DISPATCHERS else OURS, mode)
+
+
+def with_and_without(rank: int, case: Case, dispatcher: str, mode: str) -> None:
+    wanted = run_layer(rank, case, dispatcher).tensors()
+    with two_parts() as runs, switched_on(OVERLAP if mode == TWO_PARTS else mode) as printed:
+        got = run_layer(rank, case, dispatcher).tensors()
+    recomputed = case.checkpointed or case.settings.get("recompute_granularity") is not None
+    assert len(runs) == (0 if mode != TWO_PARTS or case.layout == ETP2 else 2 * (1 + recomputed))
+    assert_agree(got, wanted, "grouped and one by one")
+    assert "1 of 1 MoE layers in grouped GEMMs" in said(printed) or rank > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_experts_of_each_family_agree_with_megatrons_own(name):
-    megatron_pool(4).run(a_family, name)
+@on_ranks(4, EP4)
+def test_experts_of_each_family_agree_with_megatrons_own(rank, name):
+    with_and_without(rank, Case(settings=family(name), lengths=(12, 0, 3, 17)), OURS, GROUPED_GEMMS)
 
 
-def with_and_without(rank: int, case: Case) -> None:
-    dispatcher = case.references[0] if len(case.references) == 1 else OURS
-    use_layout(case.layout)
-    wanted = run_layer(rank, case, dispatcher).tensors()
-    with switched_on() as printed:
-        got = run_layer(rank, case, dispatcher).tensors()
-    assert_agree(got, wanted, "grouped and one by one")
-    assert rank > 0 or " 1 of 1 MoE layers in grouped GEMMs (" in said(printed)
-
-
-@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
-def test_a_layer_agrees_with_megatrons_own_experts(name):
-    megatron_pool(4).run(with_and_without, CASES[name])
-
-
-def counts_on_the_device(rank: int) -> None:
+@on_ranks()
+def test_counts_stay_on_the_device(rank: int):
     """Experts that read counts on the host get them there, the others where the kernels are."""
-    use_layout(EP2)
 
     def counts_of(layer):
         dispatcher, seen = layer.token_dispatcher, []
@@ -154,28 +178,28 @@ def counts_on_the_device(rank: int) -> None:
         assert counts_of(make_layer(make_config(activation_func=torch.nn.functional.relu))) == (False, True)
 
 
-def test_counts_stay_on_the_device():
-    megatron_pool(2).run(counts_on_the_device)
-
-
-def limited_rows(rank: int) -> None:
+@on_ranks(4, EP4)
+def test_limited_rows(rank: int):
     """Rows that arrive are as many as the limit, and those beyond the counts count for nothing."""
     lengths = (12, 0, 3, 17)
     case = Case(layout=EP4, lengths=lengths, environment=dict(max_tokens_per_rank=40))
-    use_layout(EP4)
     wanted = run_layer(rank, case, OURS).tensors()
     limit = dict(rank_capacity_factor=2.5, **case.environment)
     with environment(**limit), switched_on():
         seen = []
+
+        def look(module, inputs):
+            seen.append((inputs[0].shape[0], inputs[1]))
+
         layer = make_layer(make_config())
-        layer.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
+        layer.experts.register_forward_pre_hook(look)
         with uninitialised_memory_is_nan():
             assert_agree(run_layer(rank, case, OURS).tensors(), wanted)
         layer(tokens_of(rank, length=lengths[rank]))
         ((rows, counts),) = seen
         assert rows == 200 > int(counts.sum()), "2.5 x 40 tokens x top-2"
         unlimited = make_layer(make_config(activation_func=torch.nn.functional.relu))
-        unlimited.experts.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0].shape[0], inputs[1])))
+        unlimited.experts.register_forward_pre_hook(look)
         unlimited(tokens_of(rank, length=lengths[rank]))
         assert seen[1][0] == int(seen[1][1].sum()), "Megatron's own experts take no other rows"
     with environment(**limit | dict(rank_capacity_factor=0.01)), switched_on():
@@ -183,13 +207,7 @@ def limited_rows(rank: int) -> None:
         assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
 
 
-def test_limited_rows():
-    megatron_pool(4).run(limited_rows)
-
-
 def test_the_limit_is_never_more_than_ranks_can_send():
-    from ep_dispatcher.integrations.megatron import limits
-
     assert limits.max_rows_of_grouped_experts(100, 10, 4, 2, 8) == 4 * 10 * 2
     assert limits.max_rows_of_grouped_experts(100, 10, 4, 8, 2) == 4 * 10 * 2
     assert limits.max_rows_of_grouped_experts(1.01, 10, 4, 2, 8) == 21
@@ -246,7 +264,7 @@ def make_grouped_layer(config, layer_number: int = 1):
 
     kind = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)  # newer versions
     linears = kind(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
-    layer = MoELayer(config, MoESubmodules(experts=ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)))
+    layer = MoELayer(config, MoESubmodules(ModuleSpec(experts.TEGroupedMLP, submodules=linears)))
     layer.set_layer_number(layer_number)
     with torch.no_grad():
         set_weights(layer, layer)
@@ -267,11 +285,22 @@ GROUPED = dict(moe_grouped_gemm=True)
 MOE_ACT = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
 
 
-def grouped_mlp(rank: int, layout: Layout, dispatcher: str, settings: dict, switch: str = SWITCH) -> None:
-    use_layout(layout)
+@pytest.mark.parametrize(
+    "layout, dispatcher, settings, mode",
+    [
+        (EP2, OURS, {}, GROUPED_GEMMS),
+        (EP2, "alltoall", {}, GROUPED_GEMMS),
+        (EP2, OURS, MOE_ACT, GROUPED_GEMMS),
+        (EP2, OURS, MOE_ACT, TWO_PARTS),
+        (ETP2, OURS, {}, GROUPED_GEMMS),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_grouped_mlp_agrees_with_megatrons_own(rank, layout, dispatcher, settings, mode):
     layer = make_grouped_layer(make_config(dispatcher, **GROUPED))
     wanted = step(layer, tokens_of(rank)) | grads_of(layer)
-    with switched_on(switch) as printed:
+    with switched_on(mode) as printed:
         layer = make_grouped_layer(make_config(dispatcher, **GROUPED, **settings))
         kept: list[torch.Size] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
@@ -284,18 +313,9 @@ def grouped_mlp(rank: int, layout: Layout, dispatcher: str, settings: dict, swit
     assert sum("linear_fc1.weight" in name for name in got) == EXPERTS // layout.ep
 
 
-@pytest.mark.parametrize(
-    "layout, dispatcher, settings",
-    [(EP2, OURS, {}), (EP2, "alltoall", {}), (EP2, OURS, MOE_ACT), (ETP2, OURS, {})],
-    ids=["ours", "alltoall", "moe_act", "expert tensor parallel"],
-)
-def test_grouped_mlp_agrees_with_megatrons_own(layout, dispatcher, settings):
-    megatron_pool(4).run(grouped_mlp, layout, dispatcher, settings)
-
-
-def checkpoints(rank: int) -> None:
+@on_ranks()
+def test_checkpoints_stay_megatrons(rank: int):
     """The module is Megatron's own still: parameters, their names, and what is saved of them."""
-    use_layout(EP2)
 
     def described(layer):
         saved = layer.experts.sharded_state_dict("experts.")
@@ -311,10 +331,6 @@ def checkpoints(rank: int) -> None:
         assert all(p is before[name] for name, p in layer.named_parameters())
 
 
-def test_checkpoints_stay_megatrons():
-    megatron_pool(2).run(checkpoints)
-
-
 # ---- gradients in main_grad -----------------------------------------------------------------------------------------
 
 
@@ -325,12 +341,9 @@ def ddp_of(layer, config, **settings):
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options), layer)
 
 
-def line_of_copies(rank: int) -> None:
+@on_ranks()
+def test_weights_that_each_gemm_copies_are_named(rank: int):
     """Where no distributed optimizer lays weights side by side, or a bucket's padding parts them, kernels copy them."""
-    from ep_dispatcher.integrations.megatron import experts
-    from ep_dispatcher.moe import grouped_gemm
-
-    use_layout(EP2)
 
     def said_of(settings: dict | None, **of_layer) -> str:
         """What the first pass says of a layer whose DistributedDataParallel has these settings; None: it has none."""
@@ -343,8 +356,7 @@ def line_of_copies(rank: int) -> None:
             for _ in range(2):
                 assert experts.is_grouped(layer.experts), kept
         lines = [line for line in printed.getvalue().splitlines() if "copies" in line]
-        assert len(lines) <= 1 and not (rank and lines)
-        return lines[0] if lines else ""
+        return "\n".join(lines)
 
     head = "ep_dispatcher copies weights of experts for each GEMM: layer 1: " * (rank == 0)
     apart = "each lies by itself, and --use-distributed-optimizer puts them side by side" * (rank == 0)
@@ -359,10 +371,6 @@ def line_of_copies(rank: int) -> None:
     with switched_on() as printed:
         make_grouped_layer(make_config(**GROUPED))(tokens_of(rank))
     assert "copies" not in printed.getvalue(), "loops copy nothing: those of a CPU, and those for float32"
-
-
-def test_weights_that_each_gemm_copies_are_named():
-    megatron_pool(2).run(line_of_copies)
 
 
 def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str, torch.Tensor]:
@@ -404,22 +412,35 @@ def lose_weights_of_others(ddp) -> None:
 IN_BUCKETS = dict(use_distributed_optimizer=True, bucket_size=3000)  # Gloo reduces these on GPUs too
 
 
-def skip_what_gloo_refuses(settings: dict) -> None:
-    """For a test whose ranks may share a GPU, where NCCL does not start: skip what Gloo reduces on CPUs alone."""
-    if on_gpu() and (not settings.get("use_distributed_optimizer") or settings.get("overlap_param_gather")):
-        pytest.skip("Megatron reduces lists of gradients, and Gloo takes no list of CUDA tensors")
+# For tests whose ranks may share a GPU, where NCCL does not start.
+GLOO_TAKES_LISTS = pytest.mark.skipif(
+    on_gpu(), reason="Megatron reduces lists of gradients, and Gloo takes no list of CUDA tensors"
+)
 
 
-def main_grads(rank: int, settings: dict, switch: str = SWITCH) -> None:
-    """Megatron's hooks see every weight's gradient once, and reduce it, whoever has written it."""
-    use_layout(EP2)
+@pytest.mark.parametrize(
+    "settings, mode",
+    [
+        pytest.param({}, GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
+        pytest.param(dict(overlap_grad_reduce=False), GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
+        (IN_BUCKETS, GROUPED_GEMMS),
+        (IN_BUCKETS, TWO_PARTS),
+        pytest.param(IN_BUCKETS | dict(overlap_param_gather=True), GROUPED_GEMMS, marks=GLOO_TAKES_LISTS),
+    ],
+    ids=["overlapped", "at the end", "several buckets", "two parts", "weights gathered meanwhile"],
+)
+@on_ranks(4)
+def test_gradients_reach_main_grad_and_are_reduced(rank, settings, mode):
+    """Megatron's hooks see every weight's gradient once, and 2 ranks, which share it, reduce it."""
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
-    with switched_on(switch):
+    with switched_on(mode):
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
         ddp = ddp_of(layer, config, **settings)
-        accumulated = count_accumulations(layer.experts)
+        accumulated: list = []
+        for weight in layer.experts.parameters():
+            weight.register_post_accumulate_grad_hook(accumulated.append)
         got = iterations(ddp, rank, overwritten=list(layer.experts.parameters()))
         assert not accumulated, "autograd has nothing to do with these weights"
         assert all(w.grad_added_to_main_grad for w in layer.experts.parameters())
@@ -428,35 +449,13 @@ def main_grads(rank: int, settings: dict, switch: str = SWITCH) -> None:
     assert all(got[name].any() for name in got if "experts" in name)
 
 
-def count_accumulations(module) -> list:
-    """A list that gets an entry whenever autograd accumulates a gradient of the module's weights."""
-    seen: list = []
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(seen.append)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        dict(overlap_grad_reduce=False),
-        IN_BUCKETS,
-        IN_BUCKETS | dict(overlap_param_gather=True),
-    ],
-    ids=["overlapped", "at the end", "distributed optimizer, several buckets", "weights gathered meanwhile"],
-)
-def test_gradients_reach_main_grad_and_are_reduced(settings):
-    skip_what_gloo_refuses(settings)
-    megatron_pool(4).run(main_grads, settings)  # 2 ranks share an expert's weights
-
-
-def delayed(rank: int, fused: bool, switch: str = SWITCH) -> None:
-    """With delay_wgrad_compute the gradients of weights wait for backward_dw, oldest first."""
-    use_layout(EP2)
+@pytest.mark.parametrize("fused", [True, False])
+@MODES
+@on_ranks(4)
+def test_delayed_gradients_of_weights_wait_for_backward_dw(rank, mode, fused):
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
-    with switched_on(switch):
+    with switched_on(mode):
         config.delay_wgrad_compute, config.gradient_accumulation_fusion = True, fused
         layer = make_grouped_layer(config)
         ddp = ddp_of(layer, config, delay_wgrad_compute=True, **IN_BUCKETS)
@@ -469,11 +468,6 @@ def delayed(rank: int, fused: bool, switch: str = SWITCH) -> None:
 
         got = iterations(ddp, rank, between)
     assert_agree(got, wanted)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_delayed_gradients_of_weights(fused):
-    megatron_pool(4).run(delayed, fused)
 
 
 class BesideDispatch(torch.autograd.Function):
@@ -490,15 +484,13 @@ class BesideDispatch(torch.autograd.Function):
         return None, grad
 
 
-def beside_dispatch(rank: int, switch: str) -> None:
-    """Gradients of weights are written when the backward of the dispatch has been launched, to the same values.
-
-    Experts that run the dispatch themselves write them at once: its backward runs under their GEMMs.
-    """
-    use_layout(EP2)
+@MODES
+@on_ranks()
+def test_gradients_of_weights_beside_the_backward_of_dispatch(rank, mode):
+    """Experts that run the dispatch themselves write them at once: its backward runs under their GEMMs."""
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **IN_BUCKETS), rank)
-    with switched_on(switch):
+    with switched_on(mode):
         config.overlap_dispatch_backward_with_experts_wgrad = config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
         send, backward_dw, last, delays = layer.dispatch, layer.backward_dw, layer.experts.linear_fc2.weight0, []
@@ -512,18 +504,12 @@ def beside_dispatch(rank: int, switch: str) -> None:
         if not hasattr(layer, "setup_delayed_wgrad_for_dispatch_backward_overlap"):
             layer.dispatch = lambda x, probs: send(BesideDispatch.apply(layer, x), probs)
         got = iterations(ddp_of(layer, config, **IN_BUCKETS), rank)
-        assert delays == [switch == SWITCH] * 4
+        assert delays == [mode == GROUPED_GEMMS] * 4
     assert_agree(got, wanted)
 
 
-def test_gradients_of_weights_beside_the_backward_of_dispatch():
-    megatron_pool(2).run(beside_dispatch, SWITCH)
-
-
-def newer_settings(rank: int) -> None:
-    use_layout(EP2)
-    from ep_dispatcher.integrations.megatron import eligibility
-
+@on_ranks()
+def test_settings_of_newer_versions(rank: int):
     beside = "overlap_dispatch_backward_with_experts_wgrad"
     for kind, settings, reason in [
         ("TEGroupedMLP", {"moe_use_grouped_tensor": True}, "moe_use_grouped_tensor is True"),
@@ -539,13 +525,10 @@ def newer_settings(rank: int) -> None:
         assert eligibility._why_not_settings(config, kind) == reason
 
 
-def test_settings_of_newer_versions():
-    megatron_pool(2).run(newer_settings)
-
-
-def delayed_order(rank: int, switch: str = SWITCH) -> None:
-    """Several microbatches under way, as in 1F1B; without a DistributedDataParallel they are in .grad."""
-    use_layout(EP2)
+@MODES
+@on_ranks()
+def test_delayed_gradients_of_several_microbatches_come_oldest_first(rank, mode):
+    """As in 1F1B; without a DistributedDataParallel they are in .grad."""
     config = make_config(**GROUPED)
     xs = [tokens_of(rank, number) for number in range(3)]
     layer = make_grouped_layer(config)
@@ -554,7 +537,7 @@ def delayed_order(rank: int, switch: str = SWITCH) -> None:
     for x in xs[1:]:
         step(layer, x.clone())
     wanted = grads_of(layer)
-    with switched_on(switch):
+    with switched_on(mode):
         config.delay_wgrad_compute = True
         layer = make_grouped_layer(config)
         for x in xs[:2]:
@@ -569,20 +552,12 @@ def delayed_order(rank: int, switch: str = SWITCH) -> None:
         assert_agree(grads_of(layer), wanted)
 
 
-def test_delayed_gradients_of_several_microbatches():
-    megatron_pool(2).run(delayed_order)
-
-
-def plain_main_grad(rank: int, switch: str = SWITCH, change=lambda config: config, **variables) -> None:
-    """A script that makes main_grad by itself, without a DistributedDataParallel, finds the sums there.
-
-    ``change``: of the config of the layer in grouped GEMMs, which runs under these variables
-    """
-    use_layout(EP2)
+def plain_main_grad(rank: int, mode: str = GROUPED_GEMMS, change=lambda config: config, **variables) -> None:
+    """A script that makes main_grad by itself finds the sums there. ``change``: of the config, under the variables."""
     layer = make_grouped_layer(make_config(**GROUPED))
     step(layer, tokens_of(rank))
     wanted = {name: p.grad for name, p in layer.experts.named_parameters()}
-    with environment(**variables), switched_on(switch):
+    with environment(**variables), switched_on(mode):
         config = change(make_config(**GROUPED))
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
@@ -595,15 +570,16 @@ def plain_main_grad(rank: int, switch: str = SWITCH, change=lambda config: confi
         torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-4)
 
 
-def test_main_grad_without_a_wrapper():
-    megatron_pool(2).run(plain_main_grad)
+@MODES
+@on_ranks()
+def test_main_grad_without_a_wrapper(rank, mode):
+    plain_main_grad(rank, mode)
 
 
-def gathered_weights(rank: int) -> None:
+@on_ranks()
+def test_weights_are_gathered_before_they_are_used(rank: int):
     """Another program's pre-hook brings weights: the layer runs Megatron's way, which calls it."""
-    use_layout(EP2)
     config = make_config(**GROUPED)
-    wanted = step(make_grouped_layer(config), tokens_of(rank))
     with switched_on():
         for make in (make_grouped_layer, make_layer):
             layer = make(config)
@@ -621,14 +597,11 @@ def gathered_weights(rank: int) -> None:
             assert_agree(step(layer, tokens_of(rank)), wanted)
 
 
-def test_weights_are_gathered_before_they_are_used():
-    megatron_pool(2).run(gathered_weights)
-
-
-def frozen(rank: int, switch: str = SWITCH) -> None:
-    use_layout(EP2)
+@MODES
+@on_ranks()
+def test_frozen_experts_get_no_gradients(rank, mode):
     config = make_config(**GROUPED)
-    with switched_on(switch):
+    with switched_on(mode):
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(config)
         layer.experts.requires_grad_(False)
@@ -638,169 +611,137 @@ def frozen(rank: int, switch: str = SWITCH) -> None:
             layer(tokens_of(rank))
 
 
-def test_frozen_experts():
-    megatron_pool(2).run(frozen)
-
-
-def in_the_schedule(rank: int, dispatcher: str, order: str) -> None:
+@pytest.mark.parametrize("dispatcher, order", [(OURS, OVERLAPPED), ("alltoall", ONE_AFTER_THE_OTHER)], ids=str)
+@on_ranks()
+def test_nodes_of_the_overlap_schedule(rank: int, dispatcher: str, order: str):
     with switched_on() as printed:
         run_nodes(rank, dispatcher, {}, order)
     counts = re.findall(r"the experts of (\d+) of (\d+) MoE layers in grouped GEMMs", printed.getvalue())
     assert rank > 0 or counts and all(grouped == layers for grouped, layers in counts), printed.getvalue()
 
 
-@pytest.mark.parametrize("dispatcher, order", [(OURS, OVERLAPPED), ("alltoall", ONE_AFTER_THE_OTHER)], ids=str)
-def test_nodes_of_the_overlap_schedule(dispatcher, order):
-    megatron_pool(2).run(in_the_schedule, dispatcher, order)
-
-
 # ---- layers that keep Megatron's way --------------------------------------------------------------------------------
 
 
-def refusals(rank: int) -> None:
-    use_layout(EP2)
+class Wrapped(TEColumnParallelGroupedLinear):
+    pass
+
+
+FC1 = "experts.linear_fc1"
+
+
+def promote_one(layer):
+    for weight in layer.experts.parameters():
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
+    weight.main_grad = weight.main_grad.float()
+
+
+def strange_wrapper(layer):
+    layer.config.gradient_accumulation_fusion = True
+    for weight in layer.experts.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+
+
+def hook(module):
+    module.register_forward_hook(lambda *given: None)
+
+
+def derive(layer):
+    layer.experts.__class__ = type("InferenceGroupedMLP", (type(layer.experts),), {})
+
+
+def graphs(layer):
     from megatron.core.transformer import enums
-    from megatron.core.transformer.moe import experts
 
     kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-    modules = "cuda_graph_modules" if hasattr(make_config(), "cuda_graph_modules") else "cuda_graph_scope"
+    layer.config.cuda_graph_impl = "local"
+    name = "cuda_graph_modules" if hasattr(layer.config, "cuda_graph_modules") else "cuda_graph_scope"
+    setattr(layer.config, name, [kind.moe])
 
-    class Wrapped(TEColumnParallelGroupedLinear):
-        pass
 
-    def wrap(layer):
-        layer.experts.linear_fc1.__class__ = Wrapped
+def clamp_fused(layer):
+    layer.config.activation_func_clamp_value, layer.config.bias_activation_fusion = 7.0, True
 
-    def adapt(layer):
-        layer.experts.linear_fc1.lora = torch.nn.Parameter(torch.zeros(1))
 
-    def quantise(layer):
-        layer.experts.linear_fc2.te_quant_params = object()
+def setting(name, value, owner="config"):
+    return lambda layer: setattr(operator.attrgetter(owner)(layer), name, value)
 
-    def hook(layer):
-        layer.experts.linear_fc2.register_forward_hook(lambda *given: None)
 
-    def shard(layer):
-        layer.experts.linear_fc1.weight0.__fsdp_param__ = True
+REASONS = [
+    (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
+    (setting("fp8", "e4m3"), "fp8 is e4m3"),
+    (clamp_fused, "Megatron's fused SwiGLU clamps nothing"),
+    (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
+    (setting("use_te_activation_func", True), "use_te_activation_func is True"),
+    (graphs, "CUDA graphs contain the experts"),
+    (derive, "its experts are InferenceGroupedMLP"),
+    (setting("__class__", Wrapped, FC1), "its linear layers are Wrapped"),
+    (setting("lora", torch.nn.Parameter(torch.zeros(1)), FC1), "TEColumnParallelGroupedLinear has other parameters"),
+    (setting("te_quant_params", object(), FC1), "TEColumnParallelGroupedLinear has a quantisation of its own"),
+    (lambda layer: hook(layer.experts.linear_fc2), "TERowParallelGroupedLinear has hooks (forward_hooks)"),
+    (setting("__fsdp_param__", True, f"{FC1}.weight0"), "Megatron's FSDP holds its weights"),
+    (lambda layer: layer.experts.linear_fc2.double(), "its weights have different dtypes or devices"),
+    (promote_one, "its main_grads have different dtypes"),
+    (strange_wrapper, "its gradients are not those of Megatron's DistributedDataParallel"),
+]
 
-    def mix(layer):
-        layer.experts.linear_fc2.double()
 
-    def promote_one(layer):
-        for weight in layer.experts.parameters():
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
-        weight.main_grad = weight.main_grad.float()
-
-    def strange_wrapper(layer):
-        layer.config.gradient_accumulation_fusion = True
-        for weight in layer.experts.parameters():
-            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-
-    def derive(layer):
-        layer.experts.__class__ = type("InferenceGroupedMLP", (experts.TEGroupedMLP,), {})
-
-    def graphs(layer):
-        layer.config.cuda_graph_impl = "local"
-        setattr(layer.config, modules, [kind.moe])
-
-    def clamp_fused(layer):
-        layer.config.activation_func_clamp_value, layer.config.bias_activation_fusion = 7.0, True
-
-    def setting(name, value):
-        return lambda layer: setattr(layer.config, name, value)
-
-    changes = [
-        (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
-        (setting("fp8", "e4m3"), "fp8 is e4m3"),
-        (clamp_fused, "Megatron's fused SwiGLU clamps nothing"),
-        (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
-        (setting("use_te_activation_func", True), "use_te_activation_func is True"),
-        (graphs, "CUDA graphs contain the experts"),
-        (derive, "its experts are InferenceGroupedMLP"),
-        (wrap, "its linear layers are Wrapped"),
-        (adapt, "TEColumnParallelGroupedLinear has other parameters than weight0 to weight3"),
-        (quantise, "TERowParallelGroupedLinear has a quantisation of its own"),
-        (hook, "TERowParallelGroupedLinear has hooks (forward_hooks)"),
-        (shard, "Megatron's FSDP holds its weights"),
-        (mix, "its weights have different dtypes or devices"),
-        (promote_one, "its main_grads have different dtypes"),
-        (strange_wrapper, "its gradients are not those of Megatron's DistributedDataParallel"),
-    ]
-    from ep_dispatcher.integrations.megatron.experts import is_grouped
-
+@on_ranks()
+def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int):
     with switched_on() as printed:
         layers = []
-        for number, (change, _) in enumerate(changes, 1):
+        for number, (change, _) in enumerate(REASONS, 1):
             layers.append(make_grouped_layer(make_config("alltoall", **GROUPED), number))
             change(layers[-1])
         layers += [make_layer(make_config("alltoall", activation_func=torch.tanh), number) for number in (16, 17)]
         layers.append(make_layer(make_config("alltoall"), 18))
         layers[-1].config.fine_grained_activation_offloading, layers[-1].config.offload_modules = True, ["moe_act"]
         layers.append(make_layer(make_config("alltoall"), 19))
-        assert [is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
+        assert [experts.is_grouped(layer.experts) for layer in layers] == [False] * 18 + [True]
         line = said(printed)
     if rank == 0:
         head, _, others = line.partition(". Megatron's own way: ")
         assert head.startswith("ep_dispatcher runs the experts of 1 of 19 MoE layers in grouped GEMMs (")
-        reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(changes, 1)]
+        reasons = [f"layer {number}: {reason}" for number, (_, reason) in enumerate(REASONS, 1)]
         reasons += ["layer 16, 17: activation_func is tanh", "layer 18: offload_modules has moe_act"]
         found = others.split("; ")
         assert len(found) == len(reasons)
         assert all(one.startswith(wanted) for one, wanted in zip(found, reasons)), found
 
 
-def test_what_cannot_run_so_is_named_with_its_reason():
-    megatron_pool(2).run(refusals)
-
-
-def refused_layers_still_run(rank: int) -> None:
-    use_layout(EP2)
+@on_ranks()
+def test_a_layer_that_is_refused_runs_megatrons_way(rank: int):
     settings = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
     settings["activation_func"] = torch.nn.functional.relu
-    wanted = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
+    case = Case(layout=EP2, settings=settings)
+    wanted = run_layer(rank, case, OURS).tensors()
     with switched_on() as printed:
-        got = run_layer(rank, Case(layout=EP2, settings=settings), OURS).tensors()
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert_same_bits(run_layer(rank, case, OURS).tensors(), wanted)
     assert said(printed).endswith("Megatron's own way: layer 1: activation_func is relu" * (rank == 0))
 
 
-def test_a_layer_that_is_refused_runs_megatrons_way():
-    megatron_pool(2).run(refused_layers_still_run)
-
-
-def registered(rank: int) -> None:
-    """The switch counts when register() is called, and unregister() takes it all back."""
-    use_layout(EP2)
+@on_ranks()
+def test_a_layer_goes_on_without_the_registration_and_an_unknown_megatron_is_refused(rank: int):
+    """The switch counts when a layer is built. Where Megatron is another, it is refused."""
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.moe import experts, moe_layer
+    from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from ep_dispatcher.integrations.megatron import plugin, register, unregister
-
-    unregister()
-    owners = [DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP, moe_layer.MoELayer]
-    before, forward = [dict(vars(owner)) for owner in owners], experts.SequentialMLP.forward
-    register()
     for wanted in ("auto", "grouped"):
         with switched_on(), environment(experts=wanted):
             layer = make_layer(make_config())
             grads = step(layer, tokens_of(rank))
         unregister()
         assert_agree(step(layer, tokens_of(rank)), grads)  # a layer that was built goes on, Megatron's way
-        assert [dict(vars(owner)) for owner in owners] == before
         register()
     unregister()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts.SequentialMLP, "forward", lambda self, *given: forward(self, *given))
+        patch.setattr(SequentialMLP, "forward", lambda self, *given: None)
         patch.delattr(DistributedDataParallel, "_make_backward_post_hook")
         register(experts="auto")
         text = error_of(lambda: make_layer(make_config()), plugin.UnknownMegatronError)
         assert "SequentialMLP.forward takes ['self', 'given']" in text and "_make_backward_post_hook" in text
         config = make_config()
         config.ep_dispatcher_experts = "megatron"
-        make_layer(config)(tokens_of(rank))
+        make_layer(config)
         unregister()
     register()
-
-
-def test_register_and_undo():
-    megatron_pool(2).run(registered)

@@ -10,22 +10,22 @@ import pytest
 import torch
 from conftest import exhaustive
 from megatron_layer import (
-    NO_MEGATRON,
     Layout,
     assert_agree,
     environment,
     error_of,
     make_config,
     make_layer,
-    megatron_pool,
     on_gpu,
+    on_ranks,
     random,
     tokens_of,
-    use_layout,
 )
 from test_megatron_experts import (
     GROUPED,
-    SWITCH,
+    GROUPED_GEMMS,
+    OVERLAP,
+    TWO_PARTS,
     ddp_of,
     iterations,
     make_grouped_layer,
@@ -33,16 +33,16 @@ from test_megatron_experts import (
     step,
     switched_on,
 )
-from test_megatron_experts import (
-    OVERLAP as WAVES,
-)
 
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+from ep_dispatcher import te_version
+from ep_dispatcher.integrations.megatron import buffers, eligibility, graphs, limits
+from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
+from ep_dispatcher.moe import grouped_gemm
 
 FACTOR = "--ep-dispatcher-rank-capacity-factor"
 LIMIT = dict(rank_capacity_factor=3)
 LIMITED = dict(experts="auto") | LIMIT  # where `switched_on` does not set the switch
-OVERLAP = dict(overlap_moe_expert_parallel_comm=True)
+ONE_F_ONE_B = dict(overlap_moe_expert_parallel_comm=True)
 EP2 = Layout(ep=2)
 ON_CPU = pytest.mark.skipif(on_gpu(), reason="what stands for a capture is for CPUs; GPUs have graphs")
 ON_GPU = pytest.mark.skipif(not on_gpu(), reason="CUDA graphs need GPUs: EP_DISPATCHER_ENGINE=cuda")
@@ -52,13 +52,16 @@ def scope_field() -> str:
     return "cuda_graph_modules" if hasattr(make_config(), "cuda_graph_modules") else "cuda_graph_scope"
 
 
-def with_graphs(config, impl: str = "local", *modules: str):
-    """Put CUDA graphs on a config whose own checks want a GPU for them."""
+def graph_kinds():
     from megatron.core.transformer import enums
 
-    kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+    return getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+
+
+def with_graphs(config, impl: str = "local", *modules: str):
+    """Put CUDA graphs on a config whose own checks want a GPU for them."""
     config.cuda_graph_impl = impl
-    setattr(config, scope_field(), [getattr(kind, name) for name in modules])
+    setattr(config, scope_field(), [getattr(graph_kinds(), name) for name in modules])
     return config
 
 
@@ -69,8 +72,6 @@ def with_graphs(config, impl: str = "local", *modules: str):
 def megatron_captures(stream_is_captured: bool):
     """Megatron makes graphs meanwhile: warms up, or captures."""
     from megatron.core.transformer import cuda_graphs
-
-    from ep_dispatcher.integrations.megatron import graphs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "stream_is_captured", lambda: stream_is_captured)
@@ -152,12 +153,24 @@ class Replay(torch.autograd.Function):
         return None, of_x, *(grad.clone() for grad in of_weights)
 
 
-def main_grads(rank: int, impl: str, settings: dict, switch: str) -> None:
+@ON_CPU
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(overlap_grad_reduce=False),
+        dict(use_distributed_optimizer=True, bucket_size=3000, overlap_param_gather=True),
+    ],
+    ids=["overlapped", "at the end", "distributed optimizer, weights gathered meanwhile"],
+)
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+@pytest.mark.parametrize("mode", [GROUPED_GEMMS, exhaustive(TWO_PARTS)])
+@on_ranks(4)
+def test_gradients_of_replays_reach_main_grad_and_are_reduced(rank: int, impl: str, settings: dict, mode: str):
     """Gradients reach main_grad and are reduced once, in eager steps and in replays."""
-    use_layout(EP2)
     config = make_config(**GROUPED)
     wanted = iterations(ddp_of(make_grouped_layer(config), config, **settings), rank)
-    with environment(**LIMIT), switched_on(switch):
+    with environment(**LIMIT), switched_on(mode):
         config = make_config(**GROUPED)
         config.gradient_accumulation_fusion = True
         layer = make_grouped_layer(with_graphs(config, impl))
@@ -172,44 +185,19 @@ def main_grads(rank: int, impl: str, settings: dict, switch: str) -> None:
 
 
 @ON_CPU
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        dict(overlap_grad_reduce=False),
-        dict(use_distributed_optimizer=True, bucket_size=3000, overlap_param_gather=True),
-    ],
-    ids=["overlapped", "at the end", "distributed optimizer, weights gathered meanwhile"],
-)
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-@pytest.mark.parametrize("switch", [SWITCH, exhaustive(WAVES)])
-def test_gradients_of_replays_reach_main_grad_and_are_reduced(switch, impl, settings):
-    megatron_pool(4).run(main_grads, impl, settings, switch)  # 2 ranks share an expert's weights
-
-
-def without_a_wrapper(rank: int) -> None:
+@on_ranks()
+def test_main_grad_without_a_wrapper(rank: int):
     """A script's own main_grad gets the sums; the anchor's dummy does not stay in .grad."""
     plain_main_grad(rank, change=with_graphs, **LIMIT)
 
 
 @ON_CPU
-def test_main_grad_without_a_wrapper():
-    megatron_pool(2).run(without_a_wrapper)
-
-
-def warm_ups(rank: int) -> None:
+@on_ranks()
+def test_warm_ups_send_nothing(rank: int):
     """Tokens that are all alike all go to one rank, and are too many there. A warm-up sends none."""
-    for switch in (SWITCH, WAVES):
-        warm_up_and_overfill(rank, switch)
-
-
-def warm_up_and_overfill(rank: int, switch: str) -> None:
-    use_layout(EP2)
     from megatron.core.transformer import cuda_graphs
 
-    from ep_dispatcher.integrations.megatron import graphs
-
-    with environment(rank_capacity_factor=1), switched_on(switch):
+    with environment(rank_capacity_factor=1), switched_on():
         layer = make_layer(with_graphs(make_config()))
         with torch.no_grad():
             layer.router.weight.zero_()
@@ -224,13 +212,8 @@ def warm_up_and_overfill(rank: int, switch: str) -> None:
         text = error_of(lambda: layer(alike))
         (enough,) = re.findall(FACTOR + r" ([\d.]+) is enough for this routing$", text)
         assert text.startswith("max_recv_rows: too small: rank 0 needs 96 rows, given 48") and enough == "2"
-    with environment(rank_capacity_factor=float(enough)), switched_on(switch):
+    with environment(rank_capacity_factor=float(enough)), switched_on():
         layer(alike)
-
-
-@ON_CPU
-def test_warm_ups_send_nothing():
-    megatron_pool(2).run(warm_ups)
 
 
 # ---- errors of replays ----------------------------------------------------------------------------------------------
@@ -240,13 +223,12 @@ class Found(Exception):
     pass
 
 
-def errors_after_a_step(rank: int) -> None:
+@ON_CPU
+@on_ranks()
+def test_errors_are_looked_for_after_a_step(rank: int):
     """Schedules look for errors when a step is over, where graphs may contain experts, and nowhere else."""
-    use_layout(EP2)
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import schedules
-
-    from ep_dispatcher.integrations.megatron import buffers, graphs
 
     def find(*_):
         raise Found
@@ -278,17 +260,12 @@ def errors_after_a_step(rank: int) -> None:
         assert checked() == "done", "a graph of the whole step is captured"
 
 
-@ON_CPU
-def test_errors_are_looked_for_after_a_step():
-    megatron_pool(2).run(errors_after_a_step)
-
-
 # ---- which configurations -------------------------------------------------------------------------------------------
 
 
-def configurations(rank: int) -> None:
+@on_ranks()
+def test_megatrons_checks_allow_graphs_of_moe(rank: int):
     """Megatron allows graphs of moe for experts padded to a capacity; for ours without."""
-    use_layout(EP2)
     field = scope_field()
     for impl in ("local", "transformer_engine"):
         for modules in ("moe", "attn,moe", ["moe"]):
@@ -305,14 +282,9 @@ def configurations(rank: int) -> None:
         )
 
 
-def test_megatrons_checks_allow_graphs_of_moe():
-    megatron_pool(2).run(configurations)
-
-
-def what_layers_need(rank: int) -> None:
-    use_layout(EP2)
-    from ep_dispatcher.integrations.megatron import limits
-
+@ON_CPU
+@on_ranks()
+def test_what_layers_in_graphs_need(rank: int):
     flag = "--" + scope_field().replace("_", "-")
 
     def built(impl: str, *modules: str, later=(), **settings):
@@ -321,15 +293,24 @@ def what_layers_need(rank: int) -> None:
             setattr(config, name, value)
         return make_layer(config)
 
-    for impl, modules in (("local", ()), ("transformer_engine", ("moe",)), ("transformer_engine", ())):
+    built("local", "attn")
+    built("transformer_engine", "attn", "moe_router", "moe_preprocess")
+    graphs_of = [("local", ()), ("local", ("attn", "moe"))]
+    graphs_of += [("transformer_engine", ("moe",)), ("transformer_engine", ())]
+    if hasattr(graph_kinds(), "full_iteration"):
+        text = error_of(lambda: built("local", "full_iteration"))
+        assert flag in text and FACTOR in text
+    for impl, modules in graphs_of:
         text = error_of(lambda impl=impl, modules=modules: built(impl, *modules))
-        assert flag in text and FACTOR in text and ("moe" if modules else "whole layer") in text
+        assert flag in text and FACTOR in text
         with environment(**LIMITED):
             built(impl, *modules)
-            text = error_of(lambda impl=impl, modules=modules: built(impl, *modules, variable_seq_lengths=True))
-            assert text.startswith("--variable-seq-lengths: given True")
-            text = error_of(lambda impl=impl, modules=modules: built(impl, *modules, later=OVERLAP))
-            assert text.startswith("--overlap-moe-expert-parallel-comm: given True")
+            for wrong, name in (
+                (dict(variable_seq_lengths=True), "--variable-seq-lengths"),
+                (dict(later=ONE_F_ONE_B), "--overlap-moe-expert-parallel-comm"),
+            ):
+                text = error_of(lambda impl=impl, modules=modules, wrong=wrong: built(impl, *modules, **wrong))
+                assert text.startswith(f"{name}: given True")
     error_of(lambda: built("local", later=dict(cuda_graph_impl="full_iteration")))
     with environment(**LIMITED):
         built("local", later=dict(cuda_graph_impl="full_iteration"))
@@ -350,13 +331,9 @@ def what_layers_need(rank: int) -> None:
 
 
 @ON_CPU
-def test_what_layers_in_graphs_need():
-    megatron_pool(2).run(what_layers_need)
-
-
-def experts_megatrons_way(rank: int) -> None:
+@on_ranks()
+def test_experts_that_run_megatrons_way_are_refused_in_graphs(rank: int):
     """Experts that cannot run in grouped GEMMs are named before a capture would fail."""
-    use_layout(EP2)
     with environment(**LIMIT), switched_on() as printed:
         layer = make_layer(with_graphs(make_config(activation_func=torch.tanh)), 3)
         layer(tokens_of(rank))  # not in a graph
@@ -368,26 +345,15 @@ def experts_megatrons_way(rank: int) -> None:
 
 
 @ON_CPU
-def test_experts_that_run_megatrons_way_are_refused_in_graphs():
-    megatron_pool(2).run(experts_megatrons_way)
-
-
-def hooks_of_transformer_engine(rank: int) -> None:
+@on_ranks()
+def test_hooks_of_transformer_engines_warm_up_do_not_count(rank: int):
     """Transformer Engine has hooks on every module while it warms up. A first forward pass there decides as ever."""
-    use_layout(EP2)
-    with environment(**LIMIT), switched_on(WAVES):
-        from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
-
+    with environment(**LIMIT), switched_on(OVERLAP):
         layer = make_grouped_layer(with_graphs(make_config(**GROUPED), "transformer_engine", "moe"))
         for module in layer.modules():
             module.register_forward_hook(lambda *given: None)
         with megatron_captures(stream_is_captured=False):
             assert is_grouped(layer.experts) and _layers[layer.experts].why_no_overlap is None
-
-
-@ON_CPU
-def test_hooks_of_transformer_engines_warm_up_do_not_count():
-    megatron_pool(2).run(hooks_of_transformer_engine)
 
 
 # ---- on GPUs --------------------------------------------------------------------------------------------------------
@@ -404,10 +370,10 @@ class Output(torch.nn.Module):
         return self.layer(x)[0]
 
 
-def make_bfloat16_layer(graphs: bool):
+def make_bfloat16_layer(in_graphs: bool):
     config = make_config(bf16=True, params_dtype=torch.bfloat16, **GROUPED)
     config.gradient_accumulation_fusion = True
-    layer = make_grouped_layer(with_graphs(config) if graphs else config)
+    layer = make_grouped_layer(with_graphs(config) if in_graphs else config)
     for parameter in layer.experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     forget_grads(layer)
@@ -429,17 +395,15 @@ def take_grads(layer) -> dict[str, torch.Tensor]:
     return found
 
 
-def replayed(rank: int) -> None:
+@ON_GPU
+@on_ranks()
+def test_a_layer_in_cuda_graphs_is_the_eager_layer(rank: int):
     """Replays of a layer's forward and backward give what an eager layer gives, bit by bit, whatever the routing."""
-    from ep_dispatcher.integrations.megatron import eligibility, graphs
-    from ep_dispatcher.moe import grouped_gemm
-
-    use_layout(EP2)
     x = tokens_of(rank, dtype=torch.bfloat16)
     limit = dict(rank_capacity_factor=1.6, max_tokens_per_rank=x[..., 0].numel())
     with environment(**LIMIT | limit), switched_on(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(eligibility, "DTYPES_ON_GPU", grouped_gemm.KERNEL_DTYPES)
-        eager, layer = make_bfloat16_layer(graphs=False), make_bfloat16_layer(graphs=True)
+        eager, layer = make_bfloat16_layer(False), make_bfloat16_layer(True)
         first = step(eager, x.clone())["output"]
         seen = [eager.token_dispatcher.topk_idx.clone()]
         sample = x.clone().requires_grad_()
@@ -483,52 +447,35 @@ def replayed(rank: int) -> None:
         graphs.check_replays()
 
 
-@ON_GPU
-def test_a_layer_in_cuda_graphs_is_the_eager_layer():
-    megatron_pool(2).run(replayed)
-
-
 # ---- gradients that graphs of Transformer Engine lose ---------------------------------------------------------------
 
 
-def kept_gradients(rank: int) -> None:
-    """The field that prevents it is set where all conditions hold, and a line says so once."""
-    use_layout(EP2)
-    from ep_dispatcher import te_version
-    from ep_dispatcher.integrations.megatron import graphs
-
-    hit = dict(
-        cuda_graph_impl="transformer_engine",
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        gradient_accumulation_fusion=True,
-        **{scope_field(): ["attn"]},
-    )
+@on_ranks()
+def test_graphs_of_an_old_transformer_engine_keep_gradients(rank: int):
+    """The field that prevents their loss is set where all conditions hold, and a line says so once."""
+    hit = dict(params_dtype=torch.bfloat16, bf16=True, gradient_accumulation_fusion=True)
+    graphed = dict(cuda_graph_impl="transformer_engine", **{scope_field(): ["attn"]})
 
     def is_set(version: str | None = "2.12.0", **other) -> bool:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(te_version, "version", lambda: version)
-            return make_config(**hit | other).disable_parameter_transpose_cache
+            return make_config(**hit | graphed | other).disable_parameter_transpose_cache
 
     printed = io.StringIO()
     graphs._say_kept.cache_clear()
     assert is_set() and is_set() and is_set("2.13.0") and is_set(params_dtype=torch.float16, bf16=False, fp16=True)
-    lines = printed.getvalue().splitlines()
-    assert len(lines) == (rank == 0)
-    assert all("Transformer Engine 2.12.0" in line and "2.14" in line for line in lines)
+    assert printed.getvalue().count("Transformer Engine 2.12.0") == printed.getvalue().count("\n") == (rank == 0)
     assert is_set(disable_parameter_transpose_cache=True, cuda_graph_impl="none"), "the user's own"
-    for version in ("2.14.0", "3.0", None):
-        assert not is_set(version), version
-    local = dict(cuda_graph_impl="local", **{scope_field(): ["attn"]})
+    assert not any(is_set(version) for version in ("2.14.0", "3.0", None))
     for other in (
         dict(cuda_graph_impl="none"),
-        local,
+        dict(cuda_graph_impl="local"),
         dict(params_dtype=torch.float32, bf16=False),
         dict(gradient_accumulation_fusion=False),
         dict(pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16),
     ):
         assert not is_set(**other), other
-    config = make_config(**hit | dict(cuda_graph_impl="none"))
+    config = make_config(**hit)
     for name, value in (("fp8", "e4m3"), ("fp4", "e2m1")):  # Megatron wants Transformer Engine for them
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(te_version, "version", lambda: "2.12.0")
@@ -536,7 +483,3 @@ def kept_gradients(rank: int) -> None:
             patch.setattr(config, name, value)
             graphs.keep_gradients(config)
             assert not config.disable_parameter_transpose_cache, name
-
-
-def test_graphs_of_an_old_transformer_engine_keep_gradients():
-    megatron_pool(2).run(kept_gradients)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from megatron_layer import (
     EXPERTS,
-    NO_MEGATRON,
     OURS,
     Case,
     Layout,
@@ -16,14 +15,11 @@ from megatron_layer import (
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
+    on_ranks,
     random,
     run_layer,
     tokens_of,
-    use_layout,
 )
-
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 CAPACITY = dict(moe_expert_capacity_factor=0.6)
 PAD = dict(moe_expert_capacity_factor=1.3, moe_pad_expert_input_to_capacity=True)
@@ -122,23 +118,18 @@ def compare(rank: int, case: Case) -> None:
 
 # One layout after the other: forming groups takes longer than most cases.
 @pytest.mark.parametrize("name", sorted(CASES, key=lambda name: str(CASES[name].layout)))
-def test_layer_agrees_with_megatrons_own_dispatchers(name):
-    megatron_pool(4).run(compare, CASES[name])
+@on_ranks(4, None)
+def test_layer_agrees_with_megatrons_own_dispatchers(rank, name):
+    compare(rank, CASES[name])
 
 
-def route_none(rank: int) -> None:
-    use_layout(EP4)
+@on_ranks(4, EP4)
+def test_megatrons_own_router_takes_no_empty_tensor(rank: int):
+    """So a rank without tokens needs another router. Where this fails, docs/megatron.md can promise more."""
     layer = make_layer(make_config(), own_router=True)
     layer.router(tokens_of(rank, length=1))
     assert "0 elements" in error_of(lambda: layer.router(tokens_of(rank, length=0)), RuntimeError)
 
-
-def test_megatrons_own_router_takes_no_empty_tensor():
-    """So a rank without tokens needs another router. Where this fails, docs/megatron.md can promise more."""
-    megatron_pool(4).run(route_none)
-
-
-# ---- combinations of features that the cases above have one by one --------------------------------------------------
 
 UNEVEN = {EP4: (12, 0, 17, 8), EP2: (12, 0, 17, 8), TP2_EP4: (12, 12, 5, 5)}  # the same within a tensor parallel group
 
@@ -169,11 +160,9 @@ def grid() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", grid(), ids=lambda case: f"{case.layout}")
-def test_combinations_agree(case):
-    megatron_pool(4).run(compare, case)
-
-
-# ---- bfloat16 -------------------------------------------------------------------------------------------------------
+@on_ranks(4, None)
+def test_combinations_agree(rank, case):
+    compare(rank, case)
 
 
 def squared_error(result, exact) -> dict[str, float]:
@@ -188,28 +177,22 @@ def squared_error(result, exact) -> dict[str, float]:
     return {kind: errors[kind] / squares[kind] for kind in errors}
 
 
-def run_bfloat16(rank: int, case: Case) -> tuple[dict[str, float], dict[str, float]]:
+@pytest.mark.parametrize("settings", [{}, GATE, RECOMPUTE | CAPACITY], ids=["plain", "gate", "recompute-capacity"])
+@on_ranks(4, EP4)
+def test_bfloat16_is_no_further_from_float32_than_megatrons_own(rank, settings):
+    case = Case(settings=settings | dict(moe_router_dtype="fp32", moe_router_topk=4))
     bfloat16 = dict(bf16=True, params_dtype=torch.bfloat16)
     # What differs then is arithmetic alone: float32 weights and tokens that are bfloat16 numbers, the same routing.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_layer.random", lambda *shape, **options: random(*shape, **options).bfloat16().float())
         exact = run_layer(rank, case, "alltoall")
         runs = [run_layer(rank, case, dispatcher, **bfloat16) for dispatcher in (OURS, "alltoall")]
-    return tuple(squared_error(run, exact) for run in runs)
-
-
-@pytest.mark.parametrize("settings", [{}, GATE, RECOMPUTE | CAPACITY], ids=["plain", "gate", "recompute-capacity"])
-def test_bfloat16_is_no_further_from_float32_than_megatrons_own(settings):
-    case = Case(settings=settings | dict(moe_router_dtype="fp32", moe_router_topk=4))
-    for ours, theirs in megatron_pool(4).run(run_bfloat16, case):
-        assert {"output", "input", "router", "local_experts"} <= ours.keys()
-        for kind in ours:
-            # Two roundings of the same numbers by different orders: alike on average. 1e-7 is a hundredth of one unit.
-            assert ours[kind] <= 1.1 * theirs[kind] + 1e-7, f"{kind}: ours {ours[kind]:.1e}, theirs {theirs[kind]:.1e}"
-            assert ours[kind] < 1e-3
-
-
-# ---- recompute of the activation ------------------------------------------------------------------------------------
+    ours, theirs = (squared_error(run, exact) for run in runs)
+    assert {"output", "input", "router", "local_experts"} <= ours.keys()
+    for kind in ours:
+        # Two roundings of the same numbers by different orders: alike on average. 1e-7 is a hundredth of one unit.
+        assert ours[kind] <= 1.1 * theirs[kind] + 1e-7, f"{kind}: ours {ours[kind]:.1e}, theirs {theirs[kind]:.1e}"
+        assert ours[kind] < 1e-3
 
 
 class RecomputedActivation(torch.nn.Module):
@@ -237,8 +220,9 @@ class RecomputedActivation(torch.nn.Module):
         return output, None
 
 
-def recompute_activation(rank: int, lengths: tuple[int, ...]) -> None:
-    use_layout(EP4)
+@pytest.mark.parametrize("lengths", [(12, 12, 12, 12), (12, 0, 5, 1)])
+@on_ranks(4, EP4)
+def test_recompute_of_the_activation(rank: int, lengths: tuple[int, ...]):
     results = []
     for recompute in (False, True):
         layer = make_layer(make_config())
@@ -251,19 +235,12 @@ def recompute_activation(rank: int, lengths: tuple[int, ...]) -> None:
     assert_agree(results[1], results[0])
 
 
-@pytest.mark.parametrize("lengths", [(12, 12, 12, 12), (12, 0, 5, 1)])
-def test_recompute_of_the_activation(lengths):
-    megatron_pool(4).run(recompute_activation, lengths)
-
-
-# ---- what the experts get -------------------------------------------------------------------------------------------
-
-
 GROUPED_TENSOR = "moe_use_grouped_tensor"  # 0.20; older versions get its answers
 
 
-def look_at_the_rows(rank: int, recipe: str, multiple: int) -> None:
-    use_layout(EP4)
+@pytest.mark.parametrize("recipe,multiple", [("delayed", 16), ("mxfp8", 32), (GROUPED_TENSOR, 256)])
+@on_ranks(4, EP4)
+def test_rows_are_padded_for_experts_that_need_it(rank: int, recipe: str, multiple: int):
     from megatron.core.transformer.moe import moe_utils
 
     config = make_config()
@@ -307,8 +284,3 @@ def look_at_the_rows(rank: int, recipe: str, multiple: int) -> None:
         assert (rows[:97] != 0).any(1).all() and not rows[97:].any()
         assert (permuted_probs[:97] > 0).all() and not permuted_probs[97:].any()
     assert torch.equal(output, 2 * x)
-
-
-@pytest.mark.parametrize("recipe,multiple", [("delayed", 16), ("mxfp8", 32), (GROUPED_TENSOR, 256)])
-def test_rows_are_padded_for_experts_that_need_it(recipe, multiple):
-    megatron_pool(4).run(look_at_the_rows, recipe, multiple)

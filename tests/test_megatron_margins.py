@@ -5,23 +5,14 @@ import types
 
 import pytest
 import torch
-from megatron_layer import (
-    NO_MEGATRON,
-    Layout,
-    make_config,
-    make_layer,
-    megatron_pool,
-    tokens_of,
-    use_layout,
-)
+from megatron_layer import make_config, make_layer, on_ranks, tokens_of
 
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
-
-from ep_dispatcher.integrations.megatron import buffers, margins
+from ep_dispatcher.integrations.megatron import buffers, margins, register, unregister
 
 TE = margins.TE_VARIABLE
 ON, OFF = types.SimpleNamespace(ep_dispatcher_gemm_sm_margin=True), types.SimpleNamespace()
 GPU_SMS, SMS_IN_USE = 132, 24
+BESIDE, ALONE = (str(SMS_IN_USE), SMS_IN_USE), (str(GPU_SMS), None)  # a target of 0 multiprocessors stands for none
 
 
 class Carveout:
@@ -56,19 +47,17 @@ def now(carveout: Carveout) -> tuple:
 def test_the_margin_is_set_and_set_back(capsys, carveout):
     for _ in range(2):
         with margins.margin(ON):
-            assert now(carveout) == (str(SMS_IN_USE), SMS_IN_USE)
+            assert now(carveout) == BESIDE
             with margins.margin(ON):
                 pass
-            assert now(carveout) == (str(SMS_IN_USE), SMS_IN_USE), "until the outermost ends"
-        assert now(carveout) == (str(GPU_SMS), None), "what stands for none: a target of 0 multiprocessors"
+            assert now(carveout) == BESIDE, "until the outermost ends"
+        assert now(carveout) == ALONE
     with pytest.raises(KeyError), margins.margin(ON):
         raise KeyError
-    assert now(carveout) == (str(GPU_SMS), None)
-    line = (
-        f"ep_dispatcher: GEMMs beside a dispatch or combine leave it {SMS_IN_USE} multiprocessors. "
-        f"Libraries: Transformer Engine ({TE}) and PyTorch's cuBLASLt (SM carve-out)\n"
-    )
-    assert capsys.readouterr().out == line, "once"
+    assert now(carveout) == ALONE
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1, "once"
+    assert f"{SMS_IN_USE} multiprocessors" in said and TE in said and "SM carve-out" in said
 
 
 @pytest.mark.parametrize("config, sms_in_use", [(OFF, SMS_IN_USE), (ON, 0)], ids=["not asked for", "without a GPU"])
@@ -100,12 +89,10 @@ def test_pytorch_without_a_carveout(monkeypatch, carveout):
         assert now(carveout) == (str(SMS_IN_USE), None)
 
 
-def overlapped_layers(rank: int) -> None:
+@on_ranks()
+def test_layers_of_two_passes_leave_multiprocessors(rank: int):
     """Set around a layer of each pass, and not where one pass is alone: nothing runs beside its communication."""
-    use_layout(Layout(ep=2))
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
-
-    from ep_dispatcher.integrations.megatron import register, unregister
 
     unregister()
     with pytest.MonkeyPatch.context() as patch:
@@ -116,20 +103,16 @@ def overlapped_layers(rank: int) -> None:
         one = types.SimpleNamespace(config=ON)
         for layers in ((one, one), (one, None), (None, one)):
             TransformerLayerSchedulePlan.run(*layers, f_input=3)
-        assert seen == [(str(SMS_IN_USE), SMS_IN_USE)] + 2 * [(str(GPU_SMS), None)]
+        assert seen == [BESIDE] + 2 * [ALONE]
         unregister()
         assert vars(TransformerLayerSchedulePlan)["run"] is look
     margins._free_margins.cache_clear()
     register()
 
 
-def test_layers_of_two_passes_leave_multiprocessors():
-    megatron_pool(2).run(overlapped_layers)
-
-
-def shared_experts(rank: int) -> None:
+@on_ranks()
+def test_overlapped_shared_experts_leave_multiprocessors(rank: int):
     """Set in both linear layers of overlapped shared experts, and nowhere else in the layer."""
-    use_layout(Layout(ep=2))
     settings = dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_overlap=True)
     layer, seen = make_layer(make_config(**settings)), []
     layer.config.ep_dispatcher_gemm_sm_margin = True
@@ -141,15 +124,11 @@ def shared_experts(rank: int) -> None:
         layer.experts.register_forward_pre_hook(lambda module, given: seen.append(now(carveout)))
         layer(tokens_of(rank))
     margins._free_margins.cache_clear()
-    assert seen == [(str(SMS_IN_USE), SMS_IN_USE), (str(GPU_SMS), None), (str(SMS_IN_USE), SMS_IN_USE)]
+    assert seen == [BESIDE, ALONE, BESIDE]
 
 
-def test_overlapped_shared_experts_leave_multiprocessors():
-    megatron_pool(2).run(shared_experts)
-
-
-def sms_of_buffers(rank: int) -> None:
-    use_layout(Layout(ep=2))
+@on_ranks()
+def test_the_multiprocessors_are_those_of_buffers_on_gpus(rank: int):
     assert buffers.most_sms() == 0
     make_layer(make_config())(tokens_of(rank))
     (shared,) = buffers._shared.values()
@@ -158,7 +137,3 @@ def sms_of_buffers(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer, "engine", "cuda")
         assert buffers.most_sms() == 24
-
-
-def test_the_multiprocessors_are_those_of_buffers_on_gpus():
-    megatron_pool(2).run(sms_of_buffers)

@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from megatron_layer import NO_MEGATRON, Layout, device, make_config, make_layer, megatron_pool, use_layout
+from megatron_layer import device, make_config, make_layer, on_ranks
 from torch.autograd import DeviceType
 
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
+from ep_dispatcher.tools.parity import profile
+from ep_dispatcher.tools.parity.profile import PREFIX, Times
 
 
 def event(name: str, start: float, end: float, kernels: tuple[float, ...] = (), on: str = "CPU"):
@@ -20,9 +20,6 @@ def event(name: str, start: float, end: float, kernels: tuple[float, ...] = (), 
 
 
 def test_each_time_goes_to_the_step_that_it_belongs_to():
-    from ep_dispatcher.tools.parity import profile
-    from ep_dispatcher.tools.parity.profile import PREFIX, Times
-
     one_pass = [
         event(PREFIX + "whole", 0, 100),
         event(PREFIX + "rest of forward", 0, 50),
@@ -58,11 +55,8 @@ def test_each_time_goes_to_the_step_that_it_belongs_to():
     assert "token_dispatch" in shown and "the device ran nothing for 66 us with alltoall" in shown
 
 
-def profile_one(rank: int):
-    from ep_dispatcher.tools.parity import profile
-
-    use_layout(Layout(ep=2))
-    found = {}
+@on_ranks()
+def test_a_layer_is_profiled(rank: int):
     for name in ("ep_dispatcher", "alltoall"):
         layer = make_layer(make_config(name))
         x = torch.randn(12, 2, layer.config.hidden_size, device=device(), requires_grad=True)
@@ -72,14 +66,8 @@ def profile_one(rank: int):
             return layer(x)[0]
 
         forward().sum().backward()
-        found[name] = profile.profile_layer(layer, forward, lambda out: out.sum().backward(), 2).steps
+        steps = profile.profile_layer(layer, forward, lambda out: out.sum().backward(), 2).steps
         assert "forward" not in vars(layer.router) and layer.token_dispatcher.token_dispatch.__func__ is own
-    return found
-
-
-def test_a_layer_is_profiled():
-    for found in megatron_pool(2).run(profile_one):
-        for steps in found.values():
-            whole = steps.pop("whole")
-            assert all(0 < times.host < whole.host for name, times in steps.items()), steps
-            assert whole.host > sum(times.host for times in steps.values()) * 0.99
+        whole = steps.pop("whole")
+        assert all(0 < times.host < whole.host for times in steps.values()), steps
+        assert whole.host > sum(times.host for times in steps.values()) * 0.99

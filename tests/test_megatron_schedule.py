@@ -1,5 +1,6 @@
 """Schedules that cut a layer into nodes and run microbatches through them in turn (1F1B overlap)."""
 
+import itertools
 import types
 
 import pytest
@@ -7,24 +8,19 @@ import torch
 from megatron_layer import (
     BATCH,
     HIDDEN,
-    NO_MEGATRON,
     OURS,
     SEQUENCE,
-    Layout,
     assert_agree,
     device,
     difference,
     grads_of,
     make_config,
     make_layer,
-    megatron_pool,
+    on_ranks,
     random,
     set_weights,
     tokens_of,
-    use_layout,
 )
-
-pytest.importorskip("megatron.core", reason=NO_MEGATRON)
 
 WHOLE = dict(bias_dropout_fusion=False, masked_softmax_fusion=False, hidden_dropout=0.0, attention_dropout=0.0)
 SETTINGS = [
@@ -104,7 +100,6 @@ OVERLAPPED = "0F0 0F1 0F2 0F3 1F0 0B3 1F1 0B2 1F2 0B1 1F3 0B0 2F0 1B3 2F1 1B2 2F
 
 
 def run_nodes(rank: int, dispatcher: str, settings: dict, order: str) -> None:
-    use_layout(Layout(ep=2))
     layer = make_transformer_layer(dispatcher, settings)
     steps = order.split()
     xs = [tokens_of(rank, step, SEQUENCE) for step in range(1 + max(int(step[0]) for step in steps))]
@@ -124,54 +119,41 @@ def run_nodes(rank: int, dispatcher: str, settings: dict, order: str) -> None:
     assert_agree(got | grads_of(layer), wanted)
 
 
-@pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, ALL_FORWARD_FIRST, OVERLAPPED], ids=["turns", "all", "overlap"])
-@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "shared", "padded"])
-def test_nodes_of_the_overlap_schedule_agree_with_the_whole_layer(settings, order):
-    megatron_pool(2).run(run_nodes, OURS, settings, order)
+ORDERS = [ONE_AFTER_THE_OTHER, ALL_FORWARD_FIRST, OVERLAPPED]
 
 
-def test_megatrons_own_dispatcher_passes_this_test():
-    """So that a failure above is ours, and not of what stands for streams and events on a CPU."""
-    megatron_pool(2).run(run_nodes, "alltoall", {}, ONE_AFTER_THE_OTHER)
+@pytest.mark.parametrize(
+    "dispatcher, settings, order",
+    [*itertools.product([OURS], SETTINGS, ORDERS), ("alltoall", {}, ONE_AFTER_THE_OTHER)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+@on_ranks()
+def test_nodes_of_the_overlap_schedule_agree_with_the_whole_layer(rank, dispatcher, settings, order):
+    """Megatron's own dispatcher too: a failure is not that of what stands for streams and events on a CPU."""
+    run_nodes(rank, dispatcher, settings, order)
 
 
-def free_inputs(rank: int) -> None:
+@on_ranks()
+def test_inputs_that_are_needed_are_not_freed(rank: int):
     """What the schedule frees: nothing that ours, the router or the shared experts still need."""
-    use_layout(Layout(ep=2))
     from megatron.core.models.gpt import fine_grained_callables as owner
 
     if not hasattr(owner, "should_free_input"):  # 0.19
         from megatron.core.models.common import utils as owner
-    freed = {}
-    for dispatcher in (OURS, "alltoall"):
-        rest = [4] if owner.should_free_input.__wrapped__.__code__.co_argcount == 4 else []
-        config = make_config(dispatcher)
-        freed[dispatcher] = [
-            name
-            for name in ("moe_dispatch", "mlp", "moe_combine")
-            if owner.should_free_input(name, True, config, *rest)
-        ]
-        assert config.moe_flex_dispatcher_backend == (
-            OURS if dispatcher == OURS else config.moe_flex_dispatcher_backend
-        )
-    assert freed[OURS] == ["moe_combine"]
-    assert freed["alltoall"] == [
-        name
-        for name in ("moe_dispatch", "mlp", "moe_combine")
-        if owner.should_free_input.__wrapped__(name, True, make_config("alltoall"), *rest)
-    ]
+    own = owner.should_free_input.__wrapped__
+    rest = [4] if own.__code__.co_argcount == 4 else []
+
+    def freed(free, dispatcher: str) -> list[str]:
+        names = ("moe_dispatch", "mlp", "moe_combine")
+        return [name for name in names if free(name, True, make_config(dispatcher), *rest)]
+
+    assert freed(owner.should_free_input, OURS) == ["moe_combine"]
+    assert freed(owner.should_free_input, "alltoall") == freed(own, "alltoall")
 
 
-def test_inputs_that_are_needed_are_not_freed():
-    megatron_pool(2).run(free_inputs)
-
-
-# ---- partial CUDA graphs --------------------------------------------------------------------------------------------
-
-
-def resume(rank: int) -> None:
+@on_ranks()
+def test_a_partial_graph_that_ends_after_preprocess(rank: int):
     """A graph that ends after preprocess: its outputs and the attributes named come back, and the rest runs on."""
-    use_layout(Layout(ep=2))
     layer = make_layer(make_config(**SETTINGS[1]))
     dispatcher = layer.token_dispatcher
     results = []
@@ -193,7 +175,3 @@ def resume(rank: int) -> None:
         results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layer))
     assert dispatcher.cudagraph_attrs and results[0]["router.weight"].any()
     assert_agree(results[1], results[0])
-
-
-def test_a_partial_graph_that_ends_after_preprocess():
-    megatron_pool(2).run(resume)

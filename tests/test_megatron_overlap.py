@@ -1,0 +1,282 @@
+"""Experts that run dispatch and combine in two parts of the tokens (--ep-dispatcher-overlap).
+
+On a CPU the parts take their steps in turn: what is tested there is the way of the tokens through Megatron's six steps.
+test_megatron_experts.py runs its layers and gradients so too.
+"""
+
+import contextlib
+
+import pytest
+import test_megatron_schedule
+import torch
+from conftest import exhaustive
+from megatron_layer import (
+    OURS,
+    Case,
+    assert_agree,
+    assert_same_bits,
+    difference,
+    environment,
+    error_of,
+    grads_of,
+    make_config,
+    make_layer,
+    on_gpu,
+    on_ranks,
+    random,
+    run_layer,
+    tokens_of,
+)
+from test_megatron_experts import (
+    EP2,
+    GLOO_TAKES_LISTS,
+    GROUPED,
+    GROUPED_GEMMS,
+    MOE_ACT,
+    OVERLAP,
+    ddp_of,
+    iterations,
+    make_grouped_layer,
+    said,
+    step,
+    switched_on,
+    two_parts,
+)
+from test_megatron_schedule import OVERLAPPED, run_nodes
+from torch.utils.flop_counter import FlopCounterMode
+
+from ep_dispatcher.integrations.megatron import eligibility, experts, register, unregister
+from ep_dispatcher.moe import overlap
+
+HEAD = "ep_dispatcher runs dispatch and combine under the experts' GEMMs in"
+
+
+@on_ranks()
+def test_several_microbatches_in_flight(rank: int):
+    """Forwards of three microbatches, then backwards in another order, as pipelines run them."""
+    results = []
+    for mode in (GROUPED_GEMMS, OVERLAP):
+        with switched_on(mode), two_parts() as runs:
+            layer = make_layer(make_config())
+            xs = [tokens_of(rank, number).requires_grad_() for number in range(3)]
+            outputs = [layer(x)[0] for x in xs]
+            for number in (1, 0, 2):
+                (outputs[number] * random(*xs[0].shape, seed=number)).sum().backward()
+                note = layer.token_dispatcher.buffer.note
+                assert note == f"layer 1, microbatch {number + 1}, backward", note
+            assert len(runs) == (3 if mode == OVERLAP else 0)
+        found = {f"output {n}": y.detach() for n, y in enumerate(outputs)}
+        results.append(found | {f"input gradient {n}": x.grad for n, x in enumerate(xs)} | grads_of(layer))
+    assert_agree(*results)
+
+
+@on_ranks()
+def test_without_gradients(rank: int):
+    with switched_on(OVERLAP), two_parts() as runs:
+        layer = make_layer(make_config())
+        wanted = step(layer, tokens_of(rank))["output"]
+        with torch.no_grad():
+            assert torch.equal(layer(tokens_of(rank))[0], wanted)
+        with torch.inference_mode():
+            assert torch.equal(layer(tokens_of(rank))[0], wanted)
+        assert len(runs) == 3
+
+
+@on_ranks()
+def test_errors_are_those_of_the_dispatch_and_the_next_pass_is_right(rank: int):
+    with switched_on(OVERLAP), two_parts(), environment(max_tokens_per_rank=30):
+        layer = make_layer(make_config())
+        wanted = step(layer, tokens_of(rank))["output"]
+        with environment(rank_capacity_factor=0.01):
+            text = error_of(lambda: layer(tokens_of(rank)))
+            assert text.startswith("max_recv_rows: too small") and "given 1" in text, text
+        if not on_gpu():
+            assert torch.equal(step(layer, tokens_of(rank))["output"], wanted)
+
+
+@pytest.mark.parametrize("refusing", [1, 2])
+@on_ranks(4)
+def test_all_ranks_of_a_group_run_in_two_parts_or_none(rank: int, refusing: int):
+    """A hook on one rank's experts keeps its group from it, whose first rank says so; the other group goes on."""
+    with switched_on(OVERLAP) as printed, two_parts() as runs:
+        layers = [make_layer(make_config(), number) for number in (1, 2)]
+        if rank == refusing:
+            layers[0].experts.register_forward_hook(lambda *given: None)
+        is_refused = rank // 2 == refusing // 2
+        for number, layer in enumerate((*layers, *layers)):
+            layer(tokens_of(rank))
+            assert len(runs) == ((0, 1, 1, 2) if is_refused else (1, 2, 3, 4))[number]
+        ones = [experts._layers[layer.experts] for layer in layers]
+        assert ones[1].why_no_overlap is None and [one.parts_agreed for one in ones] == [not is_refused, True]
+    text = "ep_dispatcher runs the steps of layer 1 one after the other: "
+    text += f"1 of 2 ranks cannot overlap them, the first is rank {refusing}"
+    assert printed.getvalue().splitlines().count(text) == (rank == refusing // 2 * 2)
+
+
+@on_ranks()
+def test_a_rank_without_the_switch_says_no(rank: int):
+    """Grouped experts on all ranks, overlap on rank 0 alone: it asks, and hears no."""
+    with switched_on(OVERLAP if rank == 0 else GROUPED_GEMMS), two_parts() as runs:
+        run_layer(rank, Case(layout=EP2), OURS)
+        assert not runs
+
+
+@GLOO_TAKES_LISTS
+@pytest.mark.parametrize("settings, delays", [({}, False), (MOE_ACT, False), ({}, True)], ids=str)
+@on_ranks(4)
+def test_an_observer_on_one_rank(rank, settings, delays):
+    """FlopCounterMode on rank 0: the same operations in the same order, and the same bits of each main_grad."""
+    results = []
+    for watched in (False, rank % 2 == 0):
+        config = make_config(**GROUPED, **settings)
+        config.gradient_accumulation_fusion, config.delay_wgrad_compute = True, delays
+        counter = FlopCounterMode(display=False)
+        with switched_on(OVERLAP), two_parts() as runs, counter if watched else contextlib.nullcontext():
+            layer = make_grouped_layer(config)
+            ddp = ddp_of(layer, config, delay_wgrad_compute=delays)
+            results.append(iterations(ddp, rank, layer.backward_dw if delays else lambda: None))
+            assert bool(runs) is not watched
+        assert bool(counter.get_total_flops()) is watched
+    assert_same_bits(*results)
+
+
+@on_ranks()
+def test_experts_that_change_after_the_agreement(rank: int):
+    """A rank whose experts take no tokens any more says so before anything is sent. All may unregister."""
+    with switched_on(OVERLAP), two_parts() as runs:
+        layer = make_layer(make_config())
+        wanted = step(layer, tokens_of(rank))
+        layer.experts.forward = lambda rows, counts, probs: (rows, None)
+        text = error_of(lambda: layer(tokens_of(rank)), RuntimeError)
+        assert text.startswith("layer 1 has run in two parts of the tokens on all ranks"), text
+        del layer.experts.forward
+        assert_same_bits(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        unregister()
+        assert_agree(step(layer, tokens_of(rank)), wanted)
+        assert len(runs) == 2
+        register()
+        step(layer, tokens_of(rank))
+        assert len(runs) == 3
+
+
+@on_ranks()
+def test_nodes_of_the_overlap_schedule(rank: int):
+    """1F1B overlap gives each step to a node of its schedule: there the experts communicate no more than before."""
+    make = test_megatron_schedule.make_config
+
+    def for_the_schedule(*given, **settings):
+        config = make(*given, **settings)
+        config.overlap_moe_expert_parallel_comm = True  # its checks want a GPU
+        return config
+
+    with pytest.MonkeyPatch.context() as patch, switched_on(OVERLAP) as printed, two_parts() as runs:
+        patch.setattr(test_megatron_schedule, "make_config", for_the_schedule)
+        run_nodes(rank, OURS, {}, OVERLAPPED)
+    assert not runs
+    lines = [line for line in printed.getvalue().splitlines() if HEAD in line]
+    assert rank > 0 or "layer 1: overlap_moe_expert_parallel_comm overlaps it with another microbatch" in lines[0]
+
+
+@on_ranks()
+def test_what_cannot_run_so_is_named_with_its_reason(rank: int):
+    def hook(layer):
+        layer.experts.register_forward_hook(lambda *given: None)
+
+    def schedule(layer):
+        layer.config.overlap_moe_expert_parallel_comm = True
+
+    def pad(layer):
+        layer.token_dispatcher.expert_alignment = 16
+
+    with switched_on(OVERLAP) as printed, two_parts() as runs:
+        layers = [make_layer(make_config(), number) for number in range(1, 5)]
+        layers.append(make_layer(make_config("alltoall"), 5))
+        layers.append(make_layer(make_config(activation_func=torch.tanh), 6))
+        for layer, change in zip(layers, (hook, schedule, pad)):
+            change(layer)
+        for layer in (layers[3], layers[0]):
+            layer(tokens_of(rank))
+        assert len(runs) == 1
+        line = said(printed, HEAD)
+    if rank == 0 and not on_gpu():
+        reasons = [
+            "layer 1: SequentialMLP has hooks (forward_hooks)",
+            "layer 2: overlap_moe_expert_parallel_comm overlaps it with another microbatch",
+            "layer 3: rows of an expert are padded to a multiple of 16",
+            "layer 4: its engine is cpu",
+            "layer 5: its dispatcher is MoEAlltoAllTokenDispatcher",
+            "layer 6: its experts run Megatron's way",
+        ]
+        assert line == f"{HEAD} 0 of 6 MoE layers. One after the other: {'; '.join(reasons)}"
+
+
+@pytest.mark.skipif(on_gpu(), reason="with a stand-in for the GPU's buffer")
+@on_ranks()
+def test_the_line_where_layers_overlap(rank: int):
+    """As between nodes on GPUs; without a limit of rows the host waits, and the line says it."""
+    for factor in (None, 4):
+        with (
+            switched_on(OVERLAP) as printed,
+            environment(rank_capacity_factor=factor),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(overlap, "why_not", lambda buffer: None)
+            make_layer(make_config())(tokens_of(rank))
+            waits = ". The host waits for the counts of each dispatch: --ep-dispatcher-rank-capacity-factor"
+            waits += " is not given"
+            line = f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens" + waits * (factor is None)
+            assert said(printed, HEAD) == line * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        MOE_ACT,
+        dict(recompute_granularity="selective", recompute_modules=["moe"]),
+        dict(moe_shared_expert_intermediate_size=96, moe_shared_expert_overlap=True),
+    ],
+    ids=["plain", "moe_act", "recompute moe", "shared expert overlapped"],
+)
+@pytest.mark.parametrize("factor", [None, exhaustive(2)], ids=["counted", "limited rows"])
+@on_ranks()
+def test_dispatch_and_combine_under_the_gemms(rank: int, settings: dict, factor: int | None):
+    """In bfloat16, with enough tokens, between nodes: dispatch and combine do run under the GEMMs."""
+    calls, call = [], overlap.mlp_in_parts
+    results = []
+    large = dict(hidden_size=256, moe_ffn_hidden_size=192, bf16=True, params_dtype=torch.bfloat16)
+    variables = dict(max_tokens_per_rank=3000, rank_capacity_factor=factor, EP_DISPATCHER_RANKS_PER_NODE="1")
+    for mode in (GROUPED_GEMMS, OVERLAP):
+        with switched_on(mode) as printed, environment(**variables), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(eligibility, "DTYPES_ON_GPU", (torch.bfloat16,))
+            patch.setattr(overlap, "mlp_in_parts", lambda *given, **options: calls.append(1) or call(*given, **options))
+            by_autograd = "moe_shared_expert_intermediate_size" in settings
+            if by_autograd:
+                config = make_config(**large, **settings)
+                layer = make_layer(config)  # weights that lie anywhere, and gradients by autograd
+            else:
+                config = make_config(**GROUPED, **large, **settings)
+                config.gradient_accumulation_fusion = True
+                layer = make_grouped_layer(config)
+            ddp = ddp_of(layer, config)
+            found = {}
+            ddp.zero_grad_buffer()
+            for number in range(3):
+                x = tokens_of(rank, number, 1100 - 37 * rank, torch.bfloat16, 256).requires_grad_()
+                output = ddp(x)[0]
+                (output * random(*x.shape, seed=number, dtype=output.dtype)).sum().backward()
+                found |= {f"output {number}": output.detach(), f"input gradient {number}": x.grad}
+            if not on_gpu():  # gloo reduces no gradients there
+                ddp.finish_grad_sync()
+            layer.token_dispatcher.buffer.check()
+            found |= {name: p.main_grad.clone() for name, p in layer.named_parameters() if "experts" in name}
+            results.append(found)
+    for key in [key for key in results[0] if "experts" in key]:  # sums in another order; autograd's are bfloat16
+        one, two = (found.pop(key) for found in results)
+        assert difference(two, one) < (2**-8 if by_autograd else 1e-4), key
+    assert_same_bits(*results)
+    recomputed = "moe" in settings.get("recompute_modules", ())
+    assert len(calls) == ((6 if recomputed else 3) if on_gpu() else 0)
+    if on_gpu():
+        assert rank > 0 or said(printed, HEAD).startswith(f"{HEAD} 1 of 1 MoE layers, in two parts of the tokens")
