@@ -71,12 +71,13 @@ class MoELayer(nn.Module):
             if part is not None and not callable(part):
                 checks.fail(name, type(part).__name__, "a module")
         self.buffer, self.options = buffer, options
+        self._own_experts = experts is not None
         self.router = router if router is not None else TopKRouter(buffer, device, dtype)
         if experts is None:
             experts = MLPExperts(buffer, checks.integer("intermediate", intermediate, 1), options, device, dtype)
         elif isinstance(experts, nn.Module):
             shard_by_expert(experts, buffer)
-        self.experts = experts
+        self.experts: Callable[..., Tensor] = experts
 
     def reset_parameters(self) -> None:
         """Draw new values with the methods of this name that the router and the experts have."""
@@ -87,7 +88,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         topk_idx, topk_weights = self.router(rows)
-        if isinstance(self.experts, MLPExperts):
+        if not self._own_experts:
             y = self.experts(rows, topk_idx, topk_weights)
         else:
             out = dispatch(self.buffer, rows, topk_idx, topk_weights, **self.options)
@@ -105,9 +106,8 @@ class TopKRouter(nn.Module):
 
     def __init__(self, buffer: Buffer, device: Device, dtype: torch.dtype | None):
         super().__init__()
-        self.num_topk = buffer.config.num_topk
-        shape = buffer.config.num_experts, buffer.config.hidden
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        config, self.num_topk = buffer.config, buffer.config.num_topk
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
