@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import exhaustive
 
 from ep_dispatcher import engines
 from ep_dispatcher.errors import PeerTimeoutError
@@ -30,9 +29,8 @@ needs_module = pytest.mark.skipif("cuda" not in engines.ENGINES, reason="built w
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "source", [exhaustive(path) if has_extras(path) else path for path in KERNELS], ids=lambda path: path.name
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
 def test_kernels_spill_nothing(source, tmp_path):
     """Those with extras may spill a few words: few launches take them."""
     flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-Xptxas=-v"]

@@ -159,6 +159,7 @@ def grid() -> list[Case]:
     return cases[::37]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", grid(), ids=lambda case: f"{case.layout}")
 @on_ranks(4, None)
 def test_combinations_agree(rank, case):
