@@ -172,6 +172,10 @@ def test_fsdp2_around_it(rank):
         loss_of(y, rank).backward()
     assert layer.experts.w1.to_local().shape[0] == NUM_EXPERTS // 4
     assert_dense(layer, y, x, divisor=4)
+    for part in (layer.router, layer.experts):  # norms of all ranks, each expert counted once
+        grads = [p.grad for p in part.parameters()]
+        expected = torch.cat([whole(grad).flatten() for grad in grads]).norm()
+        torch.testing.assert_close(nn.utils.get_total_norm(grads).full_tensor(), expected)
 
 
 @on_ranks(4)
