@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import device_of
 
+NAMES = ("y", "x", "topk_weights", "w1", "w2")
 INTERMEDIATE = 24
 MAX_TOKENS = 64
 MAX_RECV_ROWS = 200
@@ -56,7 +57,7 @@ def without_grouped_mm():
         yield
 
 
-def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
+def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, num_parts: int | None = None):
     """Return y, and the gradients of x, topk_weights, w1 and w2; the loss is y times fixed random numbers."""
     device, first = device_of(engine, rank), rank * case.experts_per_rank
     own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
@@ -65,7 +66,8 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str):
     compiles, keeps_less = how.startswith("compiled"), how.endswith("keeps less")
     options = {"max_recv_rows": MAX_RECV_ROWS} if how == "fixed rows" or compiles else {}
     options |= {"keep_activated": False} if keeps_less else {}
-    options |= {"num_parts": 2} if how == "two parts" else {}
+    options |= {"overlap": False} if how == "no overlap" else {}
+    options |= {"num_parts": 2 if how == "two parts" else num_parts}
 
     def forward(x, topk_weights, w1, w2):
         return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
@@ -104,17 +106,23 @@ def swiglu_experts(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch
 )
 def test_it_is_the_dense_layer(pools, engine, num_ranks, ranks_per_node, dtype, how):
     case, inputs = make_case(num_ranks, ranks_per_node, dtype)
-    ranks = pools(num_ranks).run(layer, engine, case, inputs, how)
-    dense = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
-    results, x_grads, weight_grads, (w1_grad, w2_grad) = dense
-    assert all(float(grad.abs().sum()) > 1 for grad in (x_grads[0], weight_grads[0], w1_grad, w2_grad))
+    x_grads, weight_grads, matrices = compare_with_dense(
+        pools(num_ranks).run(layer, engine, case, inputs, how), case, inputs
+    )
+    assert all(float(grad.abs().sum()) > 1 for grad in (x_grads[0], weight_grads[0], *matrices))
+
+
+def compare_with_dense(ranks: list, case: Case, inputs: Inputs) -> tuple:
+    """Compare what ``layer`` returned on all ranks. Return the right gradients of x, topk_weights, w1 and w2."""
+    results, x_grads, weight_grads, matrices = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
     for rank, seen in enumerate(ranks):
         own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
-        expected = results[rank], x_grads[rank], weight_grads[rank], w1_grad[own], w2_grad[own]
-        dtypes = dtype, dtype, torch.float32, dtype, dtype
-        for value, right, of_dtype in zip(seen, expected, dtypes):
+        expected = results[rank], x_grads[rank], weight_grads[rank], *(of_all[own] for of_all in matrices)
+        dtypes = case.dtype, case.dtype, torch.float32, case.dtype, case.dtype
+        for name, value, right, of_dtype in zip(NAMES, seen, expected, dtypes, strict=True):
             assert value.dtype == of_dtype
-            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE[dtype])
+            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE[case.dtype], msg=name)
+    return x_grads, weight_grads, matrices
 
 
 def bits(rank: int, engine: str, case: Case, inputs: Inputs, hows: list[str]):

@@ -172,6 +172,8 @@ def oversleep(rank: int, victim: int, operation: str, engine: str, ranks_per_nod
         others = [f"awake/{buffer.id}/{other}" for other in range(NUM_RANKS) if other != victim]
         store.wait(others, timedelta(seconds=LONG_S))
         error = expect_timeout(operations)  # it does not wait for ranks that have said that they gave up
+        if engine == "cpu":
+            assert error.late_ranks == (rank,) and f"rank {rank} came too late" in str(error)
     else:
         error = expect_timeout(operations)
         assert_names(error, rank, victim, [epoch])
@@ -223,25 +225,28 @@ class Death:
         return f"{self.operation}-{self.step}" + f"{self.call}" * (self.call > 1)
 
 
-class DiesIn:
-    """The compiled engine of one rank. Before the n-th call of a step it calls ``before()`` and kills its process."""
+class ActsIn:
+    """The compiled engine of one rank, which calls ``act()`` before the n-th call of a step."""
 
-    def __init__(self, engine, death: Death, before: Callable[[], None] = lambda: None):
-        self._engine, self._death, self._before, self._calls = engine, death, before, 0
+    def __init__(self, engine, step: str, act: Callable[[], object], call: int = 1):
+        self._engine, self._step, self._act, self._left = engine, step, act, call
 
     def __getattr__(self, name: str):
         step = getattr(self._engine, name)
-        if name != self._death.step:
+        if name != self._step:
             return step
 
         def counted(*args):
-            self._calls += 1
-            if self._calls == self._death.call:
-                self._before()
-                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
+            if self._left == 0:
+                self._act()
             return step(*args)
 
         return counted
+
+
+def dies_in(engine, death: Death) -> ActsIn:
+    return ActsIn(engine, death.step, lambda: os.kill(os.getpid(), signal.SIGKILL), death.call)
 
 
 def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_per_node: int) -> tuple[str, int]:
@@ -255,7 +260,7 @@ def outlive(rank: int, victim: int, pid: int, death: Death, engine: str, ranks_p
         next(operations)
     hurry(buffer)
     if rank == victim:
-        buffer._engine._c = DiesIn(buffer._engine._c, death)
+        buffer._engine._c = dies_in(buffer._engine._c, death)
     elif death.step == "begin":
         assert settles(lambda: [is_running(pid)], [False])  # its connections are closed
     error = expect_timeout(operations)
@@ -352,7 +357,12 @@ def die_together(rank: int, ranks_per_node: int) -> None:
     buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LONG_S)
     round_trip(buffer)
     assert mappings()
-    buffer._engine._c = DiesIn(buffer._engine._c, Death("dispatch", "stage"), lambda: meet(f"dies/{buffer.id}"))
+
+    def die() -> None:
+        meet(f"dies/{buffer.id}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    buffer._engine._c = ActsIn(buffer._engine._c, "stage", die)
     for _ in rounds(buffer):
         pass
 
@@ -393,26 +403,3 @@ def make_and_destroy(rank: int, ranks_per_node: int) -> None:
 @pytest.mark.parametrize("ranks_per_node", [4, 2, 1])
 def test_destroy_frees_memory_files_and_connections(pools, ranks_per_node):
     pools(NUM_RANKS).run(make_and_destroy, ranks_per_node)
-
-
-def mappings_of_a_child(rank: int) -> tuple[int, int]:
-    """Of shared memory: in this process, and in one forked from it."""
-    with make_buffer() as buffer:
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            count = len(mappings())
-            buffer._engine._c.close()
-            os.write(writer, str(count).encode())
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert status == 0
-        in_child = int(os.read(reader, 10))
-        os.close(reader)
-        os.close(writer)
-        round_trip(buffer)
-        return len(mappings()), in_child
-
-
-def test_a_forked_child_keeps_no_shared_memory(pools):
-    assert pools(2).run(mappings_of_a_child) == [(2, 0)] * 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import exhaustive, on
 from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
 from test_errors import error_of
-from test_faults import Death, DiesIn, meet
+from test_faults import ActsIn, Death, dies_in, meet
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -206,7 +206,7 @@ def outlive(rank: int, victim: int, death: Death) -> None:
     check_step(buffer, 0)
     hurry(buffer, 5.0)  # a process that is gone is masked at once
     if rank == victim:
-        buffer._engine._c = DiesIn(buffer._engine._c, death)
+        buffer._engine._c = dies_in(buffer._engine._c, death)
     begin = time.monotonic()
     seen, whole, without = run_step(buffer, 1), expected(rank, 1, set()), expected(rank, 1, {victim})
     assert seen.counts.tolist() in (whole.counts.tolist(), without.counts.tolist())
@@ -251,23 +251,6 @@ def test_a_rank_that_dies_anywhere_is_masked(death):
         assert pool.run(outlive, 2, death, allow_dead={2}) == [None] * NUM_RANKS
 
 
-class StopsIn(DiesIn):
-    """The compiled engine of one rank, which sleeps before the n-th call of a step, or inside of it."""
-
-    def __getattr__(self, name: str):
-        step = getattr(self._engine, name)
-        if name != self._death.step:
-            return step
-
-        def counted(*args):
-            self._calls += 1
-            if self._calls == self._death.call:
-                self._before()
-            return step(*args)
-
-        return counted
-
-
 def stop_and_go_on(rank: int, victim: int, death: Death) -> str:
     """A rank stops inside an operation, until the others are many operations ahead. It harms nobody, and is told."""
     text, store = "", dist.distributed_c10d._get_default_store()
@@ -281,7 +264,7 @@ def stop_and_go_on(rank: int, victim: int, death: Death) -> str:
                 epochs.append(compiled.epoch)
                 store.wait([f"wake/{buffer.id}"])
 
-            buffer._engine._c = StopsIn(compiled, death, sleep)
+            buffer._engine._c = ActsIn(compiled, death.step, sleep, death.call)
             error = error_of_timeout(buffer)
             assert [error.epoch] == epochs, "an operation returned what others had overwritten"
             text, buffer._engine._c = str(error), compiled

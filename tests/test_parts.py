@@ -8,19 +8,11 @@ from functools import partial
 import pytest
 import torch
 from conftest import exhaustive
-from test_autograd import dense_moe_layer, normal
+from test_autograd import normal
 from test_dispatch_combine import Case, Inputs, make_inputs
 from test_dispatch_combine import make_buffer as buffer_of
 from test_errors import error_of
-from test_experts import (
-    CLOSE,
-    MAX_RECV_ROWS,
-    MAX_TOKENS,
-    swiglu_experts,
-    uninitialised_memory_is_nan,
-    weights_of,
-)
-from torch.utils.checkpoint import checkpoint
+from test_experts import CLOSE, MAX_TOKENS, NAMES, compare_with_dense, layer, weights_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import ep_dispatcher as ep
@@ -28,37 +20,6 @@ from ep_dispatcher.engines.cuda import streams
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.tools.testing import device_of
-
-NAMES = ("y", "x", "topk_weights", "w1", "w2")
-
-
-def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str, num_parts: int):
-    """Return y, and the gradients of x, topk_weights, w1 and w2; the loss is y times fixed random numbers."""
-    device, first = device_of(engine, rank), rank * case.experts_per_rank
-    own = [w[first : first + case.experts_per_rank] for w in weights_of(case)]
-    leaves = [t.to(device).requires_grad_() for t in (inputs.x[rank], inputs.topk_weights[rank], *own)]
-    topk_idx, options = inputs.topk_idx[rank].to(device), dict(num_parts=num_parts)
-    if how in ("fixed rows", "compiled"):
-        options |= dict(max_recv_rows=MAX_RECV_ROWS)
-    if how == "keeps less":
-        options |= dict(keep_activated=False)
-    if how == "no overlap":
-        options |= dict(overlap=False)
-
-    def forward(x, topk_weights, w1, w2):
-        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, **options)
-
-    around = uninitialised_memory_is_nan() if how == "fixed rows" else contextlib.nullcontext()
-    with buffer_of(case, engine, MAX_TOKENS) as buffer, around:
-        if how == "recomputed":
-            y = checkpoint(forward, *leaves, use_reentrant=False)
-        elif how == "compiled":
-            y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*leaves)
-        else:
-            y = forward(*leaves)
-        (y * normal(y.shape, 50 + rank).to(device)).sum().backward()
-    return y.detach(), *(leaf.grad for leaf in leaves)
-
 
 SIZES = [19, 12, 1, 0]  # tokens of the ranks
 
@@ -98,17 +59,6 @@ def test_few_tokens(pools, engine, sizes):
     case, inputs = inputs_of(2, 1, sizes=sizes)
     assert [len(x) for x in inputs.x] == sizes
     compare_with_dense(pools(2).run(layer, engine, case, inputs, "plain", 2), case, inputs)
-
-
-def compare_with_dense(ranks: list, case: Case, inputs: Inputs) -> None:
-    results, x_grads, weight_grads, matrices = dense_moe_layer(case, inputs, weights_of(case), swiglu_experts)
-    for rank, seen in enumerate(ranks):
-        own = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
-        expected = results[rank], x_grads[rank], weight_grads[rank], *(of_all[own] for of_all in matrices)
-        dtypes = case.dtype, case.dtype, torch.float32, case.dtype, case.dtype
-        for name, value, right, of_dtype in zip(NAMES, seen, expected, dtypes, strict=True):
-            assert value.dtype == of_dtype
-            torch.testing.assert_close(value, right, check_dtype=False, **CLOSE[case.dtype], msg=name)
 
 
 def ways(rank: int, engine: str, case: Case, inputs: Inputs) -> list:

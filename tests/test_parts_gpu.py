@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parts import NAMES
+from test_experts import NAMES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -89,7 +89,7 @@ def make(num_bytes: int, only_puts: bool = False):
     return regions
 
 
-def keep(rank: int) -> None:
+def memory_is_kept_for_the_next_buffer(rank: int) -> None:
     module = play(rank)
     first, second = make(64), make(64)
     assert first.rail_pes == [0, 1] and first.addresses == [1000 * (rank == 0), 1000 * (rank == 1)]
@@ -104,23 +104,19 @@ def keep(rank: int) -> None:
     assert make(128).addresses[rank] == 4000, "what an error left behind is not used again"
 
 
-def test_memory_is_kept_for_the_next_buffer(pools):
-    with RankPool(2, timeout_s=60) as pool:
-        pool.run(keep)
-
-
-def move(rank: int) -> None:
+def another_device_is_refused(rank: int) -> None:
+    """NVSHMEM's memory is on the device that it was started on."""
     play(rank)
     make(64)
     torch.cuda.current_device = lambda: 0 if rank == 0 else 3
-    with pytest.raises(ValueError, match="current device: given cuda:3, and cuda:0 when NVSHMEM was started"):
+    with pytest.raises(ValueError, match="^current device: given cuda:3"):
         make(64)
 
 
-def test_another_device_is_refused(pools):
-    """NVSHMEM's memory is on the device that it was started on."""
+@pytest.mark.parametrize("run", [memory_is_kept_for_the_next_buffer, another_device_is_refused])
+def test_memory(run):
     with RankPool(2, timeout_s=60) as pool:
-        pool.run(move)
+        pool.run(run)
 
 
 def reach(rank: int) -> tuple[list[int], list[int]]:
@@ -165,17 +161,9 @@ def fail_alone(rank: int, what: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "what,first,again",
     [
-        (
-            "module",
-            "ValueError: group: given ranks that need the NVSHMEM wire, which cannot be used here",
-            "ValueError: ",
-        ),
+        ("module", "ValueError: group: given ranks that need the NVSHMEM wire", "ValueError: "),
         ("world", "ValueError: group: given 2 ranks that are [0, 0] of the 2 in NVSHMEM", "ValueError: "),
-        (
-            "hang",
-            "PeerTimeoutError: making a buffer, phase 'memory'",
-            "RuntimeError: RuntimeError: NVSHMEM is out of step",
-        ),
+        ("hang", "PeerTimeoutError: making a buffer, phase 'memory'", "RuntimeError: "),
     ],
 )
 def test_what_fails_on_one_rank_fails_alike_on_all(what, first, again):
@@ -214,9 +202,7 @@ def test_the_wire_and_suspendable_choose_the_memory(monkeypatch, wire, num_hosts
         gather=lambda phase, produce: gathered.append(phase),
     )
     if chosen is None:
-        with pytest.raises(
-            ValueError, match="^suspendable: given True, with the NVSHMEM wire: .*, allowed: False; or EP_"
-        ):
+        with pytest.raises(ValueError, match="^suspendable: given True, with the NVSHMEM wire"):
             regions.regions_of(config)
         assert not gathered, "all ranks see it by themselves"
     else:
