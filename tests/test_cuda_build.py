@@ -119,23 +119,12 @@ def test_the_host_reads_what_kernels_report(host_side):
     assert engine.take_error() is None
 
 
-@needs_module
-@pytest.mark.parametrize(
-    "nodes,max_tokens,argument",
-    [
-        (((0, 2), (1, 3)), 8, "group"),
-        (tuple((n,) for n in range(9)), 8, "group"),
-        ((tuple(range(9)),), 8, "group"),
-        (((0, 1),), 2**22 + 1, "max_tokens_per_rank"),
-        (((0,), (1,)), 2**19 + 1, "max_tokens_per_rank"),
-    ],
-)
-def test_sizes_that_the_kernels_cannot_serve(nodes, max_tokens, argument):
+def test_ranks_of_a_node_must_be_neighbours():
     from ep_dispatcher.memory import check_cuda_sizes
     from ep_dispatcher.topology import Topology
 
-    with pytest.raises(ValueError, match=f"^{argument}: given "):
-        check_cuda_sizes(Topology(0, nodes), 72, max_tokens)
+    with pytest.raises(ValueError, match="^group: given "):
+        check_cuda_sizes(Topology(0, ((0, 2), (1, 3))), 72, 8)
 
 
 class Engine:
@@ -184,17 +173,7 @@ MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the
     ),
     (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment: given 64, with which rank 1 "),
     (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
-    (("differ", ["layout", 1, 1, 0], 0, []), "layout: rank 1 gave 'expert', rank 0 gave 'rank'; "),
-    (("differ", ["topk_weights", 2, 0, 1], 0, []), "topk_weights: rank 2 gave None, rank 0 gave them; "),
-    (("differ", ["x: bytes per row", 1, 64, 128], 0, []), "x: bytes per row: rank 1 gave 64, rank 0 gave 128; "),
-    (
-        ("differ", ["handle", 1, 2, 1], 0, []),
-        "handle: rank 1 gave the plan of epoch 2, rank 0 ",
-    ),
-    (
-        ("differ", ["handle", 2, 2, 1], 1, []),
-        "handle: rank 2 gave the plan of epoch 2, rank 1 ",
-    ),
+    (("differ", ["handle", 2, 2, 1], 1, []), "handle: rank 2 gave the plan of epoch 2, rank 1 "),
 ]
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_ranks
 from test_faults import ActsIn
 
 import ep_dispatcher as ep
@@ -146,7 +147,9 @@ def test_a_second_thread_is_told(pools, engine):
     assert message.startswith("buffer: given while another thread")
 
 
-def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_other_threads_run_while_a_rank_waits(rank: int, ranks_per_node: int) -> None:
     """Rank 0 waits for rank 1 in a dispatch and in a combine. Rank 1 comes when another thread of rank 0 has run."""
     options = dict(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, ranks_per_node=ranks_per_node)
     store = dist.distributed_c10d._get_default_store()
@@ -174,11 +177,6 @@ def wait_with_a_thread_beside(rank: int, ranks_per_node: int) -> None:
                 operation()
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_other_threads_run_while_a_rank_waits(pools, ranks_per_node):
-    pools(2).run(wait_with_a_thread_beside, ranks_per_node)
-
-
 def test_a_plan_is_never_larger_than_what_can_be_received():
     from ep_dispatcher import _C_cpu
 
@@ -190,15 +188,12 @@ def test_a_plan_is_never_larger_than_what_can_be_received():
         assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4]
 
 
-def make_with_timeouts(rank: int) -> None:
+@on_ranks(1)
+def test_a_limit_beyond_all_clocks_is_refused(rank: int) -> None:
     """A limit beyond all clocks is refused."""
     for timeout_s in (1e10, 1e300, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="^timeout_s: given"):
             ep.Buffer(hidden=64, num_experts=2, num_topk=1, max_tokens_per_rank=8, engine="cpu", timeout_s=timeout_s)
-
-
-def test_a_limit_beyond_all_clocks_is_refused(pools):
-    pools(1).run(make_with_timeouts)
 
 
 def disagree_inside_one_node(rank: int):

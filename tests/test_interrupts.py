@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from conftest import on
+from conftest import on, on_ranks
 from round_trip import device, inputs, make_buffer, outputs, round_trip
 from test_faults import mappings
 
@@ -151,7 +151,9 @@ def test_an_operation_goes_on_after_a_signal_handler(pools, ranks_per_node, name
     assert pools(2).run(handle_signals_while_waiting, ranks_per_node, name) == [3, 0]
 
 
-def destroy_in_a_handler(rank: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_a_signal_handler_may_destroy_the_buffer(rank: int, ranks_per_node: int) -> None:
     buffer = make_buffer(ranks_per_node=ranks_per_node, timeout_s=LIMIT_S)
     round_trip(buffer)
     turns = Turns(buffer, "destroyed")
@@ -165,11 +167,6 @@ def destroy_in_a_handler(rank: int, ranks_per_node: int) -> None:
     else:
         turns.wait()
         buffer.destroy()
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_a_signal_handler_may_destroy_the_buffer(pools, ranks_per_node):
-    pools(2).run(destroy_in_a_handler, ranks_per_node)
 
 
 # ---- destroy() from another thread ----------------------------------------------------------------------------------
@@ -232,7 +229,9 @@ def test_destroy_at_any_moment_of_an_operation(pools, ranks_per_node):
         assert seen <= {"ValueError", "RuntimeError", "PeerTimeoutError"}
 
 
-def use_a_copy(rank: int, ranks_per_node: int) -> None:
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@on_ranks(2)
+def test_a_copy_is_destroyed_with_its_original(rank: int, ranks_per_node: int) -> None:
     buffer = make_buffer(ranks_per_node=ranks_per_node)
     twin = copy.copy(buffer)
     round_trip(twin)
@@ -249,8 +248,3 @@ def use_a_copy(rank: int, ranks_per_node: int) -> None:
             call()
     twin.destroy()
     assert not mappings()
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_a_copy_is_destroyed_with_its_original(pools, ranks_per_node):
-    pools(2).run(use_a_copy, ranks_per_node)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import exhaustive
+from conftest import exhaustive, on_ranks
 from test_autograd import normal
 from test_dispatch_combine import Case, Inputs, make_inputs
 from test_dispatch_combine import make_buffer as buffer_of
@@ -105,7 +105,9 @@ def test_gradients_of_weights_are_written_once(pools, engine, dtype):
     pools(2).run(taken, engine, *inputs_of(2, 1, dtype))
 
 
-def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (2, 3), (0,), (1, 2)])
+@on_ranks(2)
+def test_the_order_of_operations_is_that_of_autograd(rank: int, asked: tuple[int, ...]) -> None:
     """Rank 0 runs overlap.py, rank 1 the steps as nodes of autograd, as torch.compile does: the order is the same."""
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, timeout_s=10, ranks_per_node=1)
     generator = torch.Generator().manual_seed(rank)
@@ -133,12 +135,8 @@ def some_gradients(rank: int, asked: tuple[int, ...]) -> None:
         ep.dispatch(buffer, x.detach(), idx, probs.detach())  # all ranks are in step
 
 
-@pytest.mark.parametrize("asked", [(0, 1, 2, 3), (2, 3), (0,), (1, 2)])
-def test_the_order_of_operations_is_that_of_autograd(pools, asked):
-    pools(2).run(some_gradients, asked)
-
-
-def mistakes(rank: int, engine: str) -> None:
+@on_ranks(1)
+def test_mistakes_are_value_errors(rank: int, engine: str) -> None:
     case, inputs = inputs_of(1, 1)
     device = device_of(engine, rank)
     w1, w2 = (w.to(device) for w in weights_of(case))
@@ -173,10 +171,6 @@ def mistakes(rank: int, engine: str) -> None:
             assert buffer._engine._c.epoch == epoch, "something was sent"
             text = error_of(lambda: ep.moe_mlp(buffer, **given, max_recv_rows=1))
             assert text.startswith("max_recv_rows: too small"), text
-
-
-def test_mistakes_are_value_errors(pools, engine):
-    pools(1).run(mistakes, engine)
 
 
 # ---- order of launches, with stand-ins for streams ------------------------------------------------------------------
@@ -286,7 +280,8 @@ class Machine:
         return lane
 
 
-def with_stand_ins(rank: int) -> None:
+@on_ranks(2)
+def test_the_order_of_launches(rank: int) -> None:
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8, ranks_per_node=1)
     generator = torch.Generator().manual_seed(rank)
     shapes = (5, 16), (5, 2), (2, 8, 16), (2, 16, 4)
@@ -313,11 +308,8 @@ def with_stand_ins(rank: int) -> None:
             assert machine.log == right
 
 
-def test_the_order_of_launches(pools):
-    pools(2).run(with_stand_ins)
-
-
-def write_later(rank: int) -> None:
+@on_ranks(1)
+def test_a_later_write_orders_the_memory_that_it_reads(rank: int) -> None:
     """Gradients of weights in another stream, when the layer is over: it reads memory of the side stream."""
     generator = torch.Generator().manual_seed(rank)
     shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
@@ -335,11 +327,8 @@ def write_later(rank: int) -> None:
         assert machine.log == ["other: gradients of weights", "side waits for other"]
 
 
-def test_a_later_write_orders_the_memory_that_it_reads(pools):
-    pools(1).run(write_later)
-
-
-def failures(rank: int) -> None:
+@on_ranks(1)
+def test_an_error_while_peers_wait_ends_the_buffer(rank: int) -> None:
     """An error while operations are left ends the buffer; a ValueError does not, nor one behind the last operation."""
     sizes = dict(hidden=16, num_experts=4, num_topk=2, max_tokens_per_rank=8)
     shapes = (5, 16), (5, 2), (4, 8, 16), (4, 16, 4)
@@ -363,10 +352,6 @@ def failures(rank: int) -> None:
                     ep.moe_mlp(buffer, leaves[0], idx, *leaves[1:], num_parts=2).sum().backward()
                 assert machine.given_up == ["ran the experts of a layer: made up"] * ends, place
                 assert machine.log[-2:] == ["main waits for side", "side waits for main"]
-
-
-def test_an_error_while_peers_wait_ends_the_buffer(pools):
-    pools(1).run(failures)
 
 
 def test_main_streams_do_not_share_a_side_stream(monkeypatch):

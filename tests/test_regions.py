@@ -109,7 +109,7 @@ def another_device_is_refused(rank: int) -> None:
     play(rank)
     make(64)
     torch.cuda.current_device = lambda: 0 if rank == 0 else 3
-    with pytest.raises(ValueError, match="^current device: given cuda:3"):
+    with pytest.raises(ValueError, match="current device: given cuda:3"):
         make(64)
 
 

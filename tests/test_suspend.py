@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
+from conftest import exhaustive, on_ranks
 from round_trip import CONFIG, assert_received, device, expected, inputs, make_buffer, outputs, round_trip
 
 import ep_dispatcher as ep
@@ -116,7 +116,8 @@ def test_memory_goes_and_comes_a_hundred_times(pools, engine, num_ranks, ranks_p
             assert max(suspended) - min(suspended) <= slack and max(resumed) <= seen["full"] + slack
 
 
-def refuse(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(rank: int, engine: str) -> None:
     buffer = make_large(engine)
     _, out, _ = fill(buffer)
     x, idx, weights = inputs(rank, device=device(buffer))
@@ -152,11 +153,8 @@ def refuse(rank: int, engine: str) -> None:
             change()
 
 
-def test_a_suspended_buffer_refuses_operations_and_can_be_destroyed(pools, engine):
-    pools(2).run(refuse, engine)
-
-
-def give_otherwise(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_all_ranks_say_alike_whether_it_can_be_suspended(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         for change in (buffer.suspend, buffer.resume):
             with pytest.raises(ValueError, match="^buffer: given one that cannot be suspended"):
@@ -170,10 +168,6 @@ def give_otherwise(rank: int, engine: str) -> None:
             make_buffer(engine=engine, suspendable=given)
     with make(engine) as buffer:
         round_trip(buffer)
-
-
-def test_all_ranks_say_alike_whether_it_can_be_suspended(pools, engine):
-    pools(2).run(give_otherwise, engine)
 
 
 def be_late(rank: int, engine: str, change: str) -> float:
@@ -299,7 +293,8 @@ def test_two_buffers_take_turns(pools, engine):
             assert max(levels) <= 2 * max(sizes) + 64 * PAGE
 
 
-def cached(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_handles_and_backwards_from_before(rank: int, engine: str) -> None:
     """Plans and autograd graphs made before stay good."""
     with make(engine) as buffer:
         x, idx, weights = inputs(rank, device=device(buffer))
@@ -317,7 +312,3 @@ def cached(rank: int, engine: str) -> None:
         assert_received(again, expected(buffer)[0])
         y = outputs(rank, again.x.shape[0], device=device(buffer))
         assert same_bits(buffer.combine(y, handle).x.cpu(), expected(buffer)[1])
-
-
-def test_handles_and_backwards_from_before(pools, engine):
-    pools(2).run(cached, engine)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import on
+from conftest import on, on_ranks
 from round_trip import device, inputs, make_buffer, outputs, round_trip
 from test_errors import error_of
 from torch import Tensor
@@ -138,7 +138,8 @@ def test_graphs(pools, engine):
     assert first > 0.8 * LATE_NS and second > first + 0.8 * LATE_NS
 
 
-def wrong_tensors(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_wrong_tensors(rank: int, engine: str) -> None:
     with make_buffer(engine=engine) as buffer:
         good = torch.zeros(2, dtype=torch.int64, device=device(buffer))
         for wrong, words in [
@@ -153,7 +154,3 @@ def wrong_tensors(rank: int, engine: str) -> None:
                 assert getattr(buffer, name) is None
         round_trip(buffer)
     assert "destroyed" in error_of(setattr, buffer, "dispatch_wait_ns", good)
-
-
-def test_wrong_tensors(pools, engine):
-    pools(2).run(wrong_tensors, engine)
