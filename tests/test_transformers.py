@@ -1,0 +1,184 @@
+"""ep_dispatcher.integrations.transformers: models of transformers with this implementation and with its all_to_all."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import exhaustive
+
+from ep_dispatcher import operation
+from ep_dispatcher.tools.testing import RankError
+
+WHY = "no transformers 5.24 with accelerate, which .ci/run installs"
+transformers = pytest.importorskip("transformers", minversion="5.24", reason=WHY)
+pytest.importorskip("accelerate", reason=WHY)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers takes the GPU, and its gloo has none")
+
+LAYERS, TOP_K = 2, 3
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=8,
+    num_experts_per_tok=TOP_K,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+MODELS = dict(
+    qwen3_moe=lambda experts: transformers.Qwen3MoeConfig(**SIZES, num_experts=experts, moe_intermediate_size=48),
+    mixtral=lambda experts: transformers.MixtralConfig(**SIZES, num_local_experts=experts),
+    gpt_oss=lambda experts: transformers.GptOssConfig(
+        **SIZES, num_local_experts=experts, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+)
+BATCHES, BOTH, COPIES = (
+    dict(fsdp_size=4),
+    dict(fsdp_size=2, tp_size=2),
+    dict(tp_size=4),
+)  # ranks with tokens of their own
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """``saved(name, num_experts)`` is a folder with a model of random weights."""
+
+    def save(name: str, num_experts: int = 8):
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(MODELS[name](num_experts))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def load(folder, implementation: str, layout: dict, dtype: torch.dtype, **options):
+    from transformers.distributed import DistributedConfig
+
+    from ep_dispatcher.integrations.transformers import register
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    register()
+    parallel = DistributedConfig(**{"ep_size": 4, **layout}, ep_implementation=implementation)
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    return load_model(folder, distributed_config=parallel, dtype=dtype, **options)
+
+
+def tokens(rank: int, layout: dict, length: int) -> torch.Tensor:
+    """Ranks of a tensor parallel group have the same tokens, the other groups have more of them."""
+    batch = rank // layout.get("tp_size", 1)
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(3, SIZES["vocab_size"], (1, length + batch), generator=generator)
+
+
+def step(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits and all gradients of a step, and what is generated then."""
+    out = model.train()(input_ids=ids, labels=ids)
+    out.loss.backward()
+    seen = {"logits": out.logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    with torch.no_grad():
+        seen["generated"] = model.eval().generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    return {name: getattr(t, "to_local", lambda t=t: t)() for name, t in seen.items()}
+
+
+def both(rank: int, folder, layout: dict, dtype: torch.dtype, length: int, options: dict) -> list[str]:
+    """Compare a step with this implementation and with all_to_all. Return the operations of this engine."""
+    launched: list[str] = []
+    ids = tokens(rank, layout, length)
+    expected = step(load(folder, "all_to_all", layout, dtype, **options), ids)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_dispatch", "run_combine"):
+            old = getattr(operation, name)
+            patch.setattr(operation, name, lambda *a, old=old, name=name: (launched.append(name), old(*a))[1])
+        seen = step(load(folder, "ep_dispatcher", layout, dtype, **options), ids)
+    bound = 1e-5 if dtype == torch.float32 else 0.1
+    for name, t in expected.items():
+        if name == "generated":
+            assert dtype != torch.float32 or torch.equal(seen[name], t)
+            continue
+        difference = (seen[name] - t).float().norm() / t.float().norm().clamp(min=1e-3)
+        assert difference < bound, (name, difference)
+    (router,) = [t for name, t in expected.items() if name.endswith(("1.mlp.gate.weight", "1.mlp.router.weight"))]
+    assert router.numel() == 0 or router.abs().max() > 1e-5
+    return launched
+
+
+@pytest.mark.parametrize(
+    "name, layout, dtype, length, options",
+    [
+        ("qwen3_moe", BATCHES, torch.float32, 6, {}),
+        ("mixtral", BOTH, torch.bfloat16, 6, {}),
+        ("gpt_oss", COPIES, torch.float32, 2, {}),  # some ranks have no tokens, and some no rows
+        exhaustive("qwen3_moe", COPIES, torch.float32, 6, {}),
+        exhaustive("qwen3_moe", BOTH, torch.float32, 2, dict(experts_implementation="eager")),
+        exhaustive("mixtral", BATCHES, torch.float32, 6, {}),
+        exhaustive("gpt_oss", BATCHES, torch.float32, 2, dict(experts_implementation="batched_mm")),
+        exhaustive("gpt_oss", BOTH, torch.bfloat16, 6, {}),
+    ],
+)
+def test_a_step_and_a_generation_are_as_with_all_to_all(pools, saved, name, layout, dtype, length, options):
+    for launched in pools(4).run(both, saved(name), layout, dtype, length, options):
+        passes = 2 + 4  # forward and backward, and a forward for each of 4 new tokens
+        assert launched.count("run_dispatch") == launched.count("run_combine") == LAYERS * passes
+
+
+def kinds(rank: int, folder) -> None:
+    """Activation checkpoints, torch.compile and autocast around the layers."""
+    ids = tokens(rank, BATCHES, 6)
+    expected = step(load(folder, "all_to_all", BATCHES, torch.float32), ids)
+    for kind in ("checkpoints", "compile"):
+        model = load(folder, "ep_dispatcher", BATCHES, torch.float32)
+        if kind == "checkpoints":
+            model.gradient_checkpointing_enable()
+        else:
+            model.compile(backend="aot_eager")
+        seen = step(model, ids)
+        for name, t in expected.items():
+            torch.testing.assert_close(seen[name], t, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_checkpoints_and_compile_change_nothing(pools, saved):
+    pools(4).run(kinds, saved("qwen3_moe"))
+
+
+def refused(rank: int, folder, layout: dict, dtype: torch.dtype, limit: str | None) -> None:
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if limit is not None:
+            patch.setenv("EP_DISPATCHER_MAX_TOKENS_PER_RANK", limit)
+        model = load(folder, "ep_dispatcher", layout, dtype)
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "layout, dtype, limit, experts, text",
+    [
+        (BATCHES, torch.float64, None, 8, "dtype: given torch.float64, allowed: "),
+        (BATCHES, torch.float32, "4", 8, "5 tokens, allowed: up to EP_DISPATCHER_MAX_TOKENS_PER_RANK=4"),
+        (BATCHES, torch.float32, "none", 8, "EP_DISPATCHER_MAX_TOKENS_PER_RANK: given 'none', allowed: an integer"),
+        (BATCHES, torch.float32, None, 6, "evenly shard 6 experts across 4"),
+        (dict(fsdp_size=4, ep_size=3), torch.float32, None, 8, "`ep_size` must divide"),
+    ],
+)
+def test_wrong_settings_are_errors_on_every_rank(pools, saved, layout, dtype, limit, experts, text):
+    with pytest.raises(RankError) as error:
+        pools(4).run(refused, saved("qwen3_moe", experts), layout, dtype, limit)
+    failures = error.value.failures.values()
+    assert len(failures) == 4 and all(kind == "ValueError" and text in said for kind, said, _ in failures), error.value
+
+
+def test_without_the_interface_register_says_what_is_needed(monkeypatch):
+    from ep_dispatcher.integrations.transformers import register
+
+    monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    with pytest.raises(ImportError, match="allowed: transformers 5.24"):
+        register()
