@@ -1,5 +1,8 @@
 """The calls that SGLang 0.5.23, vLLM and xtuner make, with their keywords: each works, or says why not."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,3 +210,44 @@ def test_an_expert_twice_in_a_token(pools, engine, num_worst_tokens):
 
 def test_an_expert_twice_in_a_token_is_refused_without_exact_handles(pools):
     pools(RANKS).run(run_repeated, Case("cpu"), 0)  # on a GPU the engine finds it late
+
+
+# ---- nemo-automodel -------------------------------------------------------------------------------------------------
+
+NEMO = importlib.util.find_spec("nemo_automodel")
+
+
+def run_nemo(rank: int, case: Case):
+    """components/moe/megatron/fused_a2a.py as in the wheel: a layer with gradients, and a recompute by its recorder."""
+    data = make_data(case, rank, dtype=torch.float32)
+    idx = data.topk_idx[rank]
+    with environment(case):
+        install(rank)
+        path = Path(next(iter(NEMO.submodule_search_locations)), "components/moe/megatron/fused_a2a.py")
+        spec = importlib.util.spec_from_file_location("fused_a2a", path)
+        fused = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fused)
+        assert fused.HAVE_DEEP_EP
+        for options in ({}, dict(async_finish=True, allocate_on_comm_stream=True)):
+            recorder, seen = fused.DispatchReplayRecorder(), []
+            x, weights = data.x[rank].clone().requires_grad_(), data.weights[rank].clone().requires_grad_()
+            for mode in ("record", "replay"):
+                with fused.dispatch_replay_scope(recorder, mode):
+                    arguments = x, idx, weights, EXPERTS, dist.group.WORLD
+                    seen.append(fused.fused_dispatch(*arguments, **options))
+            rows, recv_idx, recv_weights, counts, handle = seen[0]
+            assert torch.equal(seen[1][0], rows) and recorder.replay_misses == 0
+            assert counts.tolist() == expected_rows(data, case, rank)[3]
+            y = rows * (recv_weights * torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)).sum(1, keepdim=True)
+            out, _ = fused.fused_combine(y, dist.group.WORLD, handle, **options)
+            scales = torch.where(idx >= 0, 1.0 + idx % LOCAL, 0.0)
+            dense = x * (weights * scales).sum(1, keepdim=True)
+            torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-4)
+            grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+            for a, b in zip(*(torch.autograd.grad(one, (x, weights), grad) for one in (out, dense))):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(NEMO is None, reason="no nemo-automodel: .ci/run installs its wheel")
+def test_nemo_automodel(pools, engine):
+    pools(RANKS).run(run_nemo, Case(engine))

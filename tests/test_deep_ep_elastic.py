@@ -156,3 +156,290 @@ def run_combines(buffer, rank: int, case: Case, data, expand: bool, handle):
 @pytest.mark.parametrize("nodes, exact", [(None, False), (None, True), (2, True)])
 def test_layouts(pools, engine, expand, waits, nodes, exact):
     pools(RANKS).run(run_layouts, Case(engine, nodes, exact), expand, waits)
+
+
+# ---- callers: each makes the calls of its program, with the program's keywords --------------------------------------
+
+
+def expert_of(rows, counts):
+    """Experts that multiply by 1, 2, ..., so that a wrong group shows."""
+    return rows * (1 + torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts))[:, None]
+
+
+class Dispatch(torch.autograd.Function):
+    """As DeepSpeed 0.19.8's: a backward by combine, with gradients of weights."""
+
+    @staticmethod
+    def forward(ctx, buffer, tokens, topk_idx, topk_weights):
+        keywords = dict(topk_idx=topk_idx, topk_weights=topk_weights.float(), num_experts=EXPERTS)
+        recv_x, _, recv_weights, handle, _ = buffer.dispatch(
+            tokens, **keywords, do_expand=True, expert_alignment=1, num_sms=12
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        return recv_x, recv_weights, handle
+
+    @staticmethod
+    def backward(ctx, grad_rows, grad_weights, _):
+        keywords = dict(handle=ctx.handle, topk_weights=grad_weights.contiguous(), num_sms=12)
+        grad_tokens, grads, _ = ctx.buffer.combine(grad_rows.contiguous(), **keywords)
+        return None, grad_tokens, None, grads
+
+
+class Combine(torch.autograd.Function):
+    """As DeepSpeed's: a backward by a dispatch with the handle."""
+
+    @staticmethod
+    def forward(ctx, buffer, rows, handle):
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.combine(rows, handle=handle, num_sms=12)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        handle = ctx.handle
+        return (
+            None,
+            ctx.buffer.dispatch(grad.contiguous(), handle=handle, num_sms=12, do_expand=handle.do_expand)[0],
+            None,
+        )
+
+
+def expected_layer(data, rank: int, x, weights):
+    """The layer of experts of expert_of, densely, with gradients: weights are applied to rows of experts."""
+    idx = data.topk_idx[rank]
+    scales = torch.where(idx >= 0, 1.0 + idx % LOCAL, 0.0)
+    return x * (weights * scales).sum(1, keepdim=True)
+
+
+def run_deepspeed(rank: int, case: Case):
+    data = make_data(case, rank, dtype=torch.float32)
+    idx = data.topk_idx[rank]
+    with environment(case):
+        install(rank)
+        import deep_ep
+
+        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, use_fp8_dispatch=False)
+        buffer = deep_ep.ElasticBuffer(
+            dist.group.WORLD, **sizes, num_allocated_qps=16, allow_hybrid_mode=True, explicitly_destroy=True
+        )
+        seen = []
+        for ours in (True, False):
+            x, weights = data.x[rank].clone().requires_grad_(), data.weights[rank].clone().requires_grad_()
+            if ours:
+                rows, row_weights, handle = Dispatch.apply(buffer, x, idx.to(deep_ep.topk_idx_t), weights)
+                counts = torch.tensor(handle.num_recv_tokens_per_expert_list, device=x.device)
+                out = Combine.apply(buffer, expert_of(rows, counts) * row_weights[:, None], handle)
+                again = buffer.dispatch(x.detach(), topk_weights=weights.detach(), handle=handle, do_expand=True)
+                assert torch.equal(again[0], rows) and torch.equal(again[2], row_weights)  # a recompute
+            else:
+                out = expected_layer(data, rank, x, weights)
+            out.sum().backward() if not len(out) else out.backward(
+                torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
+            )
+            seen.append((out, x.grad, weights.grad))
+        for a, b in zip(*seen):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        buffer.destroy()
+
+
+def test_deepspeed(pools, engine):
+    pools(RANKS).run(run_deepspeed, Case(engine))
+
+
+def run_serving(rank: int, case: Case):
+    """As SGLang 0.5.23 and vLLM's main branch in 2026-11, decoding and prefilling."""
+    data = make_data(case, rank)
+    x, idx, weights = data.x[rank], data.topk_idx[rank], data.weights[rank]
+    wanted = expected_layer(data, rank, x.float(), weights)
+    with environment(case):
+        install(rank)
+        from deep_ep import ElasticBuffer
+
+        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, use_fp8_dispatch=True)
+        sglang = ElasticBuffer(
+            dist.group.WORLD, **sizes, allow_hybrid_mode=False, sl_idx=0, prefer_overlap_with_compute=False
+        )
+        assert sglang.num_bytes > 0 and sglang.get_logical_domain_size() == (1, RANKS)
+        vllm = ElasticBuffer(dist.group.WORLD, **sizes, explicitly_destroy=True, allow_multiple_reduction=False)
+        for expand, waits in product((True, False), repeat=2):  # SGLang
+            keywords = dict(topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, num_max_tokens_per_rank=MOST)
+            recv_x, recv_idx, recv_weights, handle, event = sglang.dispatch(
+                tuple(ep.quantize(x)),
+                **keywords,
+                expert_alignment=128,
+                num_sms=24,
+                use_tma_aligned_col_major_sf=True,
+                do_cpu_sync=waits,
+                do_expand=expand,
+            )
+            assert event.event is None
+            rows = ep.dequantize(ep.QuantizedRows(recv_x[0], recv_x[1].contiguous()))
+            y = experts(rows, recv_idx, recv_weights, handle, expand)
+            combined, back, event = sglang.combine(y, handle=handle, topk_weights=recv_weights)
+            torch.testing.assert_close(combined.float(), wanted, rtol=0.1, atol=0.1)
+            assert torch.equal(back, weights.where(idx >= 0, 0.0))
+        for expand in (True, False):  # vLLM
+            most = None if expand else 1 << (max(case.lengths) - 1).bit_length()
+            recv_x, recv_idx, recv_weights, handle, event = vllm.dispatch(
+                x=x,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_experts=EXPERTS,
+                num_max_tokens_per_rank=min(most, MOST) if most else None,
+                do_expand=expand,
+                do_cpu_sync=expand,
+                async_with_compute_stream=False,
+            )
+            y = experts(recv_x, recv_idx, recv_weights, handle, expand)
+            keywords = dict(async_with_compute_stream=True, allocate_on_comm_stream=True)
+            combined, _, event = vllm.combine(x=y, handle=handle, topk_weights=None, **keywords)
+            event.current_stream_wait(release_handle=True)
+            assert event.event is None
+            torch.testing.assert_close(combined.float(), wanted, rtol=2e-2, atol=2e-2)
+        vllm.destroy()
+
+
+def experts(rows, recv_idx, recv_weights, handle, expand: bool):
+    """What experts make of received rows, with the weights, from what the handle says of them."""
+    if recv_idx is not None:
+        scales = torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)
+        return (rows.float() * (recv_weights * scales).sum(1, keepdim=True)).to(torch.bfloat16)
+    alignment, begin, scale = handle.expert_alignment, 0, torch.zeros(len(rows), device=rows.device)
+    for expert, end in enumerate(handle.psum_num_recv_tokens_per_expert.tolist()):
+        scale[begin:end], begin = 1.0 + expert, -(-end // alignment) * alignment
+    return (rows.float() * (recv_weights * scale)[:, None]).to(torch.bfloat16)
+
+
+def test_sglang_and_vllm(pools, engine):
+    pools(RANKS).run(run_serving, Case(engine))
+
+
+def run_torchtitan(rank: int, backend: str) -> list[tuple[float, float]]:
+    """torchtitan's own backend ``deepep`` in its own trainer, unmodified. Its operators are also made for CPUs."""
+    from torchtitan_case import train
+
+    if backend == "deepep":
+        install(rank)
+        from torchtitan.distributed.deepep import deepep
+
+        for name in ("dispatch", "combine"):
+            torch.library.impl(deepep._lib, name, "CPU")(getattr(deepep, f"_{name}_op_impl"))
+    return train(rank, parallel=dict(expert_parallel_degree=4), moe_comm_backend=backend)
+
+
+def test_torchtitan(pools):
+    pytest.importorskip("torchtitan", reason="no torchtitan: .ci/run installs it")
+    for ours, expected in zip(pools(4).run(run_torchtitan, "deepep"), pools(4).run(run_torchtitan, "standard")):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+# ---- streams, and what is refused or has no effect ------------------------------------------------------------------
+
+
+def run_events(rank: int, case: Case):
+    data = make_data(case, rank)
+    x, idx = data.x[rank], data.topk_idx[rank]
+    wanted = expected(data, rank, False).x
+    with environment(case):
+        install(rank)
+        buffer = opened(num_gpu_timeout_secs=30)
+        sizes = dict(num_experts=EXPERTS, do_handle_copy=False)
+        for finish, before in product((True, False), repeat=2):
+            keywords = dict(previous_event=buffer.capture(), allocate_on_comm_stream=True) if before else {}
+            keywords |= dict(async_with_compute_stream=finish, previous_event_before_epilogue=buffer.capture())
+            rows, _, _, handle, event = buffer.dispatch(x, idx, **sizes, **keywords)
+            with event(release_handle=True):
+                assert (event.event is not None) == finish
+            assert event.event is None and handle.topk_idx is idx
+            assert_rows(rows, wanted, len(wanted))
+            combined, _, event = buffer.combine(rows, handle, **keywords)
+            if finish:
+                event.current_stream_wait()
+            assert torch.equal(combined, buffer.combine(rows, handle)[0])
+        buffer.destroy()
+
+
+def test_events(pools, engine):
+    pools(RANKS).run(run_events, Case(engine))
+
+
+MISTAKES = [
+    (dict(previous_event=True), "allocate_on_comm_stream: given False"),
+    (dict(do_zero_padding=True), "do_zero_padding: given True"),
+    (dict(num_experts=0), "num_experts: given 0"),
+    (dict(num_max_tokens_per_rank=1), "x: given 2 tokens"),
+    (dict(topk_idx=None), "topk_idx: given NoneType"),
+    (dict(expert_alignment=0), "expert_alignment: given 0"),
+    (dict(handle=()), "handle: given tuple"),
+    (dict(num_sms=-1), "num_sms: given -1"),
+]
+BESIDE = [
+    (dict(do_cpu_sync=True), "do_cpu_sync: given True"),
+    (dict(num_experts=2 * EXPERTS), "num_experts: given 16"),
+    (dict(expert_alignment=2), "expert_alignment: given 2"),
+    (dict(topk_idx=torch.zeros(2, TOPK)), "topk_idx: given a tensor beside handle"),
+    (dict(cumulative_local_expert_recv_stats=torch.zeros(2)), "cumulative_local_expert_recv_stats: given a tensor"),
+]
+REFUSED = "engram_write engram_fetch pp_set_config pp_send pp_recv create_agrs_session destroy_agrs_session all_gather"
+HINTS = dict(prefer_overlap_with_compute=False, sl_idx=0, num_allocated_qps=9, num_cpu_timeout_secs=1)
+
+
+def run_refusals(rank: int):
+    """One rank alone: nothing of this is sent."""
+    from ep_dispatcher.integrations.deep_ep import config
+
+    said = []
+    with environment(Case("cpu")), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config.logger, "warning", lambda text, *args: said.append(text % args))
+        patch.setattr(config, "_said", set())
+        install(rank)
+        for _ in range(2):
+            buffer = opened(**HINTS)
+        assert buffer.get_theoretical_num_sms(EXPERTS, TOPK) == 24 and buffer.get_theoretical_num_qps(24) == 9
+        idx = torch.arange(2 * TOPK).view(2, TOPK)
+        keywords = dict(x=torch.zeros(2, HIDDEN, dtype=torch.bfloat16), topk_idx=idx, num_experts=EXPERTS, num_qps=9)
+        *_, handle, _ = buffer.dispatch(**keywords)
+        for wrong, text in MISTAKES:
+            with pytest.raises(ValueError, match=text):
+                buffer.dispatch(**keywords | wrong)
+        for wrong, text in BESIDE:
+            with pytest.raises(ValueError, match=text):
+                buffer.dispatch(keywords["x"], handle=handle, **wrong)
+        for name in [*HINTS, "num_qps"]:
+            assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in said) == 1
+        for name in REFUSED.split():
+            with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
+                getattr(buffer, name)()
+        for name in ("get_engram_storage_size_hint", "get_pp_buffer_size_hint", "get_agrs_buffer_size_hint"):
+            with pytest.raises(NotImplementedError, match=name):
+                getattr(type(buffer), name)(1, 2)
+        with pytest.raises(NotImplementedError, match="num_cpu_bytes"):
+            opened(num_cpu_bytes=1)
+        with pytest.raises(NotImplementedError, match="num_scaleout_topk"):
+            buffer.get_theoretical_num_sms(EXPERTS, TOPK, 1)
+        with pytest.raises(ValueError, match="destroy: given a buffer made without explicitly_destroy"):
+            opened(explicitly_destroy=False).destroy()
+        hint = type(buffer).get_buffer_size_hint
+        assert hint(dist.group.WORLD, 8, 512) % (2 << 20) == 0 < hint(dist.group.WORLD, 8, 512)
+        assert hint(dist.group.WORLD, 4096, 7168) > hint(dist.group.WORLD, 4096, 7168, use_fp8_dispatch=True)
+        buffer.destroy()
+        with pytest.raises(ValueError, match="buffer: given one that was destroyed"):
+            buffer.dispatch(**keywords)
+
+
+def test_refusals_and_hints(pools):
+    pools(1).run(run_refusals)
+
+
+def run_late(rank: int, case: Case):
+    with environment(case):
+        install(rank)
+        buffer = opened(num_gpu_timeout_secs=1)
+        buffer.barrier()
+        if rank == 0:
+            with pytest.raises(ep.PeerTimeoutError):
+                buffer.barrier(with_cpu_sync=True)
+                buffer.destroy()
+
+
+def test_num_gpu_timeout_secs_is_the_limit(pools):
+    pools(2).run(run_late, Case("cpu"))
