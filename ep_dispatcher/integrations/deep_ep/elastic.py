@@ -22,6 +22,7 @@ from ep_dispatcher.topology import Topology, host_id
 
 _ALIGNMENT = 2 << 20  # bytes, of DeepEP's buffers
 _WIRE = "between nodes the engine uses the connections of its own wire"
+_TINY = Kind(8, torch.bfloat16)  # the smallest rows
 _SIZES = "num_experts", "expert_alignment", "num_max_tokens_per_rank"
 Previous = EventHandle | EventOverlap | None
 
@@ -148,19 +149,21 @@ class ElasticBuffer(PoolUser):
         return self.num_allocated_qps
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Let the current stream wait until all ranks have come here, in their streams: a dispatch of no tokens.
+        """Let the current stream wait until all ranks have come here: a dispatch of no tokens.
 
-        with_cpu_sync: the host waits for the device before and after. The other arguments change nothing that a
-        program could see
+        use_comm_stream  earlier work in get_comm_stream() comes first
+        with_cpu_sync    the host waits for the device before and after
+        sequential       changes nothing that a program could see
         """
-        device = "cuda" if torch.cuda.is_available() and envs.engine() != "cpu" else "cpu"
-        pool = self._pool_for(None, self._timeout_s)
-        if with_cpu_sync and device == "cuda":
+        buffer = self._pool_for(None, self._timeout_s).sized(Key(_TINY, self.num_ranks, 1), 1).buffer
+        device, on_gpu = buffer.engine, buffer.engine == "cuda"
+        if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
-        buffer = pool.sized(Key(Kind(8, torch.bfloat16), self.num_ranks, 1), 1).buffer
-        rows = torch.empty(0, 8, dtype=torch.bfloat16, device=device)
+        if use_comm_stream and on_gpu:
+            torch.cuda.current_stream().wait_stream(self.get_comm_stream())
+        rows = torch.empty(0, _TINY.hidden, dtype=_TINY.dtype, device=device)
         buffer.dispatch(rows, torch.empty(0, 1, dtype=torch.int64, device=device), max_recv_rows=0)
-        if with_cpu_sync and device == "cuda":
+        if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
 
     def dispatch(
