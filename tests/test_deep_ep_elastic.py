@@ -161,83 +161,49 @@ def test_layouts(pools, engine, expand, waits, nodes, exact):
 # ---- callers: each makes the calls of its program, with the program's keywords --------------------------------------
 
 
-def expert_of(rows, counts):
-    """Experts that multiply by 1, 2, ..., so that a wrong group shows."""
-    return rows * (1 + torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts))[:, None]
-
-
-class Dispatch(torch.autograd.Function):
-    """As DeepSpeed 0.19.8's: a backward by combine, with gradients of weights."""
-
-    @staticmethod
-    def forward(ctx, buffer, tokens, topk_idx, topk_weights):
-        keywords = dict(topk_idx=topk_idx, topk_weights=topk_weights.float(), num_experts=EXPERTS)
-        recv_x, _, recv_weights, handle, _ = buffer.dispatch(
-            tokens, **keywords, do_expand=True, expert_alignment=1, num_sms=12
-        )
-        ctx.buffer, ctx.handle = buffer, handle
-        return recv_x, recv_weights, handle
-
-    @staticmethod
-    def backward(ctx, grad_rows, grad_weights, _):
-        keywords = dict(handle=ctx.handle, topk_weights=grad_weights.contiguous(), num_sms=12)
-        grad_tokens, grads, _ = ctx.buffer.combine(grad_rows.contiguous(), **keywords)
-        return None, grad_tokens, None, grads
-
-
-class Combine(torch.autograd.Function):
-    """As DeepSpeed's: a backward by a dispatch with the handle."""
-
-    @staticmethod
-    def forward(ctx, buffer, rows, handle):
-        ctx.buffer, ctx.handle = buffer, handle
-        return buffer.combine(rows, handle=handle, num_sms=12)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        handle = ctx.handle
-        return (
-            None,
-            ctx.buffer.dispatch(grad.contiguous(), handle=handle, num_sms=12, do_expand=handle.do_expand)[0],
-            None,
-        )
+def scaled(rows, recv_idx, recv_weights, handle):
+    """Experts that multiply by 1, 2, ..., so that a wrong group shows, with weights: from what the handle says."""
+    if recv_idx is not None:
+        return rows * (recv_weights * torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)).sum(1, keepdim=True)
+    begin, scale = 0, torch.zeros(len(rows), device=rows.device)
+    for expert, end in enumerate(handle.psum_num_recv_tokens_per_expert.tolist()):
+        scale[begin:end], begin = 1.0 + expert, -(-end // handle.expert_alignment) * handle.expert_alignment
+    return rows * (recv_weights * scale)[:, None]
 
 
 def expected_layer(data, rank: int, x, weights):
-    """The layer of experts of expert_of, densely, with gradients: weights are applied to rows of experts."""
+    """The same layer, densely."""
     idx = data.topk_idx[rank]
     scales = torch.where(idx >= 0, 1.0 + idx % LOCAL, 0.0)
     return x * (weights * scales).sum(1, keepdim=True)
 
 
 def run_deepspeed(rank: int, case: Case):
+    """As DeepSpeed 0.19.8's autograd functions: a dispatch is the backward of a combine, and the reverse."""
     data = make_data(case, rank, dtype=torch.float32)
-    idx = data.topk_idx[rank]
+    x, weights = data.x[rank].requires_grad_(), data.weights[rank].requires_grad_()
     with environment(case):
         install(rank)
         import deep_ep
 
-        sizes = dict(num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, use_fp8_dispatch=False)
-        buffer = deep_ep.ElasticBuffer(
-            dist.group.WORLD, **sizes, num_allocated_qps=16, allow_hybrid_mode=True, explicitly_destroy=True
-        )
-        seen = []
-        for ours in (True, False):
-            x, weights = data.x[rank].clone().requires_grad_(), data.weights[rank].clone().requires_grad_()
-            if ours:
-                rows, row_weights, handle = Dispatch.apply(buffer, x, idx.to(deep_ep.topk_idx_t), weights)
-                counts = torch.tensor(handle.num_recv_tokens_per_expert_list, device=x.device)
-                out = Combine.apply(buffer, expert_of(rows, counts) * row_weights[:, None], handle)
-                again = buffer.dispatch(x.detach(), topk_weights=weights.detach(), handle=handle, do_expand=True)
-                assert torch.equal(again[0], rows) and torch.equal(again[2], row_weights)  # a recompute
-            else:
-                out = expected_layer(data, rank, x, weights)
-            out.sum().backward() if not len(out) else out.backward(
-                torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
-            )
-            seen.append((out, x.grad, weights.grad))
-        for a, b in zip(*seen):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        options = dict(num_allocated_qps=16, allow_hybrid_mode=True, use_fp8_dispatch=False)
+        buffer = opened(**options)
+        keywords = dict(topk_idx=data.topk_idx[rank].to(deep_ep.topk_idx_t), topk_weights=weights.detach().float())
+        layout = dict(num_experts=EXPERTS, do_expand=True, expert_alignment=1)
+        recv_x, _, recv_weights, handle, _ = buffer.dispatch(x.detach(), **keywords, **layout, num_sms=12)
+        rows, row_weights = recv_x.requires_grad_(), recv_weights.requires_grad_()
+        y = scaled(rows, None, row_weights, handle)
+        out, _, _ = buffer.combine(y.detach(), handle=handle, num_sms=12)
+        grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+        grad_y = buffer.dispatch(grad, handle=handle, num_sms=12, do_expand=handle.do_expand)[0]
+        y.backward(grad_y)
+        grad_weights = row_weights.grad.contiguous()
+        grad_x, grad_topk, _ = buffer.combine(rows.grad, handle=handle, topk_weights=grad_weights, num_sms=12)
+        again = buffer.dispatch(x.detach(), topk_weights=keywords["topk_weights"], handle=handle, do_expand=True)
+        assert torch.equal(again[0], rows) and torch.equal(again[2], row_weights)  # a recompute
+        dense = expected_layer(data, rank, x, weights)
+        for a, b in zip((out, grad_x, grad_topk), (dense, *torch.autograd.grad(dense, (x, weights), grad))):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
         buffer.destroy()
 
 
@@ -273,7 +239,7 @@ def run_serving(rank: int, case: Case):
             )
             assert event.event is None
             rows = ep.dequantize(ep.QuantizedRows(recv_x[0], recv_x[1].contiguous()))
-            y = experts(rows, recv_idx, recv_weights, handle, expand)
+            y = scaled(rows.float(), recv_idx, recv_weights, handle).to(torch.bfloat16)
             combined, back, event = sglang.combine(y, handle=handle, topk_weights=recv_weights)
             torch.testing.assert_close(combined.float(), wanted, rtol=0.1, atol=0.1)
             assert torch.equal(back, weights.where(idx >= 0, 0.0))
@@ -289,24 +255,13 @@ def run_serving(rank: int, case: Case):
                 do_cpu_sync=expand,
                 async_with_compute_stream=False,
             )
-            y = experts(recv_x, recv_idx, recv_weights, handle, expand)
+            y = scaled(recv_x.float(), recv_idx, recv_weights, handle).to(torch.bfloat16)
             keywords = dict(async_with_compute_stream=True, allocate_on_comm_stream=True)
             combined, _, event = vllm.combine(x=y, handle=handle, topk_weights=None, **keywords)
             event.current_stream_wait(release_handle=True)
             assert event.event is None
             torch.testing.assert_close(combined.float(), wanted, rtol=2e-2, atol=2e-2)
         vllm.destroy()
-
-
-def experts(rows, recv_idx, recv_weights, handle, expand: bool):
-    """What experts make of received rows, with the weights, from what the handle says of them."""
-    if recv_idx is not None:
-        scales = torch.where(recv_idx >= 0, 1.0 + recv_idx, 0.0)
-        return (rows.float() * (recv_weights * scales).sum(1, keepdim=True)).to(torch.bfloat16)
-    alignment, begin, scale = handle.expert_alignment, 0, torch.zeros(len(rows), device=rows.device)
-    for expert, end in enumerate(handle.psum_num_recv_tokens_per_expert.tolist()):
-        scale[begin:end], begin = 1.0 + expert, -(-end // alignment) * alignment
-    return (rows.float() * (recv_weights * scale)[:, None]).to(torch.bfloat16)
 
 
 def test_sglang_and_vllm(pools, engine):
@@ -406,6 +361,8 @@ def run_refusals(rank: int):
                 buffer.dispatch(keywords["x"], handle=handle, **wrong)
         for name in [*HINTS, "num_qps"]:
             assert sum(line.startswith(f"ep_dispatcher as deep_ep: {name}: accepted") for line in said) == 1
+        buffer.dispatch(keywords["x"], handle=handle, num_sms=8)
+        assert said[-1].endswith("num_sms: given 8; memory that was made before keeps 24 multiprocessors")
         for name in REFUSED.split():
             with pytest.raises(NotImplementedError, match=f"{name}: of DeepEP's"):
                 getattr(buffer, name)()

@@ -9,9 +9,11 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
+from ep_dispatcher.integrations.deep_ep.config import say_once
 from ep_dispatcher.integrations.deep_ep.handle import missing, say_missing
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool
 from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import Topology
 
 _SOURCE = Kind(8, torch.bfloat16)  # 16 bytes, the smallest row: it carries the number of its token
@@ -57,8 +59,10 @@ class EPHandle:
         """Dispatch rows of the kind in a layout. The first of each makes a plan."""
         if (kind, expanded) in self._plans:
             buffer, plan = self._plans[kind, expanded]
+            self._say_of_sms(buffer)
             return buffer.dispatch(rows, topk_weights=topk_weights, handle=plan)
         buffer = self._buffer(kind)
+        self._say_of_sms(buffer)
         out = buffer.dispatch(rows, self.topk_idx, topk_weights, **self._layout(expanded))
         self._plans[kind, expanded] = buffer, out.handle
         return out
@@ -69,10 +73,16 @@ class EPHandle:
             buffer = self._buffer(kind)
             self._plans[kind, self.do_expand] = buffer, buffer.plan(self.topk_idx, **self._layout(self.do_expand))
         buffer, plan = self._plans[kind, self.do_expand]
+        self._say_of_sms(buffer)
         return buffer.combine(y, plan, topk_weights=topk_weights)
 
     def _buffer(self, kind: Kind) -> ep.Buffer:
         return self._pool.sized(Key(kind, self.num_experts, self.topk_idx.shape[1]), self._max_tokens).buffer
+
+    def _say_of_sms(self, buffer: ep.Buffer) -> None:
+        has = buffer.config.num_sms or DEFAULT_SMS
+        if self._pool.num_sms not in (None, has):
+            say_once(f"num_sms: given {self._pool.num_sms}; memory that was made before keeps {has} multiprocessors")
 
     def _layout(self, expanded: bool) -> dict[str, Any]:
         """Return the engine's arguments for a plan."""
