@@ -287,9 +287,10 @@ def test_megatron_bridge_takes_our_name(rank: int, bridge_folder: Path):
 
 @on_ranks()
 def test_another_megatron_bridge_is_left_alone(rank: int, bridge_folder: Path):
-    """One with another function keeps it, and a warning says what to do."""
+    """One with another function keeps it, except that our name is an error that says what to do."""
     module = bridge_folder.joinpath(*BRIDGE.split(".")).with_suffix(".py")
-    for text in ("def apply_flex_dispatcher_backend(config): return config", "apply_flex_dispatcher_backend = None"):
+    other = "def apply_flex_dispatcher_backend(config, name): return config"
+    for text in (other, "apply_flex_dispatcher_backend = None"):
         dist.barrier()
         if rank == 0:
             module.write_text(text)
@@ -297,13 +298,29 @@ def test_another_megatron_bridge_is_left_alone(rank: int, bridge_folder: Path):
         with bridge_in(bridge_folder) as import_recipe:
             importlib.invalidate_caches()
             register()
-            with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sys, "dont_write_bytecode", True)
-                warnings.simplefilter("always")
                 function = import_recipe().apply_flex_dispatcher_backend
-            assert function is None or function(1) == 1
-            (said,) = [str(one.message) for one in caught if "Megatron-Bridge" in str(one.message)]
-            assert f'moe_flex_dispatcher_backend = "{OURS}"' in said, said
+            assert (function is None) == (text != other)
+            if function is not None:
+                assert function(1, "deepep") == 1
+                with pytest.raises(ValueError, match=f'moe_flex_dispatcher_backend = "{OURS}" in the recipe'):
+                    function(1, name=OURS)
+
+
+@on_ranks()
+def test_a_script_of_megatron_bridge_that_ignores_our_name_ends(rank: int, bridge_folder: Path):
+    """It takes our name from its command line, and gives it to no model."""
+    with bridge_in(bridge_folder) as import_recipe:
+        register()
+        import_recipe()
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--moe_flex_dispatcher_backend", choices=["deepep", "hybridep", None])
+        parser.parse_args(["--moe_flex_dispatcher_backend", OURS])
+        make_config()  # it has our name
+        make_config("alltoall", num_moe_experts=None, expert_model_parallel_size=1)
+        with pytest.raises(ValueError, match=f"model.moe_flex_dispatcher_backend={OURS} to its overrides"):
+            make_config("alltoall")
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -61,17 +60,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def replace(self, module: ModuleType) -> None:
-        old: Any = getattr(module, NAME, None)
-        given = list(inspect.signature(old).parameters) if old else None
-        if given != PARAMETERS:
-            warnings.warn(
-                f"this Megatron-Bridge's {NAME} takes {given}, not {PARAMETERS}, and was not replaced: it does not "
-                f'know {registration.NAME}. Set moe_token_dispatcher_type = "flex" and moe_flex_dispatcher_backend = '
-                f'"{registration.NAME}" in the recipe instead.',
-                stacklevel=2,
-            )
+        self.old = getattr(module, NAME, None)
+        if self.old is None:  # so a recipe that wants it ends with an error of Python
             return
-        self.old, self.new = old, _take_our_name(old)
+        given = list(inspect.signature(self.old).parameters)
+        self.new = _take_our_name(self.old) if given == PARAMETERS else _refuse_our_name(self.old, given)
         _exchange(self.old, self.new)
 
     def undo(self) -> None:
@@ -97,3 +90,35 @@ def _take_our_name(old: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return apply
+
+
+def _refuse_our_name(old: Any, given: list[str]) -> Callable[..., Any]:
+    """Return what raises for our name in another Megatron-Bridge, which may skip it with a warning."""
+
+    @functools.wraps(old)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if registration.NAME in (*args, *kwargs.values()):
+            raise ValueError(
+                f"{NAME}: this Megatron-Bridge's takes {given}, allowed: {PARAMETERS}. Set moe_token_dispatcher_type = "
+                f'"flex" and moe_flex_dispatcher_backend = "{registration.NAME}" in the recipe instead'
+            )
+        return old(*args, **kwargs)
+
+    return apply
+
+
+def refuse_ignored_choice(config: Any) -> None:
+    """Refuse a model of experts whose script has not taken our name from its command line.
+
+    Some scripts of Megatron-Bridge compare the argument with the backends that they know, and ignore others.
+    """
+    active = registration.active()
+    asked = None if active is None else getattr(active.parsed, "moe_flex_dispatcher_backend", None)
+    if "megatron.bridge" not in sys.modules or asked != registration.NAME:
+        return
+    if config.num_moe_experts and not registration.is_ours(config):
+        raise ValueError(
+            f"--moe_flex_dispatcher_backend: given {asked}, but this script of Megatron-Bridge ignores it and leaves "
+            f'the model with "{config.moe_token_dispatcher_type}". Add model.moe_token_dispatcher_type=flex '
+            f"model.moe_flex_dispatcher_backend={asked} to its overrides"
+        )

@@ -282,6 +282,7 @@ def _check_config(old):
 
     @functools.wraps(old)
     def check(config):
+        bridge.refuse_ignored_choice(config)
         check_names(config)
         graphs.keep_gradients(config)
 
