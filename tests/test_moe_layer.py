@@ -41,7 +41,14 @@ def make_layer(buffer: ep.Buffer, **options) -> ep.MoELayer:
 
 
 def whole(t: Tensor) -> Tensor:
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+    if not isinstance(t, DTensor):
+        return t.detach().clone()
+    if not t.is_cuda:
+        return t.full_tensor().detach().clone()
+    group = t.device_mesh.get_group()  # full_tensor() would need NCCL, and so a GPU per rank
+    parts: list[Tensor] = [t] * group.size()
+    dist.all_gather_object(parts, t.to_local().detach().cpu(), group)
+    return torch.cat(parts).to(t.device)
 
 
 def tokens(rank: int, device: str) -> Tensor:
