@@ -9,9 +9,9 @@ from threading import Timer
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive, on
+from conftest import exhaustive, on, on_ranks
 from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
-from test_errors import error_of
+from test_errors import assert_refused, error_of
 from test_faults import ActsIn, Death, dies_in, meet
 from torch import Tensor
 
@@ -99,10 +99,10 @@ def hurry(buffer: ep.Buffer, timeout_s: float = LIMIT_S) -> None:
     meet(f"hurry/{buffer.id}")
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
-
-
-def mask_by_hand(rank: int, engine: str, victims: list[int], hooked: bool) -> list[str]:
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("victims", [[2], [0], [0, 1, 3]], ids=str)
+@on_ranks(NUM_RANKS)
+def test_ranks_that_are_masked_by_hand(rank, engine, victims, hooked):
     """The victims stay away. Then all are let in again, with a handle of before."""
     with make_masking_buffer(engine) as buffer:
         check_step(buffer, 0)
@@ -111,7 +111,6 @@ def mask_by_hand(rank: int, engine: str, victims: list[int], hooked: bool) -> li
         assert buffer.mask.tolist() == UNMASKED and buffer.mask.dtype == torch.int32
         buffer.check()
         meet(f"checked/{buffer.id}")  # a rank that is masked in an operation may not complete it
-        errors = []
         if rank in victims:
             time.sleep(0.3)
         else:
@@ -124,14 +123,14 @@ def mask_by_hand(rank: int, engine: str, victims: list[int], hooked: bool) -> li
         if rank in victims:
             error = error_of_timeout(buffer)
             assert error.late_ranks == (rank,) and error.rank == rank
-            errors = [str(error), str(error_of_timeout(buffer))]
+            assert f"rank {rank} came too late" in str(error) and "unmask()" in str(error)
+            assert str(error_of_timeout(buffer)) == str(error)
         buffer.unmask()
         assert buffer.mask.tolist() == UNMASKED
         again, right = buffer.dispatch(x, handle=handle), expected(rank, 0, set())
         assert_step(Step(again.tokens_per_expert, again.x, right.sums), right)
         for seed in range(6, 9):
             check_step(buffer, seed)
-        return errors
 
 
 def error_of_timeout(buffer: ep.Buffer) -> ep.PeerTimeoutError:
@@ -142,21 +141,9 @@ def error_of_timeout(buffer: ep.Buffer) -> ep.PeerTimeoutError:
     return caught.value
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("victims", [[2], [0], [0, 1, 3]], ids=str)
-def test_ranks_that_are_masked_by_hand(pools, engine, victims, hooked):
-    ranks = pools(NUM_RANKS).run(mask_by_hand, engine, victims, hooked)
-    for rank, errors in enumerate(ranks):
-        for text in errors:
-            assert f"rank {rank} came too late: the other ranks have given up waiting for it." in text
-            assert "The others have masked it, and go on: unmask() on all ranks lets it in again." in text
-        assert len(errors) == 2 * (rank in victims) and len(set(errors)) <= 1
-
-
-# ---- late ranks -----------------------------------------------------------------------------------------------------
-
-
-def come_too_late(rank: int, engine: str, victim: int, operation: str) -> None:
+@pytest.mark.parametrize("victim,operation", [(1, "dispatch"), (0, "combine")])
+@on_ranks(NUM_RANKS)
+def test_a_late_rank_is_masked_and_let_in_again(rank, engine, victim, operation):
     """One rank oversleeps in an operation. The others go on, and let it in again; twice."""
     limit_s = CUDA_LIMIT_S if engine == "cuda" else LIMIT_S
     with make_masking_buffer(engine, limit_s if engine == "cuda" else LONG_S) as buffer:
@@ -192,11 +179,6 @@ def come_too_late(rank: int, engine: str, victim: int, operation: str) -> None:
         check_step(buffer, 6)
 
 
-@pytest.mark.parametrize("victim,operation", [(1, "dispatch"), (0, "combine")])
-def test_a_late_rank_is_masked_and_let_in_again(pools, engine, victim, operation):
-    pools(NUM_RANKS).run(come_too_late, engine, victim, operation)
-
-
 # ---- ranks that die or stop in the middle ---------------------------------------------------------------------------
 
 
@@ -229,20 +211,8 @@ def outlive(rank: int, victim: int, death: Death) -> None:
     buffer.destroy()
 
 
-DEATHS = [
-    Death("dispatch"),
-    Death("dispatch", "route"),
-    Death("dispatch", "stage"),
-    Death("dispatch", "count"),
-    Death("dispatch", "finish_plan"),
-    Death("dispatch", "pull"),
-    Death("dispatch", "finish"),
-    Death("combine", "reuse"),
-    Death("combine", "stage"),
-    Death("combine", "push"),
-    Death("combine", "sum"),
-    Death("combine", "finish", 2),
-]
+DEATHS = [Death("dispatch", step) for step in ("begin", "route", "stage", "count", "finish_plan", "pull", "finish")]
+DEATHS += [*(Death("combine", step) for step in ("reuse", "stage", "push", "sum")), Death("combine", "finish", 2)]
 
 
 @pytest.mark.parametrize("death", [exhaustive(death) if n % 3 else death for n, death in enumerate(DEATHS)], ids=str)
@@ -251,13 +221,15 @@ def test_a_rank_that_dies_anywhere_is_masked(death):
         assert pool.run(outlive, 2, death, allow_dead={2}) == [None] * NUM_RANKS
 
 
-def stop_and_go_on(rank: int, victim: int, death: Death) -> str:
-    """A rank stops inside an operation, until the others are many operations ahead. It harms nobody, and is told."""
-    text, store = "", dist.distributed_c10d._get_default_store()
+@pytest.mark.parametrize("death", [death for death in DEATHS if death.step not in ("begin", "route", "reuse")], ids=str)
+@on_ranks(NUM_RANKS)
+def test_a_rank_that_stops_and_goes_on_harms_nobody(rank, death):
+    """Rank 1 stops inside an operation, until the others are many operations ahead, and is told."""
+    store = dist.distributed_c10d._get_default_store()
     with make_masking_buffer("cpu") as buffer:
         check_step(buffer, 0)
         hurry(buffer, LIMIT_S)
-        if rank == victim:
+        if rank == 1:
             compiled, epochs = buffer._engine._c, []
 
             def sleep() -> None:
@@ -267,28 +239,18 @@ def stop_and_go_on(rank: int, victim: int, death: Death) -> str:
             buffer._engine._c = ActsIn(compiled, death.step, sleep, death.call)
             error = error_of_timeout(buffer)
             assert [error.epoch] == epochs, "an operation returned what others had overwritten"
-            text, buffer._engine._c = str(error), compiled
+            assert "rank 1 came too late" in str(error)
+            buffer._engine._c = compiled
         else:
             run_step(buffer, 1)
             for seed in range(2, 40):
                 if seed == 6:
                     store.set(f"wake/{buffer.id}", "")
-                check_step(buffer, seed, {victim})
+                check_step(buffer, seed, {1})
         hurry(buffer, LONG_S)
         buffer.unmask()
         for seed in range(40, 43):
             check_step(buffer, seed)
-    return text
-
-
-@pytest.mark.parametrize(
-    "death",
-    [death for death in DEATHS if death.step not in ("begin", "route", "reuse")],
-    ids=str,
-)
-def test_a_rank_that_stops_and_goes_on_harms_nobody(pools, death):
-    texts = pools(NUM_RANKS).run(stop_and_go_on, 1, death)
-    assert "rank 1 came too late" in texts[1] and not any(texts[:1] + texts[2:])
 
 
 def put_to_sleep(rank: int, pids: list[int], victim: int, seed: int) -> None:
@@ -319,10 +281,8 @@ def test_a_process_that_is_stopped_at_any_moment(pools, seed):
     pool.run(put_to_sleep, pool.pids, 3, seed)
 
 
-# ---- unmask ---------------------------------------------------------------------------------------------------------
-
-
-def fail_in_unmask(rank: int, engine: str) -> list[str]:
+@on_ranks(NUM_RANKS)
+def test_a_failure_in_unmask_ends_the_buffer_on_all_ranks(rank, engine):
     """Rank 1 fails when all have come: no rank goes on with a mask that others no longer have."""
     with make_masking_buffer(engine) as buffer:
         check_step(buffer, 0)
@@ -333,76 +293,57 @@ def fail_in_unmask(rank: int, engine: str) -> list[str]:
                 unmask(meet, settle, lambda epoch: reset(epoch) or 1 / 0)
 
             buffer._engine._masks.unmask = failing
-        return [error_of_runtime(buffer.unmask), error_of_runtime(run_step, buffer, 1)]
+        for call in (buffer.unmask, lambda: run_step(buffer, 1)):
+            with pytest.raises(RuntimeError, match="^this buffer gave up in unmask, by "):
+                call()
 
 
-def error_of_runtime(call, *args) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        call(*args)
-    return str(caught.value)
-
-
-def test_a_failure_in_unmask_ends_the_buffer_on_all_ranks(pools, engine):
-    for texts in pools(NUM_RANKS).run(fail_in_unmask, engine):
-        assert all(text.startswith("this buffer gave up in unmask, by ") for text in texts)
-
-
-def count_on(rank: int) -> list[int]:
+@on_ranks(NUM_RANKS)
+def test_epochs_go_on_from_the_last_one(rank):
     """One rank is far behind, and epochs of the CPU engine are about to wrap around."""
     with make_masking_buffer("cpu") as buffer:
         buffer._engine._c.unmask(2**32 - 5 if rank else 2**32 - 12)
         meet(f"set/{buffer.id}")
         buffer.unmask()
-        epochs = []
-        for seed in range(5):
+        for seed, epoch in enumerate([2**32 - 3, 2**32 - 1, 1, 3, 5]):
             check_step(buffer, seed)
-            epochs.append(buffer._engine._c.epoch)
-        return epochs
-
-
-def test_epochs_go_on_from_the_last_one(pools):
-    assert pools(NUM_RANKS).run(count_on) == [[2**32 - 3, 2**32 - 1, 1, 3, 5]] * NUM_RANKS
+            assert buffer._engine._c.epoch == epoch
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def wrong_calls(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank, engine):
     with make_buffer(engine=engine) as buffer:
         for call in (lambda: buffer.mask, lambda: buffer.mask_rank(1), buffer.unmask):
-            assert "allowed: one made by ep.Buffer(..., mask_late_ranks=True)" in error_of(call)
+            assert_refused("buffer", call)
     with make_buffer(engine=engine, mask_late_ranks=True) as buffer:
         x, topk_idx, weights = inputs(rank, device=device(buffer))
-        for call in (
-            lambda: buffer.dispatch(x, topk_idx, weights),
-            lambda: buffer.plan(topk_idx),
-        ):
-            assert "layout: given 'expert', allowed: 'decode'" in error_of(call)
+        assert_refused("layout", buffer.dispatch, x, topk_idx, weights)
+        assert_refused("layout", buffer.plan, topk_idx)
         for layout in ("expert", "dense"):
-            text = error_of(lambda layout=layout: ep.dispatch(buffer, x, topk_idx, weights, layout=layout))
-            assert text.startswith("buffer: given one with mask_late_ranks=True") and "no gradients" in text
-        assert error_of(buffer.mask_rank, rank).startswith(f"rank: given {rank}, which is this rank")
-        assert error_of(buffer.mask_rank, 2).startswith("rank: given 2, allowed: an integer from 0 to 1")
+            assert_refused("buffer", ep.dispatch, buffer, x, topk_idx, weights, layout=layout)
+        for other in (rank, 2):
+            assert_refused("rank", buffer.mask_rank, other)
         assert not any(buffer.mask.tolist())
         out = buffer.dispatch(x, topk_idx, layout="decode")
         buffer.combine(out.x, out.handle, weights=weights)
-    for options, words in [
-        (dict(ranks_per_node=1), "True with 2 nodes"),
-        (dict(suspendable=True), "True with suspendable=True"),
-        (dict(mask_late_ranks=1), "given 1"),
-        (dict(mask_late_ranks=rank == 0), "rank 0 gave True, rank 1 gave False"),
-    ]:
+    for options in (
+        dict(ranks_per_node=1),
+        dict(suspendable=True),
+        dict(mask_late_ranks=1),
+        dict(mask_late_ranks=rank == 0),
+    ):
         text = error_of(make_buffer, **(dict(engine=engine, mask_late_ranks=True) | options))
-        assert text.startswith("mask_late_ranks: ") and words in text, text
+        assert text.startswith("mask_late_ranks: "), text
 
 
-def test_what_is_refused(pools, engine):
-    pools(2).run(wrong_calls, engine)
-
-
-def replay(rank: int) -> list[list[int]]:
+@pytest.mark.parametrize("engine", [on("cuda")])
+@on_ranks(NUM_RANKS)
+def test_graphs(rank, engine):
     """A captured step goes on without a rank that is masked between replays, and with it afterwards."""
-    with make_masking_buffer("cuda") as buffer:
+    with make_masking_buffer(engine) as buffer:
         x, topk_idx, weights = (t.clone() for t in inputs(rank, seed=0, device=device(buffer)))
         y = results_of_experts(rank, 0).to(device(buffer))
 
@@ -436,12 +377,8 @@ def replay(rank: int) -> list[list[int]]:
             check(set())
 
 
-@pytest.mark.parametrize("engine", [on("cuda")])
-def test_graphs(pools, engine):
-    pools(NUM_RANKS).run(replay)
-
-
-def hook_from_before(rank: int, engine: str) -> None:
+@on_ranks(NUM_RANKS)
+def test_unmask_drops_hooks(rank, engine):
     """What was sent before unmask() and not received is dropped. Its hook does not receive what is sent later."""
     with make_masking_buffer(engine) as buffer:
         x, idx, weights = inputs(rank, device=device(buffer))
@@ -456,7 +393,3 @@ def hook_from_before(rank: int, engine: str) -> None:
         buffer.combine(new.x, new.handle, weights=weights)
         new.hook()  # a second call does nothing
         buffer.check()
-
-
-def test_unmask_drops_hooks(pools, engine):
-    pools(NUM_RANKS).run(hook_from_before, engine)
