@@ -5,9 +5,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import exhaustive
+from conftest import exhaustive, on_ranks
 from test_dispatch_combine import Case, make_buffer
-from test_errors import error_of
+from test_errors import assert_refused
 from test_experts import MAX_RECV_ROWS, MAX_TOKENS, layer, make_case, weights_of
 
 import ep_dispatcher as ep
@@ -74,7 +74,8 @@ def test_it_casts_as_a_caller_would(pools, engine, function, dtype, compiled):
     assert ranks[0] > 0
 
 
-def without_gradients(rank: int, engine: str) -> None:
+@on_ranks(1)
+def test_operations_without_gradients_cast_too(rank, engine):
     case, inputs = make_case(1, 1, torch.bfloat16)
     device = device_of(engine, rank)
     exact = inputs.x[0].float().to(device) + 1e-4
@@ -92,11 +93,8 @@ def without_gradients(rank: int, engine: str) -> None:
             assert torch.equal(buffer.combine(decode.x.float(), decode.handle, weights=weights).x, weighted)
 
 
-def test_operations_without_gradients_cast_too(pools, engine):
-    pools(1).run(without_gradients, engine)
-
-
-def refused(rank: int, engine: str) -> None:
+@on_ranks(1)
+def test_what_it_does_not_cast_is_refused(rank, engine):
     """Nothing is cast to a dtype that nobody asked for, and the error says what autocast does."""
     device = device_of(engine, rank)
     case, inputs = make_case(1, 1, torch.bfloat16)
@@ -104,25 +102,20 @@ def refused(rank: int, engine: str) -> None:
     w1, w2 = (w.to(device) for w in weights_of(case))
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         for other in (x.float(), x.half()):
-            outside = error_of(ep.dispatch, buffer, other, idx)
+            outside = assert_refused("x", ep.dispatch, buffer, other, idx)
             with autocast(engine, torch.float16):
-                text = error_of(ep.dispatch, buffer, other, idx)
-                assert error_of(ep.moe_mlp, buffer, other, idx, weights, w1, w2).endswith("to torch.float16 only")
-            assert outside.startswith("x: given ") and "autocast" not in outside
-            assert text == f"{outside}; torch.autocast is on, and casts to torch.float16 only"
+                assert assert_refused("x", ep.dispatch, buffer, other, idx).startswith(f"{outside}; torch.autocast")
+                assert "torch.autocast" in assert_refused("x", ep.moe_mlp, buffer, other, idx, weights, w1, w2)
         with autocast(engine, torch.bfloat16):
-            assert "torch.float64" in error_of(ep.dispatch, buffer, x.double(), idx)
-            for call in (lambda w: ep.dispatch(buffer, x, idx, w), lambda w: ep.moe_mlp(buffer, x, idx, w, w1, w2)):
-                text = error_of(call, weights.bfloat16())
-                assert text.startswith("topk_weights: given ") and "cast_forward_inputs=False" in text
+            assert_refused("x", ep.dispatch, buffer, x.double(), idx)
+            assert_refused("topk_weights", ep.dispatch, buffer, x, idx, weights.bfloat16())
+            assert_refused("topk_weights", ep.moe_mlp, buffer, x, idx, weights.bfloat16(), w1, w2)
         ep.dispatch(buffer, x, idx)
 
 
-def test_what_it_does_not_cast(pools, engine):
-    pools(1).run(refused, engine)
-
-
-def of_another_dtype(rank: int, engine: str) -> None:
+@on_ranks(1)
+def test_a_layer_of_another_dtype_is_left_alone(rank, engine):
+    """The buffer's dtype decides: float32 under autocast of bfloat16 has every bit of float32 without."""
     case, inputs = make_case(1, 1)
     # PyTorch's own matrix products, those of the loop, cast in a backward under autocast.
     for how, num_compared in ("plain", 5), ("two parts", 5), ("loop", 1):
@@ -130,8 +123,3 @@ def of_another_dtype(rank: int, engine: str) -> None:
         with autocast(engine, torch.bfloat16):
             seen = layer(rank, engine, case, inputs, how)
         assert all(map(torch.equal, seen[:num_compared], expected[:num_compared]))
-
-
-def test_a_layer_of_another_dtype_is_left_alone(pools, engine):
-    """The buffer's dtype decides: float32 under autocast of bfloat16 has every bit of float32 without."""
-    pools(1).run(of_another_dtype, engine)

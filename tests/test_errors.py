@@ -1,6 +1,7 @@
 """Every mistake of a caller is a ValueError that names the argument, given and allowed, and breaks nothing."""
 
 import gc
+import pickle
 import re
 import time
 import weakref
@@ -15,9 +16,7 @@ from round_trip import (
     MAX_TOKENS,
     NUM_EXPERTS,
     NUM_TOPK,
-    assert_received,
     device,
-    expected,
     inputs,
     make_buffer,
     outputs,
@@ -26,6 +25,7 @@ from round_trip import (
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher import checks, errors
 from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.integrations.deep_ep.buffer import Buffer as DeepEPBuffer
 from ep_dispatcher.tools.testing import make_routing
@@ -201,8 +201,6 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.dispatch(g.x[:, :32]),
         lambda g: g.dispatch(g.x[0]),
         lambda g: g.dispatch(g.x[None]),
-        lambda g: g.dispatch(g.x.to("meta")),
-        lambda g: g.dispatch(g.x.to_sparse()),
         lambda g: g.dispatch(g.x.tolist()),
         lambda g: g.dispatch(None),
         lambda g: g.dispatch((g.x, g.x)),  # hidden is no multiple of 128
@@ -215,16 +213,18 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.route(g.topk_idx.short()),
         lambda g: g.route(g.topk_idx[:, :2]),
         lambda g: g.route(g.topk_idx[1:]),
-        lambda g: g.route(g.topk_idx.to("meta")),
-        lambda g: g.route(g.topk_idx.to_sparse()),
         lambda g: g.route(None),
         lambda g: g.reuse(g.x, g.topk_idx),
+        lambda g: g.buffer.plan(None),
+        lambda g: g.buffer.plan([[0, 1]]),
+        lambda g: g.buffer.plan(g.topk_idx.float()),
+        lambda g: g.buffer.plan(g.topk_idx[:, :1]),
+        lambda g: g.buffer.plan(g.topk_idx.repeat(2, 1)),
     ],
     "topk_weights": [
         lambda g: g.weigh(g.topk_weights.bfloat16()),
         lambda g: g.weigh(g.topk_weights[:, :2]),
         lambda g: g.weigh(g.topk_weights[:-1]),
-        lambda g: g.weigh(g.topk_weights.to("meta")),
         lambda g: g.weigh([1.0]),
         lambda g: g.combine(g.y, g.out.topk_weights.double()),
         lambda g: g.combine(g.y, g.x.new_zeros(len(g.y), NUM_TOPK, dtype=torch.float32)),  # of the other layout
@@ -238,6 +238,7 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.dispatch(layout="experts"),
         lambda g: g.dispatch(layout=None),
         lambda g: g.reuse(layout="rank"),
+        lambda g: g.buffer.plan(g.topk_idx, layout="decode"),
     ],
     "expert_alignment": [
         lambda g: g.dispatch(expert_alignment=0),
@@ -245,12 +246,14 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.dispatch(expert_alignment=True),
         lambda g: g.dispatch(expert_alignment=TOO_LARGE),
         lambda g: g.reuse(expert_alignment=8),
+        lambda g: g.buffer.plan(g.topk_idx, expert_alignment=0),
     ],
     "max_recv_rows": [
         lambda g: g.dispatch(max_recv_rows=-1),
         lambda g: g.dispatch(max_recv_rows=9.0),
         lambda g: g.dispatch(max_recv_rows=TOO_LARGE),
         lambda g: g.reuse(max_recv_rows=1),
+        lambda g: g.buffer.plan(g.topk_idx, max_recv_rows=-1),
     ],
     "handle": [
         lambda g: g.dispatch(g.x, None, handle="h"),
@@ -264,8 +267,6 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.combine(g.y[1:]),
         lambda g: g.combine(g.y.repeat(2, 1)),
         lambda g: g.combine(g.y[:, :8]),
-        lambda g: g.combine(g.y.to("meta")),
-        lambda g: g.combine(g.y.to_sparse()),
         lambda g: g.combine(None),
         lambda g: g.combine((g.y, g.y)),
         lambda g: ep.combine(g.buffer, g.y.float(), g.out.handle),
@@ -361,48 +362,6 @@ def test_combined_weights_in_rank_layout_have_a_column_for_each_choice(rank, eng
         assert_refused("topk_weights", buffer.combine, out.x, out.handle, topk_weights=out.topk_weights[:, 0])
         back = buffer.combine(out.x, out.handle, topk_weights=out.topk_weights).topk_weights
         assert torch.equal(back, topk_weights.masked_fill(topk_idx < 0, 0))
-
-
-# ---- accepted, and right --------------------------------------------------------------------------------------------
-
-
-def strided(t: Tensor) -> Tensor:
-    """The same values in memory with gaps, columns first."""
-    wide = torch.full((t.shape[-1] * 2, *t.shape[:-1]), 77, dtype=t.dtype, device=t.device)
-    wide[::2] = t.movedim(-1, 0)
-    result = wide[::2].movedim(0, -1)
-    assert torch.equal(result, t) and (t.numel() < 2 or not result.is_contiguous())
-    return result
-
-
-def negated(t: Tensor) -> Tensor:
-    """The same values, which only a bit says are not those in memory: as the imaginary part of a conjugate."""
-    result = torch._neg_view(-t)
-    assert result.is_neg() and result.is_contiguous()
-    return result
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
-@pytest.mark.parametrize("changed", [strided, negated])
-@on_ranks(2)
-def test_values_of_tensors_that_are_not_plain_memory_arrive(rank, engine, changed, layout, ranks_per_node):
-    with make_buffer(engine=engine, ranks_per_node=ranks_per_node) as buffer:
-        where = dict(device=device(buffer))
-        x, topk_idx, topk_weights = inputs(rank, **where)
-        results = []
-        for change in (lambda t: t, changed):
-            out = buffer.dispatch(change(x), change(topk_idx), change(topk_weights), layout=layout)
-            again = buffer.dispatch(change(x), None, change(topk_weights), handle=out.handle)
-            y = change(outputs(rank, len(out.x), **where))
-            res = buffer.combine(y, out.handle, topk_weights=change(out.topk_weights))
-            differentiable = ep.combine(buffer, y, out.handle)
-            results.append([out.x, out.topk_weights, again.x, again.topk_weights, *(res.x, res.topk_weights)])
-            results[-1].append(differentiable)
-        for plain, other in zip(*results):
-            assert torch.equal(plain, other)
-        if layout == "expert":
-            assert_received(out, expected(buffer)[0])
 
 
 # ---- ranks that do not agree ----------------------------------------------------------------------------------------
@@ -616,3 +575,29 @@ def test_a_destroyed_buffer_and_its_handles_are_refused(rank, engine):
         living.destroy()
     with make_buffer(engine=engine) as buffer:
         round_trip(buffer)
+
+
+# ---- facts that an engine found -------------------------------------------------------------------------------------
+
+
+def test_too_few_rows_has_the_largest_need():
+    assert checks.too_few_rows([(40, 39), (3, 39), (70, -1), (8, 0)]).needed_rows == 40
+
+
+def test_an_expert_above_the_last_one_is_an_error_with_its_token():
+    found = checks.bad_entry((3, 1, 8, False), 8)
+    assert type(found) is UnknownExpertError and found.token == 3
+    for entry in ((3, 1, -2, False), (3, 1, 7, True)):
+        assert type(checks.bad_entry(entry, 8)) is ValueError
+
+
+@pytest.mark.parametrize(
+    "found", [checks.too_few_rows([(40, 39)]), checks.bad_entry((3, 1, 8, False), 8), ValueError("x")], ids=str
+)
+def test_an_error_that_is_made_again_keeps_its_facts(found):
+    made = pickle.loads(pickle.dumps(errors.again(found, ". And more")))
+    assert type(made) is type(found) and str(made) == f"{found}. And more" and made.args[1:] == found.args[1:]
+
+
+def test_more_choices_than_can_be_counted_are_an_error_of_topk_idx():
+    assert str(checks.too_many_choices(2, 2**31)).startswith("topk_idx: rank 2")

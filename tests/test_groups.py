@@ -2,9 +2,10 @@
 
 from datetime import timedelta
 
-import pytest
 import torch.distributed as dist
+from conftest import on_ranks
 from round_trip import make_buffer, round_trip
+from test_errors import assert_refused
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 import ep_dispatcher as ep
@@ -32,7 +33,8 @@ class Reloadable(ProcessGroup):
         return self.group.allreduce(*args, **kwargs)
 
 
-def use_wrapped(rank: int) -> None:
+@on_ranks(2)
+def test_a_wrapped_group_also_after_it_was_made_again(rank):
     group = Reloadable(dist.new_group([0, 1]))
     for _ in range(2):
         with make_buffer(group) as buffer:
@@ -40,29 +42,15 @@ def use_wrapped(rank: int) -> None:
         inner = registered_group(group)
         assert inner is group.group and registered_group(inner) is inner
         dist.destroy_process_group(group.group)
-        with pytest.raises(
-            ValueError, match="group: given a Reloadable of 2 ranks that torch.distributed does not know"
-        ):
-            make_buffer(group)
+        assert_refused("group", make_buffer, group)
         group.group = dist.new_group([0, 1])
 
 
-def test_a_wrapped_group_also_after_it_was_made_again(pools):
-    pools(2).run(use_wrapped)
-
-
-def use_unknown(rank: int) -> None:
-    group = ProcessGroup(PrefixStore("unknown", HashStore()), rank, 2)
-    with pytest.raises(ValueError) as caught:
-        make_buffer(group)
-    text = str(caught.value)
-    assert text.startswith("group: given a ProcessGroup of 2 ranks that torch.distributed does not know, allowed: a ")
+@on_ranks(2)
+def test_a_group_that_is_not_registered_is_refused(rank):
+    assert_refused("group", make_buffer, ProcessGroup(PrefixStore("unknown", HashStore()), rank, 2))
     with make_buffer() as buffer:
         round_trip(buffer)
-
-
-def test_a_group_that_is_not_registered(pools):
-    pools(2).run(use_unknown)
 
 
 class InPython(dist.Store):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from round_trip import HIDDEN, MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
+from conftest import on_ranks
+from round_trip import MAX_TOKENS, NUM_EXPERTS, NUM_TOPK, device, inputs, make_buffer
+from test_errors import assert_refused
 
 import ep_dispatcher as ep
 from ep_dispatcher.tools.testing import same_bits
@@ -54,7 +56,8 @@ def test_a_plan_first_gives_the_same_bits(pools, engine, num_ranks, ranks_per_no
     pools(num_ranks).run(plan_first, engine, ranks_per_node)
 
 
-def plan_for_pairs(rank: int, engine: str) -> None:
+@on_ranks(2)
+def test_a_plan_serves_pairs(rank, engine):
     sizes = dict(hidden=256, num_experts=NUM_EXPERTS, num_topk=NUM_TOPK, max_tokens_per_rank=MAX_TOKENS, timeout_s=30)
     with ep.Buffer(engine=engine, **sizes) as buffer:
         _, topk_idx, topk_weights = inputs(rank, device=device(buffer))
@@ -63,38 +66,10 @@ def plan_for_pairs(rank: int, engine: str) -> None:
         assert_same(tensors_of(out), tensors_of(buffer.dispatch(pair, topk_idx, topk_weights)))
 
 
-def test_a_plan_serves_pairs(pools, engine):
-    pools(2).run(plan_for_pairs, engine)
-
-
-def refused(call, *parts: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    for part in parts:
-        assert part in str(error.value), (part, str(error.value))
-
-
-def wrong_plans(rank: int, engine: str) -> None:
+@on_ranks(1)
+def test_a_plan_finds_a_repeated_expert(rank, engine):
+    """On the rank that gave it. test_errors.py has the other mistakes."""
     with make_buffer(engine=engine) as buffer:
-        x, topk_idx, _ = inputs(rank, device=device(buffer))
-        refused(lambda: buffer.plan(None), "topk_idx", "NoneType")
-        refused(lambda: buffer.plan([[0, 1]]), "topk_idx", "list", f"[num_tokens, {NUM_TOPK}]")
-        refused(lambda: buffer.plan(topk_idx.float()), "topk_idx", "torch.float32")
-        refused(lambda: buffer.plan(topk_idx[:, :1]), "topk_idx", f"{NUM_TOPK}]")
-        many = topk_idx.new_zeros(MAX_TOKENS + 1, NUM_TOPK)
-        refused(lambda: buffer.plan(many), "topk_idx", f"{MAX_TOKENS + 1} rows", f"max_tokens_per_rank = {MAX_TOKENS}")
-        refused(lambda: buffer.plan(topk_idx, layout="decode"), "layout", "'decode'", "'expert', 'rank'")
-        refused(lambda: buffer.plan(topk_idx, expert_alignment=0), "expert_alignment")
-        refused(lambda: buffer.plan(topk_idx, max_recv_rows=-1), "max_recv_rows")
-        # Nothing was sent, so the ranks are in step. A plan knows its number of tokens.
-        handle = buffer.plan(topk_idx)
-        refused(lambda: buffer.dispatch(x[1:], handle=handle), "x", f"{len(x) - 1} rows")
-        assert buffer.dispatch(x, handle=handle).x.shape[1] == HIDDEN
-        # A repeated expert is found by the engine, on the rank that gave it.
-        bad = topk_idx.clone()
-        bad[0] = 1
-        refused(lambda: buffer.plan(bad), "topk_idx[0, 1]", "expert 1 again")
-
-
-def test_wrong_plans_are_value_errors(pools, engine):
-    pools(1).run(wrong_plans, engine)
+        topk_idx = inputs(rank, device=device(buffer))[1]
+        topk_idx[0] = 1
+        assert_refused("topk_idx[0, 1]", buffer.plan, topk_idx)

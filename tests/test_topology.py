@@ -5,37 +5,22 @@ import itertools
 import pytest
 import torch
 from round_trip import make_buffer, node_of, round_trip
+from test_errors import error_of
 
 from ep_dispatcher import buffer as buffer_module
 from ep_dispatcher.topology import Topology, host_id
 
 
-def nodes(host_of: str, ranks_per_node: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Of the topology of ranks on hosts, one letter each; the same whichever rank asks."""
-    found = {Topology.make(rank, list(host_of), ranks_per_node).nodes for rank in range(len(host_of))}
-    assert len(found) == 1
-    return found.pop()
-
-
-@pytest.mark.parametrize(
-    "host_of,expected",
-    [
-        ("A", ((0,),)),
-        ("AAA", ((0, 1, 2),)),
-        ("AABB", ((0, 1), (2, 3))),
-        ("ABAB", ((0, 2), (1, 3))),
-        ("ABBA", ((0, 3), (1, 2))),
-        ("BA", ((0,), (1,))),  # in the order of their first rank, not of their names
-        ("ABCABC", ((0, 3), (1, 4), (2, 5))),
-    ],
-)
-def test_nodes_are_the_hosts(host_of, expected):
-    assert nodes(host_of) == expected
-
-
 @pytest.mark.parametrize(
     "host_of,ranks_per_node,expected",
     [
+        ("A", None, ((0,),)),
+        ("AAA", None, ((0, 1, 2),)),
+        ("AABB", None, ((0, 1), (2, 3))),
+        ("ABAB", None, ((0, 2), (1, 3))),
+        ("ABBA", None, ((0, 3), (1, 2))),
+        ("BA", None, ((0,), (1,))),  # in the order of their first rank, not of their names
+        ("ABCABC", None, ((0, 3), (1, 4), (2, 5))),
         ("AAAA", 4, ((0, 1, 2, 3),)),
         ("AAAA", 2, ((0, 1), (2, 3))),
         ("AAAA", 1, ((0,), (1,), (2,), (3,))),
@@ -43,31 +28,29 @@ def test_nodes_are_the_hosts(host_of, expected):
         ("ABAB", 1, ((0,), (1,), (2,), (3,))),
     ],
 )
-def test_nodes_can_be_forced(host_of, ranks_per_node, expected):
-    assert nodes(host_of, ranks_per_node) == expected
+def test_nodes_are_the_hosts_or_forced(host_of, ranks_per_node, expected):
+    """Whichever rank asks."""
+    for rank in range(len(host_of)):
+        assert Topology.make(rank, list(host_of), ranks_per_node).nodes == expected
 
 
 @pytest.mark.parametrize(
-    "host_of,ranks_per_node,words",
+    "argument,host_of,ranks_per_node",
     [
-        ("AAB", None, ["group", "[2, 1]", "same number on every host", "ranks_per_node"]),
-        ("AAAABB", None, ["group", "[4, 2]"]),
-        ("AAAA", 3, ["ranks_per_node", "given 3", "divisor", "(4)"]),
-        ("AAAA", 8, ["ranks_per_node", "given 8", "divisor", "(4)"]),
-        ("AAAA", 0, ["ranks_per_node", "given 0", "divisor", "(4)"]),
-        ("AAAA", -2, ["ranks_per_node", "given -2", "divisor", "(4)"]),
-        ("ABAB", 2, ["ranks_per_node", "given 2", "ranks [0, 1]", "not on one host"]),
-        ("AAABBB", 2, ["ranks_per_node", "given 2", "ranks [2, 3]", "not on one host"]),
+        ("group", "AAB", None),
+        ("group", "AAAABB", None),
+        ("ranks_per_node", "AAAA", 3),
+        ("ranks_per_node", "AAAA", 8),
+        ("ranks_per_node", "AAAA", 0),
+        ("ranks_per_node", "AAAA", -2),
+        ("ranks_per_node", "ABAB", 2),
+        ("ranks_per_node", "AAABBB", 2),
     ],
 )
-def test_what_cannot_be_split_is_an_error_on_every_rank(host_of, ranks_per_node, words):
-    messages = set()
-    for rank in range(len(host_of)):
-        with pytest.raises(ValueError) as caught:
-            Topology.make(rank, list(host_of), ranks_per_node)
-        messages.add(str(caught.value))
-    (message,) = messages
-    assert all(word in message for word in words), message
+def test_hosts_that_cannot_be_split_are_the_same_error_whichever_rank_asks(argument, host_of, ranks_per_node):
+    make = lambda rank: Topology.make(rank, list(host_of), ranks_per_node)  # noqa: E731
+    (text,) = {error_of(make, rank) for rank in range(len(host_of))}
+    assert text.startswith(f"{argument}: ")
 
 
 @pytest.mark.parametrize("host_of,ranks_per_node", [("AAAA", None), ("ABAB", None), ("AAAAAA", 2), ("AABB", 1)])
@@ -84,12 +67,12 @@ def test_places_of_the_ranks(host_of, ranks_per_node):
     assert sorted(rank for ranks in {t.rail for t in topologies} for rank in ranks) == list(all_ranks)
 
 
-def host_ids(rank):
+def host_id_of(rank):
     return host_id()
 
 
 def test_processes_of_one_host_have_the_same_id(pools):
-    assert set(pools(2).run(host_ids)) == {host_id()}
+    assert pools(2).run(host_id_of) == [host_id()] * 2
 
 
 def on_hosts(rank, host_of, ranks_per_node, expected_nodes, dtype=torch.bfloat16):
@@ -122,10 +105,7 @@ def test_interleaved_hosts_work(pools, host_of, expected_nodes, dtype):
 
 
 def fails_on_hosts(rank, host_of, ranks_per_node):
-    try:
-        on_hosts(rank, host_of, ranks_per_node, None)
-    except ValueError as error:
-        return str(error)
+    return error_of(on_hosts, rank, host_of, ranks_per_node, None)
 
 
 @pytest.mark.parametrize("host_of,ranks_per_node", [("AABA", None), ("ABAB", 2)])
