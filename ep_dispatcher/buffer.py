@@ -382,8 +382,8 @@ class Buffer:
         engine, argument = self.live_engine(), f"{operation}_wait_ns"
         if wait_ns is not None:
             checks.tensor(argument, wait_ns, (torch.int64,), (self.topology.num_ranks,), engine.device)
-            if not wait_ns.is_contiguous():
-                checks.fail(argument, f"strides {wait_ns.stride()}", "a contiguous tensor")
+            if not wait_ns.is_contiguous() or wait_ns.is_neg():
+                checks.fail(argument, f"strides {wait_ns.stride()}, negated: {wait_ns.is_neg()}", "one in plain memory")
             writable(argument, wait_ns)
         engine.measure_waits(operation, wait_ns)
         self._wait_ns[operation] = wait_ns

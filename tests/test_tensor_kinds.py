@@ -103,7 +103,7 @@ def kind_of_argument(rank: int, engine: str, name: str, argument: str) -> None:
         given = [*given_to(rank, buffer)]
         right = operate(buffer, argument, lambda t: t, *given)
         if arrives:
-            assert same_bits(torch.Tensor(operate(buffer, argument, KINDS[name], *given)).detach(), right)
+            assert same_bits(torch.Tensor(operate(buffer, argument, KINDS[name], *given)).detach().resolve_neg(), right)
         else:
             assert_refused(argument, operate, buffer, argument, KINDS[name], *given)
 
