@@ -1,6 +1,7 @@
 """ep_dispatcher.integrations.torchtitan: torchtitan's own trainer with this dispatcher and with its own ones."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,20 +40,24 @@ def run(rank: int, overrides: tuple[str, ...], options: dict) -> tuple[list[tupl
 
 
 @pytest.mark.parametrize(
-    "options, rel",
+    "options, first",
     [
         (dict(parallel=EP4), 1e-6),
         (dict(parallel=dict(expert_parallel_degree=4, tensor_parallel_degree=2)), 1e-6),
         exhaustive(dict(parallel=dict(expert_parallel_degree=2, tensor_parallel_degree=2)), 1e-6),
         exhaustive(dict(parallel=dict(expert_parallel_degree=2)), 1e-6),
-        exhaustive(dict(parallel=EP4, dtype="bfloat16"), 1e-3),
+        exhaustive(dict(parallel=EP4, dtype="bfloat16"), 1e-4),
     ],
 )
-def test_it_trains_as_torchtitan_alone_does(pools, options, rel):
-    """With FSDP2 and tensor parallelism around: the experts' weights are sharded over the other ranks."""
+def test_it_trains_as_torchtitan_alone_does(pools, options, first):
+    """With FSDP2 and tensor parallelism around: the experts' weights are sharded over the other ranks.
+
+    The first step shows the gradients: its norm is before any update. AdamW then makes differences of rounding larger.
+    """
     for (seen, launched), (expected, none) in zip(pools(4).run(run, (OURS,), options), pools(4).run(run, (), options)):
         assert none == [] and len(launched) == 4 * 2 * 4  # steps, MoE layers, two operations forward and two backward
-        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=rel)
+        assert seen[0] == pytest.approx(expected[0], rel=first)
+        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=1e-3)
         assert seen[-1][0] < seen[0][0] - 1
 
 
@@ -90,7 +95,8 @@ def test_checkpoints_that_keep_nothing_move_rows_again(pools, plain):
 def test_padding_for_float8_experts(pools, plain):
     """The converters to float8 want padding, and say so by another Config, which this one replaces too."""
     for (seen, _), (expected, _) in zip(pools(4).run(run, (OURS,), dict(parallel=EP4, pad_multiple=16)), plain):
-        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=1e-6)
+        assert seen[0] == pytest.approx(expected[0], rel=1e-6)
+        assert torch.tensor(seen).allclose(torch.tensor(expected), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +119,22 @@ def test_it_refuses_a_job_without_expert_parallelism(pools):
         pools(4).run(run, (OURS,), dict(parallel={}))
 
 
-def make_dispatcher(kind: str, **options):
-    """torchtitan's dispatcher of this kind, or ours, with the ranks of the default group."""
+def test_it_refuses_to_replace_a_policy_of_checkpoints_of_ones_own():
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    from ep_dispatcher.integrations.torchtitan import selective_ac
+
+    class Own(SelectiveAC):
+        @dataclass(kw_only=True, slots=True)
+        class Config(SelectiveAC.Config):
+            pass
+
+    with pytest.raises(ValueError, match="^activation_checkpoint: "):
+        selective_ac(Own.Config())
+
+
+def make_dispatchers(kind: str, **options) -> list:
+    """Two dispatchers, torchtitan's of this kind or ours, with the ranks of the default group."""
     import torchtitan_case as case
     from torchtitan.distributed.utils import set_spmd_backend
 
@@ -123,8 +143,10 @@ def make_dispatcher(kind: str, **options):
     set_spmd_backend("partial_dtensor")
     config = dict(num_experts=NUM_EXPERTS, top_k=TOP_K)
     owner = torchtitan.EPTokenDispatcher if kind == "ours" else case.AllToAllTokenDispatcher
-    made = owner.Config(**config, **options).build()
-    made.wire_meshes(ep_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"])
+    made = [owner.Config(**config, **options).build() for _ in range(2)]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))["ep"]
+    for one in made:
+        one.wire_meshes(ep_mesh=mesh)
     return made
 
 
@@ -140,15 +162,18 @@ def layer(dispatcher, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) 
 def gradients(rank: int, kind: str, options: dict, sizes: tuple[int, ...], compiles: bool) -> list:
     """Outputs and gradients of layers with so many tokens, one after the other."""
     torch._dynamo.reset()
-    dispatcher, seen = make_dispatcher(kind, **options), []
+    torch._dynamo.utils.counters.clear()
+    dispatchers, seen = make_dispatchers(kind, **options), []
     step = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
-    for num_tokens in sizes:
+    for num_tokens, dispatcher in [(sizes[0], dispatchers[1]), *((size, dispatchers[0]) for size in sizes)]:
         ids, scores = make_routing("uniform", num_tokens, NUM_EXPERTS, TOP_K, seed=10 * num_tokens + rank)
         x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(rank)).requires_grad_()
         scores.requires_grad_()
         out = step(dispatcher, x, scores, ids)
         out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
         seen.append((out.detach(), x.grad, scores.grad))
+        if len(seen) == 2:  # two layers of one size
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compiles)
     return seen
 
 

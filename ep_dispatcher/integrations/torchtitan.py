@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class TitanBuffer(ep.Buffer):
 
 
 _buffers: dict[tuple[object, ...], list[TitanBuffer]] = {}  # by group and kind of rows; the last one is the largest
+_dispatchers: WeakSet[EPTokenDispatcher] = WeakSet()
 
 
 @functools.cache
@@ -79,6 +81,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         self.capacity_factor, self.most_tokens = factor, config.num_max_tokens_per_rank
         self.alignment = config.pad_multiple or 1
         self.buffer: TitanBuffer | None = None
+        _dispatchers.add(self)
 
     def init_buffer(self) -> None:
         """Refuse a job without expert parallelism. The first forward pass makes the buffer, as it knows the rows."""
@@ -98,7 +101,7 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
         """
         del num_local_tokens_per_expert_E  # the plan counts
         num_tokens, hidden = x_TD.shape
-        held = self.held_tokens()
+        held = self.held_tokens(hidden, x_TD.dtype)
         if num_tokens > held:
             most = self.most_tokens or (2 * held if held else num_tokens)
             while most < num_tokens:  # in a graph of dynamic shapes this is the way to a number
@@ -138,13 +141,17 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
 
     # Called while a graph is traced, not in the graph. What they see there is no reason to trace it again.
     @torch.compiler.assume_constant_result
-    def held_tokens(self) -> int:
-        """Return how many tokens the buffer holds, 0 without one."""
-        return 0 if self.buffer is None else self.buffer.config.max_tokens_per_rank
+    def held_tokens(self, hidden: int, dtype: torch.dtype) -> int:
+        """Return how many tokens the buffer holds, 0 without one for such rows."""
+        config = None if self.buffer is None else self.buffer.config
+        return 0 if config is None or (config.hidden, config.dtype) != (hidden, dtype) else config.max_tokens_per_rank
 
     @torch.compiler.assume_constant_result
     def make_buffer(self, max_tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        """Set ``buffer`` to one for so many tokens, which all layers share. Collective: all ranks bring as many."""
+        """Set ``buffer`` of all such layers to one for so many tokens. Collective: all ranks bring as many.
+
+        Layers that differ in nothing share a graph too: a layer without a buffer would be compiled again.
+        """
         self.init_buffer()
         group = self.ep_mesh.get_group()
         made = _buffers.setdefault((group, hidden, dtype, self.num_experts, self.top_k), [])
@@ -159,7 +166,11 @@ class EPTokenDispatcher(BaseEPTokenDispatcher):
                     dtype=dtype,
                 )
             made.append(buffer)
-        self.buffer = made[-1]
+        mine = self.ep_mesh, self.num_experts, self.top_k
+        for other in _dispatchers:
+            is_free = other is self or other.buffer is None or other.held_tokens(hidden, dtype)
+            if is_free and (other.ep_mesh, other.num_experts, other.top_k) == mine:
+                other.buffer = made[-1]
         if self.capacity_factor is not None:
             _check_before_steps()
 
