@@ -11,12 +11,11 @@ import test_decode
 import torch
 import torch.distributed as dist
 from test_cuda_stress import assert_step
-from test_dispatch_combine import Case, Inputs, Received, expected_of, expert_rows, random_rows, rows_needed, to
+from test_dispatch_combine import Case, Received, expected_of, expert_rows, make_inputs, random_rows, rows_needed, to
 
 import ep_dispatcher as ep
-from ep_dispatcher.tools.testing import device_of, make_routing
+from ep_dispatcher.tools.testing import device_of
 
-NUM_TOKENS = (300, 270)  # of even and odd ranks: more than one chunk of a combine, and of a window between nodes
 KINDS = [
     dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512, alignment=8, recv="spare"),
     dict(dtype=torch.float32, num_topk=2, experts_per_rank=2, hidden=64, layout="rank"),
@@ -26,17 +25,6 @@ DECODE_KINDS = [
     dict(dtype=torch.bfloat16, num_topk=3, experts_per_rank=4, hidden=512),
     dict(dtype=torch.bfloat16, num_topk=4, experts_per_rank=4, hidden=256, payload="quantize", routing="masked"),
 ]
-
-
-def make_inputs(case: Case) -> Inputs:
-    x, topk_idx, weights = [], [], []
-    for rank in range(case.num_ranks):
-        num_tokens = NUM_TOKENS[rank % 2]
-        idx, w = make_routing(case.routing, num_tokens, case.num_experts, case.num_topk, seed=rank)
-        x.append(random_rows(case, num_tokens, seed=rank))
-        topk_idx.append(idx)
-        weights.append(w)
-    return Inputs(x, topk_idx, weights)
 
 
 def run(case: Case, rank: int, engine: str) -> None:
@@ -95,9 +83,10 @@ def main(rank: int = 0, num_ranks: int = 1, ranks_per_node: int = 1, file: str =
         cuda_engine.DEFAULT_SMS = 4  # of run_decode; tools watch every block
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=num_ranks)
     for kind in KINDS:
-        run(Case(num_ranks, ranks_per_node, **kind), rank, engine)
+        run(Case(num_ranks, ranks_per_node, tokens="few chunks", **kind), rank, engine)
     for kind in DECODE_KINDS:
-        run_decode(Case(num_ranks, ranks_per_node, layout="decode", weighted=False, **kind), rank, engine)
+        shape = dict(layout="decode", weighted=False, tokens="few chunks", **kind)
+        run_decode(Case(num_ranks, ranks_per_node, **shape), rank, engine)
     run_layer(num_ranks, ranks_per_node, rank, engine)
     dist.destroy_process_group()
     print(f"rank {rank} of {num_ranks}: right")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from conftest import on_ranks
 from torch import Tensor
 
 import ep_dispatcher as ep
@@ -120,6 +121,13 @@ def assert_bitwise(ranks) -> None:
                 assert torch.equal(a, b) and a.abs().sum() > 0
 
 
+def assert_close(ranks) -> None:
+    for steps in ranks:
+        for eager, compiled, _ in steps:
+            for a, b in zip(eager, compiled):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no-weights"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("function", [one_layer, two_layers, cached_handle], ids=lambda f: f.__name__)
@@ -127,7 +135,7 @@ def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_wei
     """The second step has another routing and needs no new graph."""
     ranks = run_compare(pools, engine, function, layout=layout, has_weights=has_weights)
     assert_bitwise(ranks)
-    assert [made for steps in ranks for _, _, made in steps] == [1, 1, 1, 1]
+    assert all(made == 1 for steps in ranks for _, _, made in steps)
     assert not torch.equal(ranks[0][0][0][0], ranks[0][1][0][0]), "the steps are the same"
 
 
@@ -137,24 +145,23 @@ def test_quantized(pools, engine, ranks_per_node):
     assert_bitwise(run_compare(pools, engine, two_layers, config=config, quantize="e4m3_1x128", expert_alignment=4))
 
 
-@pytest.mark.parametrize("num_rows", [NUM_ROWS * 4, None], ids=["fixed-rows", "counted-rows"])
-def test_another_number_of_tokens(pools, engine, num_rows):
-    """A second graph for sizes that vary, and no third."""
+@pytest.mark.parametrize(
+    "dynamic,num_rows,layout,graphs_made",
+    [
+        (None, NUM_ROWS * 4, "expert", [1, 2, 2, 2]),
+        (None, None, "expert", [1, 2, 2, 2]),
+        (True, NUM_ROWS * 4, "expert", [1, 1, 1, 1]),
+        (True, None, "rank", [1, 1, 1, 1]),
+    ],
+)
+def test_another_number_of_tokens(pools, engine, dynamic, num_rows, layout, graphs_made):
+    """A second graph for sizes that vary, and no third; with dynamic=True one for every number of tokens."""
     steps = [(0, NUM_TOKENS), (1, 2 * NUM_TOKENS), (2, 3 * NUM_TOKENS), (3, NUM_TOKENS - 1)]
-    ranks = run_compare(pools, engine, one_layer, steps=steps, max_recv_rows=num_rows)
+    options = dict(steps=steps, max_recv_rows=num_rows, layout=layout, dynamic=dynamic)
+    ranks = run_compare(pools, engine, one_layer, **options)
     assert_bitwise(ranks)
     for steps in ranks:
-        assert [made for _, _, made in steps] == [1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("num_rows,layout", [(NUM_ROWS * 4, "expert"), (None, "rank")], ids=["fixed", "counted"])
-def test_dynamic_shapes_from_the_first_call(pools, engine, num_rows, layout):
-    """One graph for every number of tokens."""
-    steps = [(0, NUM_TOKENS), (1, 2 * NUM_TOKENS), (2, NUM_TOKENS - 1)]
-    ranks = run_compare(pools, engine, one_layer, steps=steps, max_recv_rows=num_rows, layout=layout, dynamic=True)
-    assert_bitwise(ranks)
-    for steps in ranks:
-        assert [made for _, _, made in steps] == [1, 1, 1]
+        assert [made for _, _, made in steps] == graphs_made
 
 
 @pytest.mark.parametrize("num_rows", [NUM_ROWS, None], ids=["fixed", "counted"])
@@ -202,11 +209,8 @@ def test_another_buffer(pools, engine, backend, dynamic, as_argument):
     ranks = pools(2).run(compare_new_buffers, engine, backend, dynamic, as_argument, timeout_s=COMPILE_S)
     if backend != "inductor":
         assert_bitwise(ranks)
-    for steps in ranks:
-        assert steps[-1][2] <= 3
-        for eager, compiled, _ in steps:
-            for a, b in zip(eager, compiled):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert_close(ranks)
+    assert all(steps[-1][2] <= 3 for steps in ranks)
 
 
 WHEN_DYNAMO_IS_IMPORTED = """
@@ -236,17 +240,6 @@ print("group is held", group() is not None)
 """
 
 
-def test_dynamo_is_imported_with_the_first_buffer():
-    """Not by the first operation, whose peers would wait for it, nor by those who only import the package.
-
-    And it does not hold the group: destroy_process_group would leave its threads, which can abort a process at its end.
-    """
-    command = [sys.executable, "-c", WHEN_DYNAMO_IS_IMPORTED]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
-    expected = ["before False", "buffer True", "operations []", "group is held False"]
-    assert result.stdout.splitlines() == expected, result.stderr
-
-
 LATE_IMPORT = """
 import weakref
 import torch.distributed as dist
@@ -260,23 +253,34 @@ print("group is held", group() is not None)
 """
 
 
-def test_an_import_holds_no_group():
-    result = subprocess.run([sys.executable, "-c", LATE_IMPORT], capture_output=True, text=True, timeout=COMPILE_S)
-    assert result.stdout == "group is held False\n", result.stderr
+@pytest.mark.parametrize(
+    "script,expected",
+    [
+        (WHEN_DYNAMO_IS_IMPORTED, ["before False", "buffer True", "operations []", "group is held False"]),
+        (LATE_IMPORT, ["group is held False"]),
+    ],
+    ids=["buffer", "import"],
+)
+def test_dynamo_is_imported_with_the_first_buffer_and_holds_no_group(script, expected):
+    """Not by the first operation, whose peers would wait for it, nor by those who only import the package.
+
+    destroy_process_group would leave the threads of a group that is held, which can abort a process at its end.
+    """
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+    assert result.stdout.splitlines() == expected, result.stderr
 
 
 def test_inductor(pools):
     """Its own kernels round otherwise than PyTorch's, so close is all that can be asked."""
     ranks = run_compare(pools, "cpu", two_layers, "inductor")
-    for steps in ranks:
-        for eager, compiled, made in steps:
-            assert made == 1
-            for a, b in zip(eager, compiled):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert_close(ranks)
+    assert all(made == 1 for steps in ranks for _, _, made in steps)
 
 
-def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
-    """The operations as they run; layers of different sizes tempt a compiler that saves memory to reorder."""
+@on_ranks(1, timeout_s=COMPILE_S)
+def test_operations_keep_their_order(rank):
+    """All ranks must run them in one order. Layers of other sizes tempt a compiler that saves memory to reorder."""
     sizes = [60, 3, 25]
     with make_buffer() as buffer:
         seen, engine = [], buffer.live_engine()
@@ -302,17 +306,13 @@ def order_of_independent_layers(rank: int) -> list[tuple[str, int]]:
         xs = [torch.randn(n, HIDDEN).requires_grad_() for n in sizes]
         ys = torch.compile(layers, fullgraph=True, backend="inductor")(xs, idxs)
         sum(y.sum() for y in ys).backward()
-    return seen
-
-
-def test_operations_keep_their_order(pools):
-    """All ranks must run the operations in one order, and their sizes differ."""
     forward = [(operation, layer) for layer in range(3) for operation in ("dispatch", "combine")]
     backward = [(operation, layer) for layer in (2, 1, 0) for operation in ("dispatch", "combine")]
-    assert pools(1).run(order_of_independent_layers, timeout_s=COMPILE_S) == [forward + backward]
+    assert seen == forward + backward
 
 
-def check_operators(rank: int) -> dict[str, dict[str, str]]:
+@on_ranks(1, timeout_s=COMPILE_S)
+def test_the_operators_are_what_torch_library_wants(rank):
     dispatch, combine = (torch.ops.ep_dispatcher.dispatch.default, torch.ops.ep_dispatcher.combine.default)
     results = {}
     with make_buffer(dtype=torch.bfloat16) as buffer:
@@ -344,10 +344,6 @@ def check_operators(rank: int) -> dict[str, dict[str, str]]:
             y = torch.randn(NUM_ROWS, HIDDEN).bfloat16().requires_grad_()
             check(f"combine, {layout}", combine, (y, plan, out_weights, NUM_TOKENS, layout, buffer.id))
             check(f"combine without weights, {layout}", combine, (y, plan, None, NUM_TOKENS, layout, buffer.id))
-    return {name: {test: str(outcome) for test, outcome in tests.items()} for name, tests in results.items()}
-
-
-def test_the_operators_are_what_torch_library_wants(pools):
-    (results,) = pools(1).run(check_operators, timeout_s=COMPILE_S)
     assert len(results) == 16
-    assert {name: tests for name, tests in results.items() if set(tests.values()) != {"SUCCESS"}} == {}
+    failed = {name: tests for name, tests in results.items() if {*map(str, tests.values())} != {"SUCCESS"}}
+    assert not failed, failed

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
+from conftest import exhaustive, on_ranks
 from deep_ep_case import Case as DeepCase
 from deep_ep_case import environment, make_data
 
@@ -115,20 +115,16 @@ def everything(engine: str, ranks_per_node: int | None, given: Given) -> dict[st
     return {name: t.detach() for name, t in made.items()}
 
 
-def both(rank: int, engine: str, ranks_per_node, defaults) -> list[str]:
+@pytest.mark.parametrize("ranks_per_node", [None, exhaustive(1)])
+@defaults(*DEFAULTS)
+@on_ranks(2)
+def test_operations_make_the_same_bits(rank, engine, ranks_per_node, defaults):
     given = Given(rank, device_of(engine, rank))
     right = everything(engine, ranks_per_node, given)
     with default(*defaults):
         found = everything(engine, ranks_per_node, given)
-    return [
-        name for name in right if found[name].device != right[name].device or not same_bits(found[name], right[name])
-    ]
-
-
-@pytest.mark.parametrize("ranks_per_node", [None, exhaustive(1)])
-@defaults(*DEFAULTS)
-def test_operations_make_the_same_bits(pools, engine, ranks_per_node, defaults):
-    assert pools(2).run(both, engine, ranks_per_node, defaults) == [[], []]
+    for name, tensor in right.items():
+        assert found[name].device == tensor.device and same_bits(found[name], tensor), name
 
 
 def deep_ep(case: DeepCase, data, rank: int) -> dict[str, torch.Tensor]:
@@ -159,20 +155,17 @@ def deep_ep(case: DeepCase, data, rank: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def both_of_deep_ep(rank: int, case: DeepCase, defaults) -> list[str]:
+@pytest.mark.parametrize("exact", [False, exhaustive(True)])
+@defaults(*DEFAULTS)
+@on_ranks(4)
+def test_deep_ep_gives_the_same_bits(rank, engine, exact, defaults):
+    case = DeepCase(engine, exact=exact)
     with environment(case):
         data = make_data(case, rank)
         right = deep_ep(case, data, rank)
         with default(*defaults):
             found = deep_ep(case, data, rank)
-    return [name for name in right if not same_bits(found[name], right[name])]
-
-
-@pytest.mark.parametrize("exact", [False, exhaustive(True)])
-@defaults(*DEFAULTS)
-def test_deep_ep_gives_the_same_bits(pools, engine, exact, defaults):
-    case = DeepCase(engine, exact=exact)
-    assert pools(4).run(both_of_deep_ep, case, defaults) == [[]] * 4
+    assert not [name for name in right if not same_bits(found[name], right[name])]
 
 
 def both_of_megatron(rank: int, defaults) -> list[str]:

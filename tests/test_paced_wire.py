@@ -98,8 +98,8 @@ def test_wrong_arguments(script, capsys, argument, given):
     assert f"argument {argument}: given '{given[-1]}', allowed: " in capsys.readouterr().err
 
 
-def run_script(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
+def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, SCRIPT.with_name(f"{name}.py"), *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
@@ -114,8 +114,7 @@ def has_pace() -> bool:
 @pytest.mark.skipif(cuda_problem() is None, reason="this process can use a GPU")
 @pytest.mark.parametrize("name", ["paced_wire", "time_line"])
 def test_without_a_gpu_it_says_why(tmp_path, name):
-    command = [sys.executable, SCRIPT.with_name(f"{name}.py"), "--out", tmp_path / "found"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    found = run_script(name, "--out", tmp_path / "found")
     assert found.returncode == 2 and "allowed: the CUDA engine" in found.stderr
 
 
@@ -124,8 +123,8 @@ def test_without_a_gpu_it_says_why(tmp_path, name):
 def test_a_run(tmp_path, layout):
     out = tmp_path / "paced.json"
     sizes = "--tokens 64 --hidden 512 --experts 8 --topk 2 --ranks-per-node 1 --graphs 3".split()
-    sizes += ["--layout", layout]
-    found = run_script(*sizes, "--sms", "4", "--rates", "0.1", "--sms-at", "4", "--at", "0.1", "--out", out)
+    rates = ["--rates", "0.1", "--at", "0.1", "--sms", "4", "--sms-at", "4"]
+    found = run_script("paced_wire", *sizes, *rates, "--layout", layout, "--out", out)
     assert found.returncode == 0, found.stderr
     points = json.loads(out.read_text())["points"]
     expected = [(name, rate) for rate in (0.1, None) for name in OPERATIONS]

@@ -1,8 +1,6 @@
 """examples/pytorch_moe.py: FSDP2, mixed precision, torch.compile and checkpoints around ep.moe_mlp; and DDP."""
 
 import importlib
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from commands import ROOT
+from commands import ROOT, torchrun
 from conftest import exhaustive
 from test_experts import swiglu_experts
 from torch import nn
@@ -112,14 +110,11 @@ def test_compile_and_checkpoints_change_no_bit_and_move_nothing(pools, precision
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", ["--precision autocast --no-compile", exhaustive("")])
-def test_it_runs_as_a_user_starts_it(options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [str(ROOT / "examples" / "pytorch_moe.py"), *options.split()]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(line.split()[3].rstrip(",")) for line in done.stdout.splitlines() if line.startswith("step ")]
+def test_it_runs_as_a_user_starts_it(options, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, output, errors = torchrun(4, str(ROOT / "examples" / "pytorch_moe.py"), *options.split(), timeout_s=COMPILE_S)
+    assert code == 0, output + errors
+    losses = [float(line.split()[3].rstrip(",")) for line in output.splitlines() if line.startswith("step ")]
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
 
 
