@@ -2,7 +2,7 @@
 #   make demo     train a small MoE language model over several ranks, on GPUs where there are (ARGS="..." is passed on)
 #   make demo-megatron  train a small GPT of Megatron-core with this dispatcher and with Megatron's own (ARGS="...")
 #   make check    a developer's loop: the format check and the core's tests, in less than 2 minutes
-#   make test     run every test, with a case of each path (less than 8 minutes on two idle cores; ARGS="..." is passed on)
+#   make test     run every test, with a case of each path (about 10 minutes on two idle cores; ARGS="..." is passed on)
 #   make test-exhaustive  run the cases that `make test` leaves out: those marked "exhaustive". CI runs both.
 #   make test-all run every case of every test in one go
 #   make bench    measure dispatch and combine (ARGS="..." is passed on)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from commands import ROOT
+from conftest import exhaustive
 
 from ep_dispatcher.tools import bench
 from ep_dispatcher.tools.benchmark.parts import ENGINE, GRAPH
@@ -114,7 +115,7 @@ def test_missing_cases_are_named(copy, capsys):
 # ---- two builds in turn ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tolerance, code", [(1000.0, 0), (-1.0, 1)])
+@pytest.mark.parametrize("tolerance, code", [exhaustive(1000.0, 0), (-1.0, 1)])
 def test_two_builds_in_turn(tolerance, code):
     """Here both are this one. With the second tolerance everything is slower than it may be. Many tokens: no decode."""
     script = [ROOT / "benchmarks" / "compare_builds.py", ROOT, ROOT, "--engine", "cpu", "--ranks", "1", "--rounds", "1"]

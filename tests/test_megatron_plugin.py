@@ -18,6 +18,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import exhaustive
 from megatron_layer import (
     CLASSES,
     OURS,
@@ -591,7 +592,7 @@ print("REPORT", json.dumps([asked[1:], type(layer.token_dispatcher).__name__]), 
 """
 
 
-@pytest.mark.parametrize("switches", ["", "overlap=True, gemm_sm_margin=True"])
+@pytest.mark.parametrize("switches", [exhaustive(""), "overlap=True, gemm_sm_margin=True"])
 def test_transformer_engine_and_apex_are_looked_for_by_megatron_alone(switches):
     """Registration, all modules of the integration, and a pass of a layer. Importing the package asks for nothing."""
     environment = os.environ | {"TESTS": TESTS, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
