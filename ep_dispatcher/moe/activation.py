@@ -81,24 +81,25 @@ def checked(given: str | Activation) -> Activation:
 def activate(hidden: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """Return the activation of rows [num_rows, pair * n] times their weights, [num_rows, n] of the rows' dtype."""
     gate, up = _split(hidden, activation)
-    value = _function(gate, activation)[0]
+    value = _function(gate, activation)
     if up is not None:
-        value = value * _linear(up, activation)[0]
-    return (value * weights[:, None]).to(hidden.dtype)
+        value = value.mul_(_linear(up, activation))
+    return value.mul_(weights[:, None]).to(hidden.dtype)
 
 
 def activate_grad(grad: Tensor, hidden: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Return the gradients of `activate`'s rows and weights, from that of its result."""
     gate, up = _split(hidden, activation)
-    value, slope = _function(gate, activation)
+    value, slope = _function(gate, activation), _function_slope(gate, activation)
     grad = grad.float()
     if up is None:
         grad_weights = (grad * value).sum(1)
         return (grad * weights[:, None] * slope).to(hidden.dtype), grad_weights
-    linear, linear_slope = _linear(up, activation)
+    linear = _linear(up, activation)
     grad_weights = (grad * value * linear).sum(1)
     grad = grad * weights[:, None]
-    return torch.cat((grad * linear * slope, grad * value * linear_slope), dim=1).to(hidden.dtype), grad_weights
+    grad_up = grad * value * _linear_slope(up, activation)
+    return torch.cat((grad * linear * slope, grad_up), dim=1).to(hidden.dtype), grad_weights
 
 
 def _split(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor | None]:
@@ -108,38 +109,62 @@ def _split(hidden: Tensor, activation: Activation) -> tuple[Tensor, Tensor | Non
     return gate, up
 
 
-def _function(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return f of the clamped gate, and its derivative."""
-    limit, inside = activation.limit, None
-    if limit is not None:
-        inside, x = x <= limit, x.clamp(max=limit)
-    if activation.function == "silu":
-        sigmoid = (x if activation.alpha == 1 else activation.alpha * x).sigmoid()
-        value, slope = x * sigmoid, sigmoid * (1 + activation.alpha * x * (1 - sigmoid))
-    elif activation.function == "gelu":
-        value = F.gelu(x)
+def _clamped_gate(gate: Tensor, activation: Activation) -> Tensor:
+    return gate if activation.limit is None else gate.clamp(max=activation.limit)
+
+
+def _function(gate: Tensor, activation: Activation) -> Tensor:
+    """Return f of the clamped gate, in new memory."""
+    x, function = _clamped_gate(gate, activation), activation.function
+    if function == "silu":
+        return F.silu(x) if activation.alpha == 1 else x * torch.sigmoid(activation.alpha * x)
+    if function in ("gelu", "gelu_tanh"):
+        return F.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none")
+    if function == "squared_relu":
+        return x.relu().square()
+    return activation.beta * torch.tanh(x / activation.beta) * x.sigmoid()
+
+
+def _function_slope(gate: Tensor, activation: Activation) -> Tensor:
+    """Return the derivative of `_function`."""
+    x, function = _clamped_gate(gate, activation), activation.function
+    if function == "silu":
+        scaled = x if activation.alpha == 1 else activation.alpha * x
+        sigmoid = scaled.sigmoid()
+        slope = sigmoid * (1 + scaled * (1 - sigmoid))
+    elif function == "gelu":
         slope = (1 + torch.erf(x / math.sqrt(2))) / 2 + x * torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    elif activation.function == "gelu_tanh":
+    elif function == "gelu_tanh":
         scale, cubic = math.sqrt(2 / math.pi), 0.044715
         tanh = torch.tanh(scale * (x + cubic * x**3))
-        value = x * (1 + tanh) / 2
         slope = (1 + tanh) / 2 + x * (1 - tanh * tanh) * scale * (1 + 3 * cubic * x * x) / 2
-    elif activation.function == "squared_relu":
-        positive = x.relu()
-        value, slope = positive * positive, 2 * positive
+    elif function == "squared_relu":
+        slope = 2 * x.relu()
     else:
         sigmoid, tanh = x.sigmoid(), torch.tanh(x / activation.beta)
-        value = activation.beta * tanh * sigmoid
-        slope = (1 - tanh * tanh) * sigmoid + value * (1 - sigmoid)
-    return value, slope if inside is None else slope * inside
+        slope = (1 - tanh * tanh) * sigmoid + activation.beta * tanh * sigmoid * (1 - sigmoid)
+    return slope if activation.limit is None else slope * (gate <= activation.limit)
 
 
-def _linear(up: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:
-    """Return what multiplies f of the gate, and its derivative."""
-    slope: Tensor | float = 1.0
-    if activation.function == "situ":
-        tanh = torch.tanh(up / activation.linear_beta)
-        up, slope = activation.linear_beta * tanh, 1 - tanh * tanh
+def _bounded(up: Tensor, activation: Activation) -> Tensor:
+    """Return up, or what SiTU makes of it."""
+    if activation.function != "situ":
+        return up
+    return activation.linear_beta * torch.tanh(up / activation.linear_beta)
+
+
+def _linear(up: Tensor, activation: Activation) -> Tensor:
+    """Return what multiplies f of the gate."""
+    up = _bounded(up, activation)
     if activation.limit is not None:
-        slope, up = slope * (up.abs() <= activation.limit), up.clamp(-activation.limit, activation.limit)
-    return up + activation.offset if activation.offset else up, slope
+        up = up.clamp(-activation.limit, activation.limit)
+    return up + activation.offset if activation.offset else up
+
+
+def _linear_slope(up: Tensor, activation: Activation) -> Tensor | float:
+    """Return the derivative of `_linear`."""
+    slope: Tensor | float = 1.0
+    bounded = _bounded(up, activation)
+    if activation.function == "situ":
+        slope = 1 - (bounded / activation.linear_beta).square()
+    return slope if activation.limit is None else slope * (bounded.abs() <= activation.limit)
