@@ -528,7 +528,7 @@ def _linear(
     OFFSET: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
 ):
-    slope = up * 0 + 1
+    slope = tl.full(up.shape, 1.0, tl.float32)
     if FUNCTION == "situ":
         tanh = _tanh(up / LINEAR_BETA)
         up = LINEAR_BETA * tanh
