@@ -377,8 +377,8 @@ def _combine_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _combine_op_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    of_y, grad_weights = _combine_backward(ctx, *gradients)
-    return of_y, None, grad_weights, *[None] * 4  # in the order of the operator's arguments
+    grad_y, grad_weights = _combine_backward(ctx, *gradients)
+    return grad_y, None, grad_weights, *[None] * 4  # in the order of the operator's arguments
 
 
 dispatch_op.register_autograd(_dispatch_op_backward, setup_context=_dispatch_op_setup)

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ep_dispatcher as ep
 from ep_dispatcher.integrations.deep_ep.pool import Key, Pool, pool_of
 from ep_dispatcher.integrations.deep_ep.rows import Kind
+from ep_dispatcher.moe.grouped_gemm import LINE_BYTES
 
 NAME = "ep_dispatcher"
 _pools: set[Pool] = set()  # they outlive models, which Python frees at different times on different ranks
-ROW_BYTES = 16  # what grouped GEMMs on a GPU need of a matrix's row
 
 
 def register() -> None:
@@ -124,7 +124,7 @@ def _are_swiglu(experts: Any) -> bool:
     has_gate_first = experts.is_concatenated and type(experts)._apply_gate is _default_apply_gate
     is_silu = type(experts.act_fn) in (torch.nn.SiLU, SiLUActivation)
     w2 = experts.down_proj
-    return has_gate_first and is_silu and w2.shape[2] * w2.itemsize % ROW_BYTES == 0
+    return has_gate_first and is_silu and w2.shape[2] * w2.itemsize % LINE_BYTES == 0
 
 
 def _grouped_forward(experts: Any, rows: Tensor, experts_of_rows: Tensor, ends: Tensor) -> Tensor:

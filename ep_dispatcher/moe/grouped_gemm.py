@@ -124,10 +124,7 @@ def linear_grad_weights(
         a, b = ([t[group] for t, group in zip(ts, expert_rows)] for ts in list(zip(*sets))[:2])
         with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
             grad_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
-        if accumulate:
-            out[expert].add_(grad_weights)
-        else:
-            out[expert].copy_(grad_weights)
+        _write(out[expert], grad_weights, accumulate)
 
 
 def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
@@ -147,10 +144,7 @@ def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool
                 weighted = weighted * row_weights[expert_rows, None]
             sums[expert] += weighted.sum(0)
     for expert_out, expert_sum in zip(out, sums):
-        if accumulate:
-            expert_out.add_(expert_sum)
-        else:
-            expert_out.copy_(expert_sum)
+        _write(expert_out, expert_sum, accumulate)
 
 
 def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
@@ -187,6 +181,13 @@ def activate_grad(
             grad_weights[expert_rows] += grad_out[expert_rows].float() @ stacked[expert].float()
     grad_weights[int(ends[-1]) :] = 0
     return grad_rows, grad_weights
+
+
+def _write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        out.add_(grad)
+    else:
+        out.copy_(grad)
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
