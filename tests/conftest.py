@@ -1,12 +1,13 @@
 """What all tests share: the engines to test, marks of cases, and processes that live as long as the session."""
 
+import contextlib
 import inspect
 import os
 
 import pytest
 import torch
 
-from ep_dispatcher import engines
+from ep_dispatcher import engines, operation
 from ep_dispatcher.tools.testing import RankPool
 
 # EP_TEST_ENGINES chooses; tests of an engine that cannot run here are skipped.
@@ -76,6 +77,22 @@ def on_ranks(num_ranks: int, **options):
         pools(num_ranks).run(body, *given.values(), **options)
 
     return lambda body: as_test(body, ["pools", *list(inspect.signature(body).parameters)[1:]], run)
+
+
+@contextlib.contextmanager
+def launched_operations():
+    """Yield a list that gets "dispatch" or "combine" for every operation that this rank launches."""
+    launched: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dispatch", "combine"):
+            old = getattr(operation, f"run_{name}")
+
+            def launch(*given, old=old, name=name):
+                launched.append(name)
+                return old(*given)
+
+            patch.setattr(operation, f"run_{name}", launch)
+        yield launched
 
 
 @pytest.fixture(scope="session")

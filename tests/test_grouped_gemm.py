@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ep_dispatcher.moe import grouped_gemm
-from ep_dispatcher.moe.activation import SWIGLU
 from ep_dispatcher.tools.testing import device_of
 
 ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
@@ -120,24 +119,6 @@ def test_sums_over_two_sets_of_rows_are_rounded_once(ends, more, dtype):
         grouped_gemm.linear_grad_weights(*sets[0], alone, accumulate=False)
         grouped_gemm.linear_grad_weights(*first, with_none, accumulate=False, more=second)
         assert torch.equal(alone, with_none)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weighted_swiglu_and_its_gradients(ends, dtype):
-    torch.manual_seed(3)
-    half, end = 1100, int(ends[-1])  # more than a kernel takes at once
-    rows, grad = rows_of(ends, 2 * half, dtype), rows_of(ends, half, dtype)
-    weights = torch.rand(rows.shape[0], device=ends.device)
-    leaves = rows[:end].double().requires_grad_(), weights[:end].double().requires_grad_()
-    gate, up = leaves[0].chunk(2, dim=1)
-    right = torch.nn.functional.silu(gate) * up * leaves[1][:, None]
-    right.backward(grad[:end].double())
-    close(grouped_gemm.activate(rows, weights, ends, SWIGLU)[:end], right.detach(), dtype)
-    grad_rows, grad_weights = grouped_gemm.activate_grad(grad, rows, weights, ends, SWIGLU)
-    assert grad_rows.dtype == dtype and grad_weights.dtype == torch.float32
-    close(grad_rows[:end], leaves[0].grad, dtype)
-    close(grad_weights[:end], leaves[1].grad, torch.float32 if dtype == torch.float32 else torch.float16)
-    assert not grad_weights[end:].any()
 
 
 def test_nobody_writes_behind_the_last_row(engine):

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from commands import ROOT, torchrun
-from conftest import exhaustive
+from conftest import exhaustive, launched_operations
 from test_experts import swiglu_experts
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ep_dispatcher as ep
-from ep_dispatcher import operation
 
 NUM_STEPS = 4
 COMPILE_S = 300  # of a run that compiles, on a busy machine
@@ -72,17 +71,8 @@ def dense_steps(num_ranks: int) -> list[tuple[list[float], float]]:
 
 def run(rank: int, options: dict) -> tuple[list[tuple[float, float]], list[str]]:
     """The losses and norms of a rank, and the operations that have run."""
-    launched: list[str] = []
     torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("dispatch", "combine"):
-            old = getattr(operation, f"run_{name}")
-
-            def launch(*args, old=old, name=name, **kwargs):
-                launched.append(name)
-                return old(*args, **kwargs)
-
-            patch.setattr(operation, f"run_{name}", launch)
+    with launched_operations() as launched:
         return example().train(NUM_STEPS, "cpu", **options), launched
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
+from conftest import exhaustive, launched_operations
 from torch.distributed.device_mesh import init_device_mesh
 
-from ep_dispatcher import operation
 from ep_dispatcher.tools.testing import RankError, make_routing, same_bits
 
 pytest.importorskip("torchtitan", reason="no torchtitan: it brings 1.5 GB (Triton, pyarrow), which .ci/run installs")
@@ -26,16 +25,7 @@ def run(rank: int, overrides: tuple[str, ...], options: dict) -> tuple[list[tupl
     from torchtitan_case import train
 
     torch._dynamo.reset()
-    launched: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("dispatch", "combine"):
-            old = getattr(operation, f"run_{name}")
-
-            def launch(*args, old=old, name=name, **kwargs):
-                launched.append(name)
-                return old(*args, **kwargs)
-
-            patch.setattr(operation, f"run_{name}", launch)
+    with launched_operations() as launched:
         return train(rank, overrides, **options), sorted(launched)
 
 

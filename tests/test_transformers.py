@@ -5,9 +5,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import exhaustive
+from conftest import exhaustive, launched_operations
 
-from ep_dispatcher import operation
 from ep_dispatcher.tools.testing import RankError
 
 WHY = "no transformers 5.24 with accelerate, which .ci/run installs"
@@ -92,13 +91,9 @@ def step(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def both(rank: int, folder, layout: dict, dtype: torch.dtype, length: int, options: dict) -> list[str]:
     """Compare a step with this implementation and with all_to_all. Return the operations of this engine."""
-    launched: list[str] = []
     ids = tokens(rank, layout, length)
     expected = step(load(folder, "all_to_all", layout, dtype, **options), ids)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("run_dispatch", "run_combine"):
-            old = getattr(operation, name)
-            patch.setattr(operation, name, lambda *a, old=old, name=name: (launched.append(name), old(*a))[1])
+    with launched_operations() as launched:
         seen = step(load(folder, "ep_dispatcher", layout, dtype, **options), ids)
     bound = 1e-5 if dtype == torch.float32 else 0.1
     for name, t in expected.items():
@@ -128,7 +123,7 @@ def both(rank: int, folder, layout: dict, dtype: torch.dtype, length: int, optio
 def test_a_step_and_a_generation_are_as_with_all_to_all(pools, saved, name, layout, dtype, length, options):
     for launched in pools(4).run(both, saved(name), layout, dtype, length, options):
         passes = 2 + 4  # forward and backward, and a forward for each of 4 new tokens
-        assert launched.count("run_dispatch") == launched.count("run_combine") == LAYERS * passes
+        assert launched.count("dispatch") == launched.count("combine") == LAYERS * passes
 
 
 def kinds(rank: int, folder) -> None:
