@@ -59,11 +59,17 @@ def loss_of(y: Tensor, rank: int) -> Tensor:
     return (y.float() * normal(tuple(y.shape), 60 + rank).to(y.device)).sum()
 
 
-def dense(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The layer in one process that has all experts."""
+def gelu_experts(rows: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
+    hidden = F.gelu(torch.einsum("th,eih->tei", rows, w1) + b1)
+    return torch.einsum("tei,ehi->teh", hidden, w2) + b2
+
+
+def dense(x: Tensor, gate: Tensor, *experts: Tensor) -> Tensor:
+    """The layer in one process that has all experts; those with biases have GELU."""
     rows = x.flatten(0, 1)
     weights, chosen = F.linear(rows, gate).softmax(-1).topk(NUM_TOPK)
-    of_chosen = swiglu_experts(rows, w1, w2).gather(1, chosen[:, :, None].expand(-1, -1, HIDDEN))
+    run = swiglu_experts if len(experts) == 2 else gelu_experts
+    of_chosen = run(rows, *experts).gather(1, chosen[:, :, None].expand(-1, -1, HIDDEN))
     return (of_chosen * (weights / weights.sum(1, keepdim=True))[:, :, None]).sum(1).view(x.shape)
 
 
@@ -96,13 +102,18 @@ class LoopedExperts(nn.Module):
         return torch.cat([*y, groups[-1]])
 
 
-@pytest.mark.parametrize("how", ["mesh", "group", "own experts", "limited rows"])
+@pytest.mark.parametrize("how", ["mesh", "group", "own experts", "limited rows", "biases"])
 @on_ranks(2)
 def test_it_is_the_dense_layer(rank, engine, how):
     device = device_of(engine, rank)
     with make_buffer(None if how == "group" else mesh_of(engine)["ep"], engine=engine) as buffer:
         options = {"max_recv_rows": ALL_ROWS} if how == "limited rows" else {}
+        options |= dict(bias=True, activation="gelu") if how == "biases" else {}
         layer = make_layer(buffer, **options)
+        if how == "biases":
+            for seed, bias in enumerate((layer.experts.b1, layer.experts.b2)):
+                assert not whole(bias).any()
+                bias.data.to_local().copy_(normal(tuple(bias.to_local().shape), 2 * rank + seed))
         if how == "own experts":
             layer = ep.MoELayer(buffer, router=layer.router, experts=LoopedExperts(buffer.num_local_experts, device))
         x = tokens(rank, device).requires_grad_()
@@ -237,7 +248,9 @@ def test_wrong_arguments(rank, engine):
         assert_refused("buffer", ep.MoELayer, dist.group.WORLD, 8)
         assert_refused("intermediate", ep.MoELayer, buffer)
         assert_refused("intermediate", ep.MoELayer, buffer, 0)
-        assert_refused("intermediate", ep.MoELayer, buffer, 8, experts=own)
+        assert_refused("intermediate, bias", ep.MoELayer, buffer, 8, experts=own)
+        assert_refused("intermediate, bias", ep.MoELayer, buffer, experts=own, bias=True)
+        assert_refused("bias", ep.MoELayer, buffer, 8, bias=1)
         assert_refused("router", ep.MoELayer, buffer, 8, router=3)
         assert_refused("experts", ep.MoELayer, buffer, experts=3)
         assert_refused("experts", ep.MoELayer, buffer, experts=nn.Linear(HIDDEN, HIDDEN))

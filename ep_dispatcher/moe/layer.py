@@ -18,6 +18,7 @@ from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe.mlp import moe_mlp
 
 Device = torch.device | str | int | None
+Dtype = torch.dtype | None
 
 
 class MoELayer(nn.Module):
@@ -29,6 +30,7 @@ class MoELayer(nn.Module):
 
     buffer        any number of layers may share it. For fully_shard make it from a dimension of a named mesh
     intermediate  width inside an expert of ep.moe_mlp, with w1 and w2 as there. None if `experts` is given
+    bias          whether these experts have b1 and b2 too, which begin as zeros
     router        a module: rows [num_tokens, hidden] -> topk_idx, topk_weights as ep.dispatch takes them. None: the
                   num_topk largest of softmax(rows @ weight.T), divided by their sum, computed in float32
     experts       a module or function: out.x, out.tokens_per_expert of ep.dispatch -> results of the rows, before they
@@ -54,10 +56,11 @@ class MoELayer(nn.Module):
         buffer: Buffer,
         intermediate: int | None = None,
         *,
+        bias: bool = False,
         router: nn.Module | None = None,
         experts: Callable[[Tensor, Tensor], Tensor] | None = None,
         device: Device = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype = None,
         **options: Any,
     ):
         super().__init__()
@@ -65,8 +68,9 @@ class MoELayer(nn.Module):
         allowed = {*(moe_mlp.__kwdefaults__ or {})} - {"b1", "b2"} if experts is None else {"max_recv_rows"}
         if unknown := {*options} - allowed:
             checks.fail("options", sorted(unknown), f"{sorted(allowed)}{' with experts' if experts else ''}")
-        if experts is not None and intermediate is not None:
-            checks.fail("intermediate", f"{intermediate} with experts", "one of both")
+        if experts is not None and (intermediate is not None or bias):
+            checks.fail("intermediate, bias", f"{intermediate}, {bias} with experts", "None, False with experts")
+        checks.boolean("bias", bias)
         for name, part in (("router", router), ("experts", experts)):
             if part is not None and not callable(part):
                 checks.fail(name, type(part).__name__, "a module")
@@ -74,7 +78,8 @@ class MoELayer(nn.Module):
         self._own_experts = experts is not None
         self.router = router if router is not None else TopKRouter(buffer, device, dtype)
         if experts is None:
-            experts = MLPExperts(buffer, checks.integer("intermediate", intermediate, 1), options, device, dtype)
+            intermediate = checks.integer("intermediate", intermediate, 1)
+            experts = MLPExperts(buffer, intermediate, bias, options, device, dtype)
         elif isinstance(experts, nn.Module):
             shard_by_expert(experts, buffer)
         self.experts: Callable[..., Tensor] = experts
@@ -104,7 +109,7 @@ class MoELayer(nn.Module):
 class TopKRouter(nn.Module):
     """The largest probabilities of each row and their experts; the probabilities are divided by their sum."""
 
-    def __init__(self, buffer: Buffer, device: Device, dtype: torch.dtype | None):
+    def __init__(self, buffer: Buffer, device: Device, dtype: Dtype):
         super().__init__()
         config, self.num_topk = buffer.config, buffer.config.num_topk
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden, device=device, dtype=dtype))
@@ -124,24 +129,29 @@ class MLPExperts(nn.Module):
     """The experts of ep.moe_mlp. It calls moe_mlp, because FSDP2 gathers parameters for the ``forward`` of a module."""
 
     def __init__(
-        self, buffer: Buffer, intermediate: int, options: dict[str, Any], device: Device, dtype: torch.dtype | None
+        self, buffer: Buffer, intermediate: int, bias: bool, options: dict[str, Any], device: Device, dtype: Dtype
     ):
         super().__init__()
         self.buffer, self.options = buffer, options
-        pair = activations.checked(options.get("activation", "swiglu")).pair
-        num_local, hidden = buffer.num_local_experts, buffer.config.hidden
-        self.w1 = nn.Parameter(torch.empty(num_local, pair * intermediate, hidden, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(num_local, hidden, intermediate, device=device, dtype=dtype))
+        hidden, pair = buffer.config.hidden, activations.checked(options.get("activation", "swiglu")).pair
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(buffer.num_local_experts, *shape, device=device, dtype=dtype))
+
+        self.w1, self.w2 = parameter(pair * intermediate, hidden), parameter(hidden, intermediate)
+        self.b1: Any = parameter(pair * intermediate) if bias else None
+        self.b2: Any = parameter(hidden) if bias else None
         shard_by_expert(self, buffer)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        fill_normal(self.w1)
-        fill_normal(self.w2)
+        for p in self.parameters():
+            fill_normal(p) if p.ndim == 3 else nn.init.zeros_(p)
 
     def forward(self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        w1, w2 = (p.to_local() if isinstance(p, DTensor) else p for p in (self.w1, self.w2))
-        return moe_mlp(self.buffer, rows, topk_idx, topk_weights, w1, w2, **self.options)
+        given: tuple[Any, ...] = (self.w1, self.w2, self.b1, self.b2)
+        w1, w2, b1, b2 = (p.to_local() if isinstance(p, DTensor) else p for p in given)
+        return moe_mlp(self.buffer, rows, topk_idx, topk_weights, w1, w2, b1=b1, b2=b2, **self.options)
 
 
 def shard_by_expert(experts: nn.Module, buffer: Buffer) -> None:
