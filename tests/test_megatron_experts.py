@@ -670,7 +670,7 @@ def setting(name, value, owner="config"):
 REASONS = [
     (setting("activation_func", torch.nn.functional.relu), "activation_func is relu"),
     (setting("fp8", "e4m3"), "fp8 is e4m3"),
-    (clamp_fused, "Megatron's fused SwiGLU clamps nothing"),
+    (clamp_fused, "this Megatron's fused SwiGLU clamps nothing"),
     (setting("moe_mlp_glu_interleave_size", 8), "moe_mlp_glu_interleave_size is 8"),
     (setting("use_te_activation_func", True), "use_te_activation_func is True"),
     (graphs, "CUDA graphs contain the experts"),
@@ -686,9 +686,13 @@ REASONS = [
 ]
 
 
+FUSED_SWIGLU = "megatron.core.fusions.fused_bias_swiglu.weighted_bias_swiglu_impl"
+
+
 @on_ranks()
 def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int):
-    with switched_on() as printed:
+    with switched_on() as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FUSED_SWIGLU, lambda x, bias, weights: None)
         layers = []
         for number, (change, _) in enumerate(REASONS, 1):
             layers.append(make_grouped_layer(make_config("alltoall", **GROUPED), number))
@@ -707,6 +711,16 @@ def test_layers_that_keep_megatrons_way_are_named_with_their_reasons(rank: int):
         found = others.split("; ")
         assert len(found) == len(reasons)
         assert all(one.startswith(wanted) for one, wanted in zip(found, reasons)), found
+
+
+@on_ranks()
+def test_clamped_swiglu_runs_where_megatrons_fused_one_clamps_too(rank: int):
+    """In 0.20; in 0.16 the fused one ignores the limit."""
+    with switched_on(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FUSED_SWIGLU, lambda x, bias, weights, clamp_value=None: None)
+        layer = make_grouped_layer(make_config(**GROUPED))
+        clamp_fused(layer)
+        assert experts.is_grouped(layer.experts)
 
 
 @on_ranks()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -163,12 +164,20 @@ def activation_of(config: Any) -> Activation:
     return found._replace(limit=limit, offset=offset)
 
 
+def _fused_swiglu_clamps() -> bool:
+    """Return whether Megatron's fused SwiGLU takes activation_func_clamp_value, as in 0.20."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    return "clamp_value" in inspect.signature(fused_bias_swiglu.weighted_bias_swiglu_impl).parameters
+
+
 def _why_not_settings(config, kind: str) -> str | None:
     if config.activation_func not in _functions():
         return f"activation_func is {getattr(config.activation_func, '__name__', config.activation_func)}"
     clamps = getattr(config, "activation_func_clamp_value", None) is not None
-    if clamps and config.activation_func is F.silu and config.gated_linear_unit and config.bias_activation_fusion:
-        return "Megatron's fused SwiGLU clamps nothing, and activation_func_clamp_value is set"
+    swiglu = config.activation_func is F.silu and config.gated_linear_unit
+    if clamps and swiglu and config.bias_activation_fusion and not _fused_swiglu_clamps():
+        return "this Megatron's fused SwiGLU clamps nothing, and activation_func_clamp_value is set"
     if config.add_bias_linear and config.expert_tensor_parallel_size > 1:
         return f"add_bias_linear with an expert_tensor_parallel_size of {config.expert_tensor_parallel_size}"
     for name, plain in PLAIN_SETTINGS.items():
