@@ -324,6 +324,9 @@ def run_layer(rank: int, case: Case, dispatcher: str, **settings) -> Result:
             (output.float() * random(*x.shape, seed=rank + 77)).sum().backward()
             outputs.append(output.detach())
             input_grads.append(x.grad)
+        if dispatcher == OURS:  # tokens travel at the latent size
+            row = getattr(config, "moe_latent_size", None) or config.hidden_size
+            assert layer.token_dispatcher.buffer.config.hidden == row
     return Result(outputs, input_grads, {name: p.grad for name, p in sorted(layer.named_parameters())})
 
 

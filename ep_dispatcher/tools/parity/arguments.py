@@ -284,9 +284,13 @@ def _activation(run: Run) -> None:
 
 def _leave_out_kernels(run: Run, why: str) -> None:
     """Refuse or leave out what only Transformer Engine or a GPU has."""
+    from megatron.core.transformer.moe import moe_layer
+
     settings = run.settings
-    for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format"), ("moe_latent_size", "--moe-latent-size")):
+    for name, flag in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
         _demand(settings.get(name) is None, flag, settings.get(name), f"nothing {why}")
+    latent, has_te = settings.get("moe_latent_size"), moe_layer.HAVE_TE  # its projections are the engine's always
+    _demand(latent is None or has_te, "--moe-latent-size", latent, "nothing without Transformer Engine")
     for name in ("moe_permute_fusion", "moe_router_fusion", "moe_use_legacy_grouped_gemm"):
         if settings.pop(name, False):
             run.changes.append(f"{_flag(name)} left out: {why}")
