@@ -69,7 +69,7 @@ class Buffer:
                          default group. Each rank owns ``num_experts / num_ranks`` consecutive experts
     hidden               elements of a row; a row must be a multiple of 16 bytes
     num_experts          on all ranks together
-    num_topk             columns of topk_idx, at most 32
+    num_topk             columns of topk_idx, at most 64
     max_tokens_per_rank  the most tokens of a rank in one dispatch
     dtype                torch.bfloat16, torch.float16 or torch.float32
     engine               "cpu", "cuda" or "auto". The default "auto" reads EP_DISPATCHER_ENGINE; if that is unset, it

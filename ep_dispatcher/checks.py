@@ -20,7 +20,7 @@ from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
-MAX_TOPK = 32
+MAX_TOPK = 64
 QUANTIZE = (None, "e4m3_1x128")
 BLOCK = 128  # elements of a row that share a scale
 MAX_INT = 2**31 - 1  # the engines count in int32

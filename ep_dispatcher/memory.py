@@ -81,10 +81,10 @@ class Shape:
     def plans_directly(self) -> bool:
         """Whether new plans of the CUDA engine are direct plans (csrc/cuda/plan/direct.cuh).
 
-        One node, and so few tokens that such a plan takes at most 92 KiB of a block's shared memory.
+        One node, a lane per choice of a token, and plans of at most 92 KiB of a block's shared memory.
         """
         words = self.num_experts * -(-self.max_tokens // 32)
-        return self.num_nodes == 1 and self.choices <= 16384 and words <= 4096
+        return self.num_nodes == 1 and self.num_topk <= 32 and self.choices <= 16384 and words <= 4096
 
     @property
     def token_chunk(self) -> int:

@@ -256,7 +256,7 @@ def test_ranks_and_rows_of_all_kinds(pools, num_ranks, dtype, hidden, num_topk, 
     check_case(pools, "cuda", Case(num_ranks, num_ranks, dtype, layout=layout, **shape))
 
 
-@pytest.mark.parametrize("num_topk,experts_per_rank", [(32, 16), (8, 1024), (1, 1)])
+@pytest.mark.parametrize("num_topk,experts_per_rank", [(64, 40), (32, 16), (8, 1024), (1, 1)])
 def test_extreme_numbers_of_experts(pools, num_topk, experts_per_rank):
     shape = dict(num_topk=min(num_topk, 2 * experts_per_rank), experts_per_rank=experts_per_rank)
     check_case(pools, "cuda", Case(2, 2, torch.bfloat16, **shape))

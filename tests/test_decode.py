@@ -184,6 +184,13 @@ def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, hidden, n
     check_case(pools, engine, Case(num_ranks, ranks_per_node, torch.bfloat16, **shape), {"return_hook": True})
 
 
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("payload", ["rows", "quantize"])
+def test_more_choices_of_a_token_than_lanes(pools, engine, payload, ranks_per_node):
+    shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=512)
+    check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, num_topk=64, experts_per_rank=40, **shape), {})
+
+
 def packed_scales(rank: int, engine: str, case: Case, inputs: Inputs):
     device = device_of(engine, rank)
     x, topk_idx = to(device, inputs.x[rank]), to(device, inputs.topk_idx[rank])

@@ -349,13 +349,15 @@ def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, tokens, 
     check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, **shape))
 
 
-@pytest.mark.parametrize("num_topk", [1, 9, 17, 32])
+@pytest.mark.parametrize("num_topk", [1, 9, 17, 32, 33, 64])
 @pytest.mark.parametrize("tokens", ["uneven", "some"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_few_and_many_choices_of_a_token(pools, engine, layout, tokens, num_topk):
-    """Lanes share a token's choices: 8, 16 or 32 of them. With one item a warp, and with many."""
-    shape = dict(tokens=tokens, layout=layout, num_topk=num_topk, experts_per_rank=19)
-    check_case(pools, engine, Case(2, 2, torch.bfloat16, **shape))
+    """Lanes share a token's choices: 8, 16 or 32 of them, or each has two. With one item a warp, and with many."""
+    many = num_topk > 32
+    shape = dict(tokens=tokens, layout=layout, num_topk=num_topk, experts_per_rank=40 if many else 19)
+    for num_ranks in (2, 4) if many else (2,):
+        check_case(pools, engine, Case(num_ranks, 2, torch.bfloat16, **shape))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

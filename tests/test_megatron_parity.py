@@ -114,7 +114,7 @@ FAMILIES = {
     "DeepSeek-V4": """--swiglu --disable-bias-linear --activation-func-clamp-value 1.0 --moe-router-topk 6
         --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 48""",
     "Nemotron 3": """--squared-relu --disable-bias-linear --moe-router-topk 22 --num-experts 32 --moe-latent-size 16
-        --moe-router-score-function sigmoid --moe-router-enable-expert-bias""",
+        --moe-router-score-function sigmoid --moe-router-enable-expert-bias --expert-tensor-parallel-size 2""",
     "GELU": "",
     "Llama 4": """--swiglu --disable-bias-linear --moe-apply-probs-on-input --moe-router-topk 1
         --moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 48""",
@@ -238,7 +238,7 @@ def test_a_layer_runs_in_megatrons_context_of_low_precision(monkeypatch, name):
     [
         ("--hidden-size 6", "--hidden-size"),
         ("--hidden-size 0", "--hidden-size"),
-        ("--moe-router-topk 40 --num-experts 64", "--moe-router-topk"),
+        ("--moe-router-topk 65 --num-experts 80", "--moe-router-topk"),
         ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts"),
         ("--num-experts 15", "--num-experts"),
         ("--uneven-tokens --reference allgather", "--uneven-tokens"),

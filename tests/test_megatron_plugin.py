@@ -371,7 +371,7 @@ def test_experts_do_not_pad_again(rank: int):
 @pytest.mark.parametrize(
     "flag, settings",
     [
-        ("--moe-router-topk", dict(num_moe_experts=64, moe_router_topk=33)),
+        ("--moe-router-topk", dict(num_moe_experts=128, moe_router_topk=65)),
         ("--hidden-size", dict(hidden_size=42, num_attention_heads=2)),
         ("--hidden-size", dict(hidden_size=36, bf16=True, params_dtype=torch.bfloat16)),
         ("--moe-latent-size", dict(moe_latent_size=18)),
@@ -389,13 +389,13 @@ def test_what_cannot_be_supported_is_refused_by_its_flag_when_the_layer_is_built
 
 @on_ranks()
 def test_numbers_of_experts_that_are_refused(rank: int):
-    make_layer(make_config(num_moe_experts=64, moe_router_topk=32))
+    make_layer(make_config(num_moe_experts=64, moe_router_topk=64))
     text = error_of(lambda: limits.check(make_config(), 3, expert_tp=1, num_ranks=2))
     assert text.startswith("--num-experts: given 8")
     use_layout(Layout(ep=1, etp=2))
-    text = error_of(lambda: make_layer(make_config(num_moe_experts=32, moe_router_topk=17)))
-    assert text.startswith("--moe-router-topk: given 17 x --expert-tensor-parallel-size 2")
-    make_layer(make_config(num_moe_experts=32, moe_router_topk=16))
+    text = error_of(lambda: make_layer(make_config(num_moe_experts=64, moe_router_topk=33)))
+    assert text.startswith("--moe-router-topk: given 33 x --expert-tensor-parallel-size 2")
+    make_layer(make_config(num_moe_experts=64, moe_router_topk=32))
 
 
 @on_ranks()

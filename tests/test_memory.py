@@ -35,7 +35,7 @@ def random_sizes(seed: int) -> dict:
         ranks_per_node=local,
         hidden=16 // dtype.itemsize * rng.choice([1, 3, 7, 31, 32, 33, 127, 255, 256, 257, 512, 896, 1000]),
         num_experts=num_experts,
-        num_topk=rng.randint(1, min(num_experts, 32)),
+        num_topk=rng.randint(1, min(num_experts, 64)),
         max_tokens_per_rank=max(1, near),
         dtype=dtype,
     )
@@ -145,7 +145,7 @@ def test_arguments_left_at_their_defaults(monkeypatch):
         ("ranks_per_node", dict(ranks_per_node=3)),
         ("hidden", dict(hidden=7)),
         ("num_experts", dict(num_experts=255)),
-        ("num_topk", dict(num_topk=33)),
+        ("num_topk", dict(num_topk=65)),
         ("max_tokens_per_rank", dict(max_tokens_per_rank=0)),
         ("dtype", dict(dtype=torch.int8)),
         ("num_sms", dict(num_sms=0)),

@@ -33,7 +33,7 @@ constexpr int kMaxLocal = 8;  // ranks of one node; each has a lane in kernels
 constexpr int kMaxNodes = 8;  // nodes of one buffer; a single rail block has warps for all relays and for senders
 constexpr int kMaxRanks = kMaxLocal * kMaxNodes;
 constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words of a rank mask; also ranks per lane
-constexpr int kMaxTopk = 32;                       // columns of topk_idx; each has a bit (Plan::sent_k)
+constexpr int kMaxTopk = 64;                       // columns of topk_idx; each has a bit (Plan::sent_k)
 // Items per chunk flag of `pushed`. Tuned on 2 H200: larger chunks keep the owner waiting. To measure again: python -m
 // ep_dispatcher.tools.bench --engine cuda
 constexpr int kItemChunk = 512;
@@ -60,8 +60,9 @@ struct Config {
   int max_tokens = 1;  // tokens of one rank in one dispatch, at most
   int hidden = 1;
   DType dtype = DType::kBFloat16;
-  bool masks = false;           // late ranks are masked, and the others go on. Only with plans_directly
-  bool plans_directly = false;  // whether new plans are direct plans (direct.cuh). Only with one node and few tokens
+  bool masks = false;  // late ranks are masked, and the others go on. Only with plans_directly
+  // Whether new plans are direct plans (direct.cuh). Only with one node, few tokens and at most 32 columns.
+  bool plans_directly = false;
   // Tokens per chunk flag, as powers of two (Shape of memory.py): for staged rows; for sums sent between nodes.
   int log_token_chunk = 10, log_sum_chunk = 9;
   // The window of a source on another node: the chunks of its tokens with slots here at a time (Shape of memory.py).

@@ -285,7 +285,8 @@ void Engine::launch_combine<kKernels>(const CombineArgs& args, int32_t* plan, bo
     smem_stage_bytes = static_cast<uint32_t>(row_stride((row + pieces - 1) / pieces));
     if (room / smem_stage_bytes >= max_addends + size_t{4}) break;
   }
-  num_smem_stages = static_cast<int>(std::min<size_t>(room / smem_stage_bytes, Pipeline::kMaxSmemStages));
+  const int most_smem_stages = std::max<int>(Pipeline::kMaxSmemStages, max_addends);
+  num_smem_stages = static_cast<int>(std::min<size_t>(room / smem_stage_bytes, most_smem_stages));
   const size_t shared = carve();
   // Tuned on 4 H200 with 24 blocks: combine of 4096 tokens, top-8 of 256 experts; hidden 7168 is long, 2048 is short.
   // To measure again, change one value and run `python -m ep_dispatcher.bench --engine cuda`.

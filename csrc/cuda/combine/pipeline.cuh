@@ -37,7 +37,7 @@ struct Pipeline {
   static constexpr int kThreads = kFirstSummingThread + 32 * kSummingWarps;
   static constexpr int kBatch = 16;          // tasks prepared at once
   static constexpr int kBatches = 2;         // batches prepared and not yet issued
-  static constexpr int kMaxSmemStages = 48;  // also the limit of tasks issued and not yet done
+  static constexpr int kMaxSmemStages = 48;  // unless a task needs more. Also the limit of tasks issued and not done
   static constexpr int kQueue = 128;         // places for tasks
   static_assert(kMaxSmemStages + kBatches * kBatch <= kQueue && kQueue % kBatch == 0);
 
@@ -79,6 +79,7 @@ struct Pipeline {
     p.smem_stage_bytes = smem_stage_bytes;
     p.max_addends = max_addends;
     p.has_combine_weights = has_combine_weights;
+    static_assert(kMaxTopk <= 32 * kIssuingWarps, "a lane per addend");
     for (p.log_lanes = 0; kIssuingWarps << p.log_lanes < max_addends;) ++p.log_lanes;
     p.smem_stages = c.take<char>(static_cast<size_t>(num_smem_stages) * smem_stage_bytes, kLine);
     p.queue = c.take<Task>(kQueue);

@@ -21,7 +21,9 @@ __device__ inline void take_weights(const Op& op, const CombineParams& params, i
     for (int u = 0; u < kTogether; ++u) {
       const int i = begin + 32 * u;
       if (i >= num) break;
-      const bool chosen = plan.head->usable && plan.sent_k[first_token + i / num_topk] >> i % num_topk & 1;
+      const int token = first_token + i / num_topk, k = i % num_topk;
+      const uint32_t* const sent_k = plan.sent_k + (k < 32 ? 0 : context.config.max_tokens);
+      const bool chosen = plan.head->usable && sent_k[token] >> k % 32 & 1;
       const int node = chosen && context.num_nodes() > 1 ? plan.k_node[first + i] : context.node;
       const float* weights = node == context.node ? own_weights : context.local_rail_buffer(node, &RailArrays::weights);
       values[u] = chosen ? __ldcg(weights + first + i) : 0.0f;

@@ -169,9 +169,11 @@ __device__ inline void clear_row(const Op& op, const DispatchParams& params, int
   for (int i = lane; i < num_scales; i += 32) args.out_scales[row * num_scales + i] = 0;
   if (args.layout == Layout::kExpert) {
     if (args.out_weights && lane == 0) args.out_weights[row] = 0;
-  } else if (lane < num_topk) {
-    if (args.out_weights) args.out_weights[row * num_topk + lane] = 0;
-    if (args.out_topk_idx) args.out_topk_idx[row * num_topk + lane] = -1;
+    return;
+  }
+  for (int k = lane; k < num_topk; k += 32) {
+    if (args.out_weights) args.out_weights[row * num_topk + k] = 0;
+    if (args.out_topk_idx) args.out_topk_idx[row * num_topk + k] = -1;
   }
 }
 

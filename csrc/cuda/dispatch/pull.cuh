@@ -211,17 +211,21 @@ struct Puller {
     const Item item = item_at(store.item);
     const auto* scales = reinterpret_cast<const float*>(pieces.scale_place(memory.ring, store.ring.place));
     const int num_copies = item.num_copies(), num_words = params.num_scale_words();
-    // Each lane divides for one copy.
-    const int64_t of_lane = lane < num_copies ? params.scale_at(item.value(lane)) : 0;
 #pragma unroll 1
-    for (int begin = 0; begin < num_words; begin += 32) {
-      const int word = begin + lane;
-      const uint32_t value = word < num_words ? params.scale_word(word, scales) : 0;
-      auto* const to = reinterpret_cast<uint32_t*>(params.args.out_scales) + int64_t{word} * params.rows_per_group;
+    for (int first = 0; first < num_copies; first += 32) {
+      // Each lane divides for one copy.
+      const int num = min(32, num_copies - first);
+      const int64_t of_lane = lane < num ? params.scale_at(item.value(first + lane)) : 0;
 #pragma unroll 1
-      for (int copy = 0; copy < num_copies; ++copy) {
-        const int64_t at = __shfl_sync(~0u, of_lane, copy);
-        if (word < num_words) to[at] = value;
+      for (int begin = 0; begin < num_words; begin += 32) {
+        const int word = begin + lane;
+        const uint32_t value = word < num_words ? params.scale_word(word, scales) : 0;
+        auto* const to = reinterpret_cast<uint32_t*>(params.args.out_scales) + int64_t{word} * params.rows_per_group;
+#pragma unroll 1
+        for (int copy = 0; copy < num; ++copy) {
+          const int64_t at = __shfl_sync(~0u, of_lane, copy);
+          if (word < num_words) to[at] = value;
+        }
       }
     }
     ptx::fence_shared_before_bulk();  // the next load to this place comes after these reads

@@ -103,7 +103,7 @@ struct MetadataCopy {
     if (lane < num_weights) weight = __ldg(metadata.from_weights + static_cast<size_t>(token) * num_weights + lane);
   }
 
-  // [warp] Store the loaded values. Copy further scales, if there are any.
+  // [warp] Store the loaded values. Copy further scales and weights, if there are any.
   __device__ void store() const {
     const int lane = threadIdx.x % 32;
     float* const token_metadata = metadata.of(token);
@@ -113,12 +113,14 @@ struct MetadataCopy {
 #pragma unroll 1
     for (int i = lane + 32 * kTogether; i < num_scales; i += 32) token_metadata[i] = __ldg(from_scales() + i);
     if (lane < num_weights) token_metadata[metadata.weights_at + lane] = weight;
+    const float* const from_weights = metadata.from_weights + static_cast<size_t>(token) * num_weights;
+#pragma unroll 1
+    for (int i = lane + 32; i < num_weights; i += 32) token_metadata[metadata.weights_at + i] = __ldg(from_weights + i);
   }
 
  private:
   __device__ const float* from_scales() const { return metadata.from_scales + static_cast<size_t>(token) * num_scales; }
 };
-static_assert(kMaxTopk <= 32, "a lane per weight");
 
 // [warp] Stage the warp's parts one by one, and finish chunks on the way. `stage_part(share, token_metadata)` writes
 // one of them, and scales computed for it to the metadata.

@@ -49,7 +49,8 @@ struct Plan {
   // [num_nodes, max_tokens, table_ints] by node, for tokens of this rank, or of its rail peer there: the number of the
   // token's item at each rank of this node, or -1. Read by combines.
   int32_t* tables;
-  uint32_t* sent_k;      // [max_tokens] own tokens: a bit per column of topk_idx with an expert
+  // [ceil(num_topk / 32), max_tokens] own tokens: a bit per column of topk_idx with an expert, 32 columns in a word
+  uint32_t* sent_k;
   uint32_t* sent_nodes;  // [max_tokens] own tokens: a bit per other node with an expert. Only with several nodes.
                          // Also written for a plan that turns out unusable
   uint8_t* k_node;       // [max_tokens, num_topk] node of each column's expert. Only with several nodes
@@ -67,7 +68,7 @@ inline Plan carve_plan(Cursor& c, const Config& config, size_t capacity) {
   plan.expert_begin = c.take<int32_t>(config.num_local_experts() + 1);
   const size_t tokens = config.max_tokens, tokens_of_nodes = config.num_nodes > 1 ? tokens : 0;
   plan.tables = c.take<int32_t>(config.num_nodes * tokens * config.table_ints());
-  plan.sent_k = c.take<uint32_t>(tokens);
+  plan.sent_k = c.take<uint32_t>((config.num_topk + 31) / 32 * tokens);
   plan.sent_nodes = c.take<uint32_t>(tokens_of_nodes);
   plan.k_node = c.take<uint8_t>(tokens_of_nodes * config.num_topk);
   plan.chunk_begin = c.take<int32_t>(static_cast<size_t>(config.max_far_chunks()) * config.num_ranks());

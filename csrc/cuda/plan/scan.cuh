@@ -301,13 +301,14 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
       }
     }
     // Write the copies. A copy's position in its item is the number of the token's lower experts on the same rank.
-    uint32_t used = 0;
+    uint32_t used = 0, *sent_k = params.plan.sent_k + token;
     if (token < scan.end)
 #pragma unroll 1
       for (int k = 0; k < config.num_topk; ++k) {
+        if (k == 32) *sent_k = used, sent_k += config.max_tokens, used = 0;
         const int expert = scan.lane_choices()[k];
         if (expert < 0) continue;
-        used |= 1u << k;
+        used |= 1u << k % 32;
         const int rank = scan.rank_of(expert), begin = rank * num_local;
         const int row = scan.expert_offset[expert] + __popc(scan.marks[expert] & ((1u << lane) - 1));
         const int copy = count_between(scan.lane_choices(), num_vectors, begin, expert);
@@ -316,7 +317,7 @@ __device__ void list_items(const Op& op, const DispatchParams& params, const Scr
         item.k(copy) = static_cast<uint8_t>(k);
       }
     // Describe the token for senders and combine.
-    if (token < scan.end) params.plan.sent_k[token] = used;
+    if (token < scan.end) *sent_k = used;
     if (token < scan.end && op.context.num_nodes() > 1) list_nodes(scan, params.plan, token);
     scan.finish(first);
   }
