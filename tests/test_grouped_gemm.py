@@ -8,15 +8,25 @@ from ep_dispatcher.tools.testing import device_of
 
 ROWS_BEHIND = 3  # behind the last expert's: not a number, and not to be read
 COUNTS = {"uneven": [5, 0, 70, 1], "many rows": [700, 129, 1, 0], "none": [0, 0, 0, 0], "one expert": [257]}
-PLACES = ("together", "backwards", "apart")
+PLACES = ("together", "backwards", "apart", "parted", "odd")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def matrices(place: str, experts: int, n: int, k: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """Matrices [n, k], one per expert: neighbours in one tensor, in either order, or tensors of their own."""
+    """Matrices [n, k], one per expert.
+
+    Neighbours in one tensor, in either order; tensors of their own; with unequal gaps between them; at odd addresses.
+    """
     stack = (torch.randn(experts, n, k) / k**0.5).to(device, dtype)
     if place == "apart":
         return [matrix.clone() for matrix in stack]
+    if place in ("parted", "odd"):
+        begins = [e * n * k + (8 * e * e if place == "parted" else e + 1) for e in range(experts)]
+        memory = stack.new_empty(begins[-1] + n * k)
+        found = [memory[begin:][: n * k].view(n, k) for begin in begins]
+        for to, matrix in zip(found, stack):
+            to.copy_(matrix)
+        return found
     return list(stack)[:: -1 if place == "backwards" else 1]
 
 
@@ -43,25 +53,25 @@ def ends(request, engine) -> torch.Tensor:
 
 
 def test_where_weights_can_lie_without_a_copy():
-    """As rows of one matrix: those of expert e begin at first + e * step."""
-    memory = torch.arange(7 * 4 * 8, dtype=torch.float32).view(28, 8)
-    four = [memory[row : row + 4] for row in (0, 6, 12, 18)]  # two rows between them
-    for weights, step in ((four, 6), (four[::-1], -6), (four[:1], 4), (memory.view(7, 4, 8), 4)):
-        base, num_rows, first, got_step = grouped_gemm.stack_in_place(weights)
-        assert got_step == step
-        rows = base.as_strided((num_rows, 8), (8, 1))
-        for e, weight in enumerate(weights):
-            assert rows[first + e * step :][:4].data_ptr() == weight.data_ptr()
-    columns = torch.empty(8, 4)
-    for weights in (
-        [four[0], four[1], four[3]],  # other distances
-        [four[0].clone(), four[1].clone()],
-        [memory[0:4], memory[2:6]],  # one in the other
-        [memory.view(-1)[i * 36 : i * 36 + 32].view(4, 8) for i in range(3)],  # half a row between them
-        [columns.t()],
-        [memory.view(-1)[i * 64 :][:32].view(8, 4).t() for i in range(3)],
+    """At multiples of 16 bytes."""
+    memory = torch.arange(28 * 8, dtype=torch.float32)
+    four = [memory[4 * i :][:32].view(4, 8) for i in (0, 9, 20, 40)]
+    for weights, right in (
+        (four, (0, 9, 20, 40)),
+        (four[::-1], (40, 20, 9, 0)),
+        ([four[0], four[0], four[0]], (0, 0, 0)),
+        (memory.view(7, 4, 8), tuple(range(0, 56, 8))),
+        (four[3:], (0,)),
     ):
-        assert grouped_gemm.stack_in_place(weights) is None
+        base, shifts = grouped_gemm.shifts_of(weights)
+        assert shifts == right and base.data_ptr() == min(weight.data_ptr() for weight in weights)
+    columns = torch.arange(32.0).view(8, 4)
+    for weights in ([columns.t(), columns.t()], [memory[1:][:32].view(4, 8), four[1]], columns.view(2, 4, 4).mT):
+        base, shifts = grouped_gemm.shifts_of(weights)
+        step = weights[0].nbytes // 16
+        assert shifts == (0, step) and torch.equal(base, weights[0]), "copied"
+        copies = base.as_strided((2, *base.shape), (4 * step, base.shape[1], 1))
+        assert torch.equal(copies[1], weights[1])
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -32,7 +32,7 @@ from test_experts import uninitialised_memory_is_nan
 from test_megatron_schedule import ONE_AFTER_THE_OTHER, OVERLAPPED, run_nodes
 
 from ep_dispatcher.integrations.megatron import eligibility, experts, limits, plugin, register, unregister
-from ep_dispatcher.moe import grouped_gemm, overlap
+from ep_dispatcher.moe import overlap
 
 GROUPED_GEMMS, OVERLAP, TWO_PARTS = "grouped GEMMs", "overlap", "two parts"
 MODES = pytest.mark.parametrize("mode", [GROUPED_GEMMS, TWO_PARTS])
@@ -339,38 +339,6 @@ def ddp_of(layer, config, **settings):
 
     options = dict(grad_reduce_in_fp32=True, overlap_grad_reduce=True) | settings
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options), layer)
-
-
-@on_ranks()
-def test_weights_that_each_gemm_copies_are_named(rank: int):
-    """Where no distributed optimizer lays weights side by side, or a bucket's padding parts them, kernels copy them."""
-
-    def said_of(settings: dict | None, **of_layer) -> str:
-        """What the first pass says of a layer whose DistributedDataParallel has these settings; None: it has none."""
-        config = make_config(**GROUPED, **of_layer)
-        with switched_on() as printed, pytest.MonkeyPatch.context() as patch:
-            layer = make_grouped_layer(config)
-            assert not printed.getvalue(), "the weights may still move"
-            kept = layer if settings is None else ddp_of(layer, config, **settings)
-            patch.setattr(grouped_gemm, "has_kernels", lambda rows: True)
-            for _ in range(2):
-                assert experts.is_grouped(layer.experts), kept
-        lines = [line for line in printed.getvalue().splitlines() if "copies" in line]
-        return "\n".join(lines)
-
-    head = "ep_dispatcher copies weights of experts for each GEMM: layer 1: " * (rank == 0)
-    apart = "each lies by itself, and --use-distributed-optimizer puts them side by side" * (rank == 0)
-    parted = "padding between buckets separates them, and a larger --ddp-bucket-size separates fewer" * (rank == 0)
-    side_by_side = dict(use_distributed_optimizer=True)
-    assert said_of(None) == said_of({}) == head + apart
-    assert said_of(side_by_side) == ""
-    if not on_gpu():  # it has no kernels for rows of 18 entries
-        assert said_of(side_by_side | dict(bucket_size=1), moe_ffn_hidden_size=18) == head + parted
-        assert said_of(side_by_side, moe_ffn_hidden_size=18) == ""
-    assert said_of({}, num_moe_experts=2) == "", "one expert of a rank lies where it lies"
-    with switched_on() as printed:
-        make_grouped_layer(make_config(**GROUPED))(tokens_of(rank))
-    assert "copies" not in printed.getvalue(), "loops copy nothing: those of a CPU, and those for float32"
 
 
 def iterations(ddp, rank: int, between=lambda: None, overwritten=()) -> dict[str, torch.Tensor]:

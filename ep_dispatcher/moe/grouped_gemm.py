@@ -9,7 +9,6 @@
 `ends` int32 [num_experts] has the end of each expert's rows; expert e's begin where those of e - 1 end. It stays on the
 device: the host waits for nothing. Rows at or behind ends[-1] are neither read nor written. GEMMs take a float32
 accumulator and round once. Weights are separate matrices, one per expert. They are used where they lie.
-On a GPU they have to lie at equal distances in one storage, or each GEMM copies them first: `stack_in_place`.
 
 On a GPU these are Triton kernels (`grouped_gemm_kernels`), for bfloat16 and float16. Else they are loops over experts.
 """
@@ -17,7 +16,6 @@ On a GPU these are Triton kernels (`grouped_gemm_kernels`), for bfloat16 and flo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,43 +24,29 @@ from ep_dispatcher.moe import activation as plain
 from ep_dispatcher.moe.activation import Activation
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-LINE_BYTES = 16  # the kernels read matrices whose rows begin at multiples of it
+LINE_BYTES = 16  # the kernels read matrices that begin, and whose rows begin, at multiples of it
 Matrices = Sequence[Tensor] | Tensor  # one per expert: a tensor each, or one tensor of them all
 RowSet = tuple[Tensor, Tensor, Tensor]  # grad, rows and ends of linear_grad_weights
 BiasSet = tuple[Tensor, Tensor, Tensor | None]  # grad, ends and row_weights of linear_grad_bias
 
 
-class Stack(NamedTuple):
-    """Matrices [n, k] of one size, as the rows of one matrix: expert e's begin at row `first + e * step`."""
+def shifts_of(weights: Matrices) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the matrix at the lowest address, and how far behind it each begins, in units of LINE_BYTES.
 
-    base: Tensor  # the matrix at the lowest address
-    num_rows: int
-    first: int
-    step: int
-
-
-def stack_in_place(weights: Matrices) -> Stack | None:
-    """Return the weights as one matrix where they lie. None: they do not lie at equal distances in one storage."""
-    n, k = weights[0].shape
-    if isinstance(weights, Tensor) and weights.is_contiguous():
-        return Stack(weights, len(weights) * n, 0, n)
-    row_bytes = k * weights[0].element_size()
-    if len(weights) == 1:
-        return Stack(weights[0], n, 0, n) if weights[0].is_contiguous() else None
+    They are copied if one is not contiguous or does not begin at a multiple of LINE_BYTES, or if one begins 32 GiB or
+    more behind another.
+    """
+    if isinstance(weights, Tensor):
+        weights = weights.contiguous()
     addresses = [weight.data_ptr() for weight in weights]
-    distance = addresses[1] - addresses[0]
-    # Between them the accelerator may read too, so it all has to be one piece of memory.
+    lowest = min(addresses)
     if (
-        distance % row_bytes
-        or abs(distance) < n * row_bytes
-        or any(b - a != distance for a, b in zip(addresses, addresses[1:]))
-        or not all(weight.is_contiguous() for weight in weights)
-        or weights[0].untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr()
+        not all(weight.is_contiguous() for weight in weights)
+        or any(address % LINE_BYTES for address in addresses)
+        or max(addresses) - lowest >= LINE_BYTES * 2**31
     ):
-        return None
-    step, last = distance // row_bytes, len(weights) - 1
-    lowest = weights[0] if step > 0 else weights[-1]
-    return Stack(lowest, abs(step) * last + n, 0 if step > 0 else -step * last, step)
+        return shifts_of(torch.stack(tuple(weights)))
+    return weights[addresses.index(lowest)], tuple((address - lowest) // LINE_BYTES for address in addresses)
 
 
 def has_kernels(rows: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ep_dispatcher.moe.activation import Activation
-from ep_dispatcher.moe.grouped_gemm import BiasSet, Matrices, RowSet, Stack, stack_in_place
+from ep_dispatcher.moe.grouped_gemm import LINE_BYTES, BiasSet, Matrices, RowSet, shifts_of
 
 
 class Tile(NamedTuple):
@@ -56,13 +56,19 @@ ACTIVATION_COLUMNS = 1024
 BIAS_ROWS, BIAS_COLUMNS = 64, 64  # of a step of the sums for a bias
 
 
-def stacked(weights: Matrices) -> Stack:
-    """The weights as one matrix where they lie, if they lie at equal distances; else a copy."""
-    stack = stack_in_place(weights)
-    if stack is None:
-        n = weights[0].shape[0]
-        stack = Stack(torch.stack(tuple(weights)), n * len(weights), 0, n)
-    return stack
+def described(weights: Matrices, block: list[int]) -> tuple[TensorDescriptor, Tensor | None, int, int]:
+    """Describe the matrices [n, k] of all experts as one tensor [shifts, n, k]; a shift is LINE_BYTES long.
+
+    So one descriptor reads matrices wherever they lie. Return it, a table of shifts int32 [experts] or None, and two
+    numbers: without a table expert e's shift is first + e * step.
+    """
+    base, shifts = shifts_of(weights)
+    n, k = base.shape
+    sizes, strides = [max(shifts) + 1, n, k], [LINE_BYTES // base.itemsize, k, 1]
+    first, step = shifts[0], shifts[-1] - shifts[-2] if len(shifts) > 1 else 0
+    is_regular = all(b - a == step for a, b in zip(shifts, shifts[1:]))
+    table = None if is_regular else _table(shifts, torch.int32, base.device)
+    return TensorDescriptor(base, sizes, strides, [1, *block]), table, first, step
 
 
 def multiply(
@@ -80,13 +86,13 @@ def multiply(
     columns, experts = out.shape[1], len(ends)
     if not num_rows:
         return
-    stack = stacked(weights)
     tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
-    wide = stack.base.shape[-1]
+    descriptor, shifts, first, step = described(weights, block)
     _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
-        TensorDescriptor(stack.base, [stack.num_rows, wide], [wide, 1], block),
+        descriptor,
+        shifts,
         out,
         bias,
         row_weights,
@@ -94,8 +100,8 @@ def multiply(
         num_rows,
         columns,
         length,
-        stack.first,
-        stack.step,
+        first,
+        step,
         experts,
         EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=tile.m,
@@ -103,7 +109,7 @@ def multiply(
         BLOCK_K=tile.k,
         DOWN=tile.down,
         TRANSPOSED=transposed,
-        MASKS=not transposed and length % tile.k != 0,
+        TABLE=shifts is not None,
         BIASED=bias is not None,
         WEIGHTED=row_weights is not None,
         num_warps=tile.warps,
@@ -150,10 +156,11 @@ def _place(number, m_tiles, n_tiles, DOWN: tl.constexpr):
     return first + number % in_column, number // in_column
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_weight", "weight_step"])
+@triton.jit(do_not_specialize=["num_rows", "first", "step"])
 def _multiply(
     rows,
     weights,
+    shifts,
     out,
     bias,
     row_weights,
@@ -161,8 +168,8 @@ def _multiply(
     num_rows,
     columns,
     length,
-    first_weight,
-    weight_step,
+    first,
+    step,
     experts,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -170,7 +177,7 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     DOWN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    MASKS: tl.constexpr,
+    TABLE: tl.constexpr,
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
@@ -180,17 +187,14 @@ def _multiply(
         return
     i, j = _place(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
     row, column = begin + i * BLOCK_M, j * BLOCK_N
-    weight = first_weight + expert * weight_step
+    shift = tl.load(shifts + expert) if TABLE else first + expert * step
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, length, BLOCK_K):
         a = rows.load([row, k])
         if TRANSPOSED:
-            total = tl.dot(a, weights.load([weight + column, k]).T, total)
+            total = tl.dot(a, weights.load([shift, column, k]).reshape(BLOCK_N, BLOCK_K).T, total)
         else:
-            b = weights.load([weight + k, column])
-            if MASKS:  # rows of the next expert's weights: 0 times what they hold could be no number
-                b = tl.where((k + tl.arange(0, BLOCK_K) < length)[:, None], b, 0)
-            total = tl.dot(a, b, total)
+            total = tl.dot(a, weights.load([shift, k, column]).reshape(BLOCK_K, BLOCK_N), total)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if BIASED:
         added = tl.load(bias + expert * columns + column + n, column + n < columns, 0).to(tl.float32)[None, :]
@@ -260,18 +264,22 @@ def _are_aligned(matrices: Matrices) -> bool:
 _tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
+def _table(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers on the device. Those of Megatron stay the same, so they are copied once."""
+    key = numbers, device
+    if key not in _tables:
+        if len(_tables) >= 4096:  # of matrices that come and go
+            _tables.clear()
+        _tables[key] = torch.tensor(numbers, dtype=dtype, device=device)
+    return _tables[key]
+
+
 def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
     """The addresses of the matrices, int64 on the device."""
     if isinstance(matrices, Tensor):
         begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
         return torch.arange(begin, begin + len(matrices) * step, step, dtype=torch.int64, device=device)
-    addresses = tuple(matrix.data_ptr() for matrix in matrices)
-    key = addresses, device  # Megatron's gradients stay where they are, so their table is copied once
-    if key not in _tables:
-        if len(_tables) >= 4096:  # of matrices that come and go
-            _tables.clear()
-        _tables[key] = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return _tables[key]
+    return _table(tuple(matrix.data_ptr() for matrix in matrices), torch.int64, device)
 
 
 @triton.jit

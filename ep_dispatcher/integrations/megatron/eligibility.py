@@ -294,17 +294,3 @@ def why_no_overlap(experts: Any, ours: Experts) -> str | None:
     if dispatcher.expert_alignment > 1:
         return f"rows of an expert are padded to a multiple of {dispatcher.expert_alignment}"
     return why_no_deferred(experts, ours)  # hooks would get other rows
-
-
-def why_copied(ours: Experts) -> str | None:
-    """Say why each grouped GEMM copies the weights first, and what helps. None: it reads them in place.
-
-    Megatron's DistributedDataParallel gives weights their final place, so ask after it is made.
-    """
-    weights = ours.parameters()[:2]
-    if not grouped_gemm.has_kernels(weights[0][0]) or all(map(grouped_gemm.stack_in_place, weights)):
-        return None
-    ddp = ours.ddp()
-    if ddp is None or not ddp.ddp_config.use_distributed_optimizer:
-        return "each lies by itself, and --use-distributed-optimizer puts them side by side"
-    return "padding between buckets separates them, and a larger --ddp-bucket-size separates fewer"

@@ -312,9 +312,6 @@ def _decide_all() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         layers = [one for _, one in new]
         print(_said(layers), flush=True)
-        _, copied = _reasons((one, eligibility.why_copied(one)) for one in layers if one.why_not is None)
-        if copied:
-            print(f"ep_dispatcher copies weights of experts for each GEMM: {copied}", flush=True)
         if any(one.may_overlap for one in layers):
             print(_said_of_overlap(layers), flush=True)
 
