@@ -24,7 +24,6 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
@@ -39,8 +38,7 @@ class Deferred:
     max_rows: int | None  # of this rank; None: the host waits for their number
     alignment: int  # of the rows of an expert
     handle: ep.Handle | None  # the plan of an earlier pass
-    microbatch: int
-    plans: RecomputePlans  # keeps a new plan for later passes
+    keep: Callable[[ep.Handle], None]  # called with a new plan
 
     def send(self, tokens: Tensor, probs: Tensor) -> ep.DispatchOutput:
         """Dispatch tokens [num_tokens, hidden] and probs float32 [num_tokens, num_topk]."""
@@ -48,7 +46,7 @@ class Deferred:
             return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handle)
         alignment, limit = self.alignment, self.max_rows
         out = ep.dispatch(self.buffer, tokens, self.topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit)
-        self.plans.keep(self.topk_idx, self.microbatch, self.buffer, out.handle)
+        self.keep(out.handle)
         return out
 
     def run(self, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
