@@ -98,27 +98,29 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         if planned is None:
             again = recompute.under_way()  # its microbatch is not known
             self._num_forwards += not again
-            microbatch, handle = self._num_forwards, None
+            microbatch = self._num_forwards
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
             self.buffer = buffers.shared_buffer(
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
         else:
-            microbatch, self.buffer, handle = planned.microbatch, planned.buffer, planned.handle
+            microbatch, self.buffer = planned.microbatch, planned.buffer
             self._where = f"{layer}, microbatch {microbatch}"
         if self.shared_experts is not None:
             self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
-        if planned is not None:
-            _used_here(planned.topk_idx)
-            _used_here(planned.handle.plan)
-            planned.compare(self.topk_idx)
         self._gives_to_grouped = self.experts_are_grouped()
-        communicates = self.experts_communicate(self.buffer)  # then they use no handle
-        limit = self._max_rows(hidden_states.shape[0]) if handle is None or communicates else None
+        communicates = self.experts_communicate(self.buffer)
+        handles = []
+        if planned is not None and len(planned.handles) == 1 + communicates:
+            handles = planned.handles
+            for tensor in (planned.topk_idx, *(handle.plan for handle in handles)):
+                _used_here(tensor)
+            planned.compare(self.topk_idx)
+        limit = None if handles else self._max_rows(hidden_states.shape[0])
         alignment = self.expert_alignment
-        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handle, partial(self._keep, microbatch))
+        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, partial(self._keep, microbatch))
         if communicates:
             self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
             rows, row_probs, arriving = hidden_states, probs, None
@@ -151,11 +153,11 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
             )
         return limit
 
-    def _keep(self, microbatch: int, handle: ep.Handle) -> None:
-        """Keep a new plan for a recompute."""
+    def _keep(self, microbatch: int, handles: list[ep.Handle]) -> None:
+        """Keep a new plan, or those of the parts, for a recompute."""
         if recompute.is_expected():
             topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
-            recompute.keep(self, recompute.Kept(topk_idx, self.layer_number or 0, microbatch, self.buffer, handle))
+            recompute.keep(self, recompute.Kept(topk_idx, self.layer_number or 0, microbatch, self.buffer, handles))
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
         """Copy nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).

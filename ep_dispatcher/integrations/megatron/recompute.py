@@ -35,7 +35,7 @@ class Kept:
     layer: int
     microbatch: int
     buffer: ep.Buffer
-    handle: ep.Handle
+    handles: list[ep.Handle]  # one, or one for each part of the tokens (deferred.py)
 
     def compare(self, topk_idx: Tensor) -> None:
         """Find a routing that is not this plan's. On a GPU the error comes later, as that of a wrong topk_idx."""
