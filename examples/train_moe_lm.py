@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_lm.arguments import parse_arguments
 from moe_lm.charts import draw
 from moe_lm.check import check
-from moe_lm.device import device_name, num_sms, prepare_ranks, ranks_per_gpu
+from moe_lm.device import device_name, num_sms, prepare_ranks, ranks_on_host, ranks_per_gpu
 from moe_lm.generate import generate
 from moe_lm.layer import MoELayer
 from moe_lm.model import ModelConfig, MoELanguageModel, is_expert
@@ -90,7 +90,8 @@ def run(rank: int, args, config: ModelConfig, started: float) -> bool:
 
 def describe(args, config: ModelConfig, model: torch.nn.Module) -> str:
     num_nodes = args.ranks // args.ranks_per_node
-    nodes = f"{num_nodes} virtual nodes" if num_nodes > 1 else "one node"
+    virtual = "virtual " * (ranks_on_host(args.ranks) == args.ranks)
+    nodes = f"{num_nodes} {virtual}nodes" if num_nodes > 1 else "one node"
     dense = sum(p.numel() for name, p in model.named_parameters() if not is_expert(name)) / 1e6
     experts = sum(p.numel() for name, p in model.named_parameters() if is_expert(name)) * args.ranks / 1e6
     lines = (

@@ -95,6 +95,18 @@ def launched_operations():
         yield launched
 
 
+@pytest.fixture
+def make_hosts():
+    """``make_hosts(num, **options)``: two_hosts.Hosts, closed after the test. Skipped where there can be none."""
+    import two_hosts
+
+    why_not = two_hosts.problem()
+    if why_not is not None:
+        pytest.skip(f"no hosts: {why_not}")
+    with contextlib.ExitStack() as made:
+        yield lambda num=2, **options: made.enter_context(two_hosts.Hosts(num, **options))
+
+
 @pytest.fixture(scope="session")
 def pools():
     """``pools(num_ranks)`` is a pool of that size, started at the first use and replaced after a failure closed it."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+LOOPBACK = "127.0.0.1"
 GRACE_S = 10.0  # how long the other ranks may go on after the first failure: long enough to report one of their own
 ROUTINGS = ("uniform", "skewed", "one_expert", "masked", "empty")
 # The server from which the ranks are forked imports these once. The first custom operator imports torch._dynamo.
@@ -93,7 +94,7 @@ def _die_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank_main(rank: int, connection: Connection) -> None:
+def rank_main(rank: int, connection: Connection) -> None:
     """Answer calls (fn, args) with (ok, value), until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pool
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -113,14 +114,15 @@ def _rank_main(rank: int, connection: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _join_group(rank: int, num_ranks: int, port: int, threads: int, timeout_s: float, backend: str) -> int:
+def _join_group(rank: int, num_ranks: int, host: str, port: int, threads: int, timeout_s: float, backend: str) -> int:
     """Make the default group. Return the file descriptor to which SIGUSR1 writes the stacks of this process."""
     stacks = os.memfd_create("stacks")
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if host == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(threads)
     limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
     if "nccl" in backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
@@ -143,22 +145,31 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         # This process hosts the store, so that it survives ranks that are killed.
-        self._store: dist.TCPStore | None = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: dist.TCPStore | None = self._serve_store()
         self._processes, self._connections, self._stacks = [], [], [None] * num_ranks
         self.closed, self.pids = False, []  # process ids in rank order
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe()
                 self._connections.append(ours)
-                process = context.Process(target=_rank_main, args=(rank, theirs), daemon=True)
+                process = context.Process(target=self._main_of(rank), args=(rank, theirs), daemon=True)
                 process.start()
                 self._processes.append(process)
                 self.pids.append(process.pid)
                 theirs.close()
-            self._stacks = self.run(_join_group, num_ranks, self._store.port, threads_per_rank, timeout_s, backend)
+            self._stacks = self.run(
+                _join_group, num_ranks, self._store.host, self._store.port, threads_per_rank, timeout_s, backend
+            )
         except BaseException:  # it is raised again
             self.close()
             raise
+
+    def _serve_store(self) -> dist.TCPStore:
+        return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+    def _main_of(self, rank: int) -> Callable[[int, Connection], None]:
+        """What the process of a rank calls; tests/two_hosts.py moves it to another host first."""
+        return rank_main
 
     def run(
         self, fn: Callable, *args: Any, timeout_s: float | None = None, allow_dead: Collection[int] = ()

@@ -1,0 +1,367 @@
+"""Hosts of one machine, from Linux namespaces: own network and address, host name, processes and /dev/shm.
+
+    sudo python tests/two_hosts.py 'torchrun --nnodes 2 --node-rank $NODE_RANK --nproc-per-node 2 ...'
+
+    with Hosts(2, rate="10gbit") as hosts:      # ValueError where `problem()` says why there can be none
+        process = hosts.run(1, "torchrun ...")  # a Popen
+        hosts.plug(1, False)                    # pull the cable of host 1
+        with HostsPool(hosts, ranks_per_host=2) as pool:
+            pool.run(fn, ...)                   # as RankPool does, ranks 2 and 3 on host 1
+
+A switch, which is a namespace too, joins the hosts host0, host1, ... by their interface eth0. Needs root, iproute2 and
+util-linux. Nothing outlives the process that made the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ep_dispatcher.tools.testing import RankPool, rank_main
+
+ROOT = Path(__file__).parents[1]
+NAMESPACES = ("net", "uts", "ipc", "mnt", "pid")
+OWN = "--net --uts --ipc --mount --pid --mount-proc"
+MOUNTS = "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys"
+SWITCH = 254  # its number in the addresses of a network
+PR_SET_PDEATHSIG = 1
+# The first process of a host: it ends, and so all others there, when its input does. It leaves no zombies of orphans.
+FIRST_PROCESS = "echo ready; trap '' CHLD; exec cat"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def problem() -> str | None:
+    """Return why this machine can have no hosts, None if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} missing: apt-get install iproute2 util-linux"
+    trial = f"{MOUNTS} && ip link add eth0 type veth peer name eth1 && ip link add net0 type bridge"
+    done = subprocess.run(["unshare", *OWN.split(), "--fork", "sh", "-c", trial], capture_output=True, text=True)
+    return f"namespaces are refused: {done.stderr.strip()}" if done.returncode else None
+
+
+def run_as_root(*command: str, text: str = "") -> None:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}\n{text}")
+
+
+class _Place:
+    """A set of namespaces. ``pid`` is its first process, which lives as long as this process does not close it."""
+
+    def __init__(self, own: str, setup: str = "true"):
+        command = ["unshare", *own.split(), "--fork", "--kill-child", "sh", "-c", f"{setup} && {FIRST_PROCESS}"]
+        pipe = subprocess.PIPE
+        self._unshare = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self._unshare.stdout is not None
+        if self._unshare.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{' '.join(command)}: {self._unshare.communicate()[1]}")
+        self.pid = child_of(self._unshare.pid)
+
+    def ip(self, *lines: str) -> None:
+        run_as_root("nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-", text="\n".join(lines) + "\n")
+
+    def tc(self, *lines: str) -> None:
+        run_as_root("nsenter", f"--net=/proc/{self.pid}/ns/net", "tc", "-batch", "-", text="\n".join(lines) + "\n")
+
+    def end(self) -> None:
+        """Kill every process there."""
+        if self._unshare.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self._unshare.communicate()
+
+
+def enter(pid: int, *kinds: str) -> None:
+    """Move the calling thread to namespaces of a process; with "pid" only its children."""
+    folder = os.getcwd()
+    for file in [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in kinds]:  # before /proc is another one
+        if _libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
+    os.chdir(folder)
+
+
+def child_of(pid: int) -> int:
+    """Wait until a process has a child, and return its process id."""
+    deadline = time.monotonic() + 30
+    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"process {pid} has no child")
+        time.sleep(0.005)
+    return int(children[0])
+
+
+class Hosts:
+    """``num`` hosts. Close them, or use ``with``.
+
+    rate        of each host's sending, as tc takes it ("10gbit"); ``loss``: percent of packets that it sends
+    delay_ms    of a packet; needs a kernel with netem
+    ipv6        IPv6 addresses alone
+    interfaces  of each host: eth0, eth1, ..., each in a network of its own. Names lead to the last one
+    names       whether the hosts know each other's names, and their own
+    """
+
+    def __init__(
+        self,
+        num: int = 2,
+        *,
+        rate: str | None = None,
+        loss: float = 0,
+        delay_ms: float = 0,
+        mtu: int = 1500,
+        ipv6: bool = False,
+        interfaces: int = 1,
+        names: bool = True,
+    ):
+        why_not = problem()
+        if why_not is not None:
+            raise ValueError(f"hosts: {why_not}")
+        self.num, self.ipv6, self.interfaces = num, ipv6, interfaces
+        self._file = tempfile.NamedTemporaryFile("w", prefix="hosts")
+        known = [f"{self.address(host, interfaces - 1)} host{host}" for host in range(num)] if names else []
+        known.append(f"{self.address(SWITCH)} switch")  # TCPStore looks for the names of its peers
+        self._file.write("\n".join(["127.0.0.1 localhost", "::1 localhost", *known, ""]))
+        self._file.flush()
+        self._places: list[_Place] = []
+        try:
+            self.switch = _Place("--net")
+            for host in range(num):
+                own = f"mount --bind {self._file.name} /etc/hosts && hostname host{host} && ip link set lo up"
+                self._places.append(_Place(OWN, f"{MOUNTS} && {own}"))
+            self._connect(mtu)
+            self.limit(rate=rate, loss=loss, delay_ms=delay_ms)
+        except BaseException:  # it is raised again
+            self.close()
+            raise
+
+    def address(self, host: int, interface: int = 0) -> str:
+        """Return a host's address on an interface; that of the switch for host ``SWITCH``."""
+        number = host if host == SWITCH else host + 1
+        return f"fd77:{interface}::{number}" if self.ipv6 else f"10.77.{interface}.{number}"
+
+    def _add(self, host: int, interface: int, name: str) -> str:
+        address = self.address(host, interface)
+        return f"addr add {address}/64 dev {name} nodad" if self.ipv6 else f"addr add {address}/24 dev {name}"
+
+    def _connect(self, mtu: int) -> None:
+        self.switch.ip("link set lo up")
+        for i in range(self.interfaces):
+            self.switch.ip(
+                f"link add net{i} mtu {mtu} type bridge forward_delay 0 mcast_snooping 0",
+                self._add(SWITCH, i, f"net{i}"),
+                f"link set net{i} up",
+            )
+            for host, place in enumerate(self._places):
+                port = f"port{host}.{i}"
+                self.switch.ip(
+                    f"link add {port} mtu {mtu} type veth peer name eth{i} mtu {mtu} netns {place.pid}",
+                    f"link set {port} master net{i} up",
+                )
+                place.ip(self._add(host, i, f"eth{i}"), f"link set eth{i} up")
+
+    def limit(self, *, rate: str | None = None, loss: float = 0, delay_ms: float = 0) -> None:
+        """Set rate, loss (percent) and delay of what every host sends through eth0, in place of earlier limits.
+
+        A classic BPF filter gives lost packets to a class that drops them: unlike netem most kernels have that.
+        """
+        for place in self._places:
+            try:
+                place.tc("qdisc del dev eth0 root")
+            except RuntimeError:
+                pass  # there was none
+            if rate is None and not loss and not delay_ms:
+                continue
+            htb = f"htb rate {rate or '100gbit'} burst 256k cburst 256k"
+            lines = [
+                "qdisc add dev eth0 root handle 1: htb default 1",
+                f"class add dev eth0 classid 1:1 parent 1: {htb}",
+            ]
+            if delay_ms:
+                lines.append(f"qdisc add dev eth0 parent 1:1 netem delay {delay_ms}ms limit 100000")
+            if loss:
+                # Load a random word; below this limit the default class takes the packet.
+                code = f"4,32 0 0 {0xFFFFF038},53 1 0 {int(2**32 * (1 - loss / 100))},6 0 0 0,6 0 0 {2**32 - 1}"
+                lines += [
+                    f"class add dev eth0 classid 1:2 parent 1: {htb}",
+                    "qdisc add dev eth0 parent 1:2 blackhole",
+                    f"filter add dev eth0 parent 1: protocol all bpf bytecode '{code}' classid 1:2",
+                ]
+            place.tc(*lines)
+
+    def plug(self, host: int, is_in: bool, interface: int = 0) -> None:
+        """Pull a cable, or plug it in again."""
+        self.switch.ip(f"link set port{host}.{interface} {'up' if is_in else 'down'}")
+
+    def run(self, host: int, command: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+        """Start a command of bash on a host, in the project's folder. Its output and errors come out of ``stdout``.
+
+        It has this Python's torchrun, and $NODE_RANK: the number of the host.
+        """
+        own = {
+            "NODE_RANK": str(host),
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONUNBUFFERED": "1",
+        }
+        kinds = [
+            f"--{'mount' if kind == 'mnt' else kind}=/proc/{self._places[host].pid}/ns/{kind}" for kind in NAMESPACES
+        ]
+        return subprocess.Popen(
+            ["nsenter", *kinds, f"--wd={ROOT}", "bash", "-c", command],
+            env={**os.environ, **own, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run_all(self, command: str, env: dict[str, str] | None = None, timeout_s: float = 300) -> list[tuple[int, str]]:
+        """Run a command on every host at once. Return exit code and output of each; kill what runs at the limit."""
+        started = [self.run(host, command, env) for host in range(self.num)]
+        watchdog = threading.Timer(timeout_s, self.kill_processes)
+        watchdog.start()
+        try:
+            outputs = [process.communicate()[0] for process in started]
+        finally:
+            watchdog.cancel()
+        return [(process.returncode, output) for process, output in zip(started, outputs)]
+
+    def first_pid(self, host: int) -> int:
+        """Return the process whose end is that of all others on the host, as this process knows it."""
+        return self._places[host].pid
+
+    def pids(self, host: int) -> list[int]:
+        """Return the processes of a host but its first one, as this process knows them; without zombies."""
+        first, found = self._places[host].pid, []
+        try:
+            own = os.readlink(f"/proc/{first}/ns/pid")
+        except OSError:
+            return []  # the host is dead
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(path / "ns/pid") == own and int(path.name) != first:
+                    found.append(int(path.name))
+            except OSError:
+                pass  # it has ended
+        return found
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to every process of a host, as a host that is suspended (SIGSTOP) or resumed."""
+        for pid in self.pids(host):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def kill_processes(self) -> None:
+        for host in range(self.num):
+            self.signal(host, signal.SIGKILL)
+
+    def kill(self, host: int) -> None:
+        """End a host. Pull its cable first, or its system still closes its connections."""
+        self._places[host].end()
+
+    @contextmanager
+    def on_switch(self) -> Iterator[None]:
+        """What this thread connects meanwhile, it connects from the switch."""
+        enter(self.switch.pid, "net")
+        try:
+            yield
+        finally:
+            enter(os.getpid(), "net")
+
+    def close(self) -> None:
+        for place in (*self._places, *([self.switch] if hasattr(self, "switch") else [])):
+            place.end()
+        self._file.close()
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+class HostsPool(RankPool):
+    """A RankPool whose ranks live on hosts, ``ranks_per_host`` on each. The store is on the switch.
+
+    ``interface`` is GLOO_SOCKET_IFNAME of the ranks; None sets none. ``pids`` are those that this process knows.
+    """
+
+    def __init__(self, hosts: Hosts, ranks_per_host: int, *, interface: str | None = "eth0", **options):
+        self._hosts, self._ranks_per_host, self._interface = hosts, ranks_per_host, interface
+        super().__init__(hosts.num * ranks_per_host, **options)
+        self.pids = [child_of(process.pid) for process in self._processes]
+
+    def _serve_store(self) -> dist.TCPStore:
+        with self._hosts.on_switch():
+            return dist.TCPStore(self._hosts.address(SWITCH), 0, is_master=True, wait_for_workers=False)
+
+    def _main_of(self, rank: int) -> Callable:
+        return partial(_main_on_host, self._hosts.first_pid(rank // self._ranks_per_host), self._interface)
+
+
+def _main_on_host(pid: int, interface: str | None, rank: int, connection: Connection) -> None:
+    """Be a rank on the host of a process: in a child, which is among the host's processes. End as the child does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enter(pid, *NAMESPACES)
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(code)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    rank_main(rank, connection)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", help="what bash runs on every host; $NODE_RANK is the host's number")
+    parser.add_argument("--hosts", type=int, default=2, help="default: 2")
+    parser.add_argument("--rate", help="of each host's sending, such as 10gbit; default: no limit")
+    parser.add_argument("--loss", type=float, default=0, help="percent of packets; default: 0")
+    parser.add_argument("--mtu", type=int, default=1500, help="default: 1500")
+    parser.add_argument("--ipv6", action="store_true", help="IPv6 addresses alone")
+    args = parser.parse_args()
+    why_not = problem()
+    if why_not is not None:
+        parser.error(why_not)
+    with Hosts(args.hosts, rate=args.rate, loss=args.loss, mtu=args.mtu, ipv6=args.ipv6) as hosts:
+        started = [hosts.run(host, args.command) for host in range(hosts.num)]
+        readers = [threading.Thread(target=_show, args=(host, process)) for host, process in enumerate(started)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        return max(process.wait() for process in started)
+
+
+def _show(host: int, process: subprocess.Popen) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"host{host}: {line}", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
