@@ -174,6 +174,15 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def("push", launch_combine<true, false>)
       .def("reduce", launch_combine<false, true>)
       .def("combine", launch_combine<true, true>)
+      .def("compare_routing",
+           [](const Engine& e, Address planned, Address given, int num_tokens, std::pair<int, int> where,
+              Address stream) {
+             e.compare_routing({pointer<const int64_t>(planned),
+                                pointer<const int64_t>(given),
+                                num_tokens,
+                                {where.first, where.second}},
+                               pointer<CUstream_st>(stream));
+           })
       .def("pace_wire", &Engine::pace_wire)
       .def("stamp_into",
            [](Engine& e, Address stamps, int num_blocks) { e.stamp_into(pointer<uint64_t>(stamps), num_blocks); })

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher.envs import MAX_TIMEOUT_S
-from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
+from ep_dispatcher.errors import DisagreementError, OtherRoutingError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.handle import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -267,6 +267,12 @@ def bad_entry(entry: tuple[int, int, int, bool], num_experts: int) -> ValueError
         return ValueError(mistake(where, f"expert {expert} again", "every expert at most once in a row"))
     text = mistake(where, expert, f"-1 (no expert), or an expert from 0 to {num_experts - 1}")
     return UnknownExpertError(text, token) if expert >= num_experts else ValueError(text)
+
+
+def other_routing(argument: str, given: Any, planned: Any, where: tuple[int, int]) -> OtherRoutingError:
+    """Return the error of a routing, or of an entry of it, that is not the one of the plan."""
+    allowed = f"{planned}, as in the plan: a recompute must choose the experts that its forward pass chose"
+    return OtherRoutingError(mistake(argument, given, allowed), where)
 
 
 def _plan(epoch: int) -> str:

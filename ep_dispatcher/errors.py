@@ -116,6 +116,14 @@ class UnknownExpertError(_FoundError):
         return self.args[1]
 
 
+class OtherRoutingError(_FoundError):
+    """A routing is not that of the plan. ``where``: two numbers that the caller gave for it."""
+
+    @property
+    def where(self) -> tuple[int, int]:
+        return self.args[1]
+
+
 class DisagreementError(_FoundError):
     """Ranks are in different operations, or have given different arguments. All of them raise it.
 

@@ -18,6 +18,7 @@ from ep_dispatcher import checks, decode, float8
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Engine, Received
 from ep_dispatcher.errors import PeerTimeoutError
 from ep_dispatcher.handle import CombineOutput, DispatchOutput, Handle
+from ep_dispatcher.plain import plain
 
 if TYPE_CHECKING:
     from ep_dispatcher.buffer import Buffer
@@ -199,6 +200,19 @@ def check_routing(buffer: Buffer, topk_idx: Tensor) -> None:
     try:
         buffer.live_engine().check_routing(topk_idx)
     except ValueError as error:
+        raise buffer.explained(error)  # noqa: B904  # it has its cause
+
+
+def compare_routing(buffer: Buffer, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
+    """Before a dispatch with a handle: find a routing that is not the one of its plan. Engine.compare_routing says how.
+
+    planned, given: int64 [num_tokens, num_topk]. Raises ValueError at once for unequal numbers of tokens.
+    """
+    try:
+        if given.shape != planned.shape:
+            raise checks.other_routing("topk_idx", f"{len(given)} tokens", f"{len(planned)} tokens", where)
+        buffer.live_engine().compare_routing(plain("topk_idx", planned), plain("topk_idx", given), where)
+    except (PeerTimeoutError, ValueError) as error:
         raise buffer.explained(error)  # noqa: B904  # it has its cause
 
 

@@ -171,6 +171,7 @@ MISTAKES = [  # kind, detail, value, rows by rank; how its text begins, with the
         ("too_few_rows", [1, 0, 0, 0], 0, [(40, 39), (3, 39)]),
         "max_recv_rows: too small: rank 0 needs 40 rows, given 39",
     ),
+    (("other_routing", [3, 1, 7, 2], 9, [(4, 0)]), "topk_idx[3, 1]: given 9, allowed: 4, as in the plan"),
     (("too_many_rows", [64, 0, 0, 0], 0, [(5, -1), (2**40, -1)]), "expert_alignment: given 64, with which rank 1 "),
     (("differ", ["operation", 1, 1, 0], 0, []), "operation: rank 1 is in a combine, rank 0 is in a dispatch; "),
     (("differ", ["handle", 2, 2, 1], 1, []), "handle: rank 2 gave the plan of epoch 2, rank 1 "),

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from test_dispatch_combine import Case, Received, assert_same, check_case, expected_of, expert_rows, make_inputs, to
 
 import ep_dispatcher as ep
-from ep_dispatcher import engines
+from ep_dispatcher import engines, operation
+from ep_dispatcher.errors import OtherRoutingError
 from ep_dispatcher.tools.testing import device_of, make_routing
 
 pytestmark = pytest.mark.skipif(engines.cuda_problem() is not None, reason=f"no GPU: {engines.cuda_problem()}")
@@ -77,6 +78,39 @@ def replay(rank: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_graph_replays_with_new_routing(pools, num_ranks):
     pools(num_ranks).run(replay)
+
+
+def replay_with_another_routing_than_that_of_a_plan(rank: int) -> None:
+    with make_buffer() as buffer:
+        x, given, _ = inputs(rank, 0)
+        planned = given.clone()
+        handle = buffer.plan(planned, max_recv_rows=200)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            operation.compare_routing(buffer, planned, given, (3, 4))
+            received = buffer.dispatch(x, handle=handle).x
+        expected = buffer.dispatch(x, handle=handle).x
+        for changes in (False, True, False):
+            given.copy_(planned)
+            if changes:
+                given[-1, -1] = EXPERTS
+            graph.replay()
+            if changes:
+                with pytest.raises(OtherRoutingError, match=f"^topk_idx.{TOKENS - 1}, {TOPK - 1}.: given {EXPERTS}, "):
+                    buffer.check()
+            buffer.check()
+            assert torch.equal(received, expected)
+        operation.compare_routing(buffer, planned, inputs(rank, 1)[1], (3, 4))
+        torch.cuda.synchronize()
+        buffer.dispatch(x, handle=handle)  # publishes it
+        torch.cuda.synchronize()
+        with pytest.raises(OtherRoutingError, match="destroy") as caught:
+            buffer.dispatch(x, handle=handle)
+        assert caught.value.where == (3, 4)
+
+
+def test_a_graph_finds_another_routing_than_that_of_its_plan(pools):
+    pools(2).run(replay_with_another_routing_than_that_of_a_plan)
 
 
 def replay_after_suspend(rank: int, ranks_per_node: int) -> None:

@@ -25,8 +25,8 @@ from round_trip import (
 from torch import Tensor
 
 import ep_dispatcher as ep
-from ep_dispatcher import checks, errors
-from ep_dispatcher.errors import DisagreementError, TooFewRowsError, UnknownExpertError
+from ep_dispatcher import checks, errors, operation
+from ep_dispatcher.errors import DisagreementError, OtherRoutingError, TooFewRowsError, UnknownExpertError
 from ep_dispatcher.integrations.deep_ep.buffer import Buffer as DeepEPBuffer
 from ep_dispatcher.tools.testing import make_routing
 
@@ -533,6 +533,36 @@ def test_too_few_receive_rows_are_an_error_that_says_which_ranks_need_how_many(p
     for _, message, named in ranks:
         assert message == ranks[0][1] and named == {rank: needed[rank] for rank in (0, 1, 3)}
         assert message.startswith("max_recv_rows: ")
+
+
+# ---- another routing than that of a plan -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [None, 200])
+@on_ranks(2)
+def test_a_routing_is_compared_with_that_of_a_plan(rank, engine, rows):
+    """At once on the CPU engine; a GPU finds it with the next operation, and check() raises it there."""
+    with make_buffer(engine=engine) as buffer:
+        x, planned, _ = inputs(rank, device=device(buffer))
+        out = buffer.dispatch(x, planned, max_recv_rows=rows)
+
+        def again(given: torch.Tensor) -> None:
+            operation.compare_routing(buffer, planned, given, (7, rank))
+            assert torch.equal(buffer.dispatch(x, handle=out.handle).x, out.x)
+            buffer.check()
+
+        again(planned.clone())
+        other = planned.clone()
+        other[3, 1] = -1 if planned[3, 1] >= 0 else 0
+        with pytest.raises(OtherRoutingError) as caught:
+            again(other)
+        text = f"topk_idx[3, 1]: given {int(other[3, 1])}, allowed: {int(planned[3, 1])}, "
+        assert str(caught.value).startswith(text) and caught.value.where == (7, rank)
+        with pytest.raises(OtherRoutingError) as caught:
+            operation.compare_routing(buffer, planned, planned[1:], (7, rank))
+        assert caught.value.where == (7, rank)
+        again(planned.t().contiguous().t())
+        round_trip(buffer)
 
 
 @pytest.mark.parametrize("max_recv_rows", [None, 200])

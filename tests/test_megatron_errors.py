@@ -116,16 +116,16 @@ def test_other_errors_stay_as_they_are(rank: int):
         )
 
 
-WHERE = {  # the backward of a combine is a dispatch; a recompute begins with an agreement, before any operation
+WHERE = {  # the backward of a combine is a dispatch
     "forward": ("layer 3, microbatch 2", 3),
     "backward": ("layer 3, microbatch 1, backward", 3),
-    "recompute": ("layer 3, microbatch 1, recompute", 0),
+    "recompute": ("layer 3, microbatch 1", 3),
 }
-# There a recompute plans anew, and a backward has gone on when the error is found.
+# There no host waits, and a backward has gone on when the error is found.
 WHERE_ON_GPU = {
     "forward": WHERE["forward"],
     "backward": ("layer 3, microbatch 2", 3),
-    "recompute": ("layer 3, recompute after microbatch 1", 3),
+    "recompute": ("layer 3, microbatch 2", 3),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_late_rank_is_named_with_layer_and_microbatch(rank: int, when: str, vi
         def act() -> None:
             if when != "forward":
                 first.sum().backward()
-            if on_gpu() and when == "backward":  # no host has waited: a later operation finds it
+            if on_gpu() and when != "forward":  # no host has waited: a later operation finds it
                 torch.cuda.synchronize()
             if when == "forward" or on_gpu():
                 layer(tokens_of(rank))
@@ -200,8 +200,6 @@ def test_every_operation_knows_its_layer_and_microbatch(rank: int, settings: dic
     for microbatch in (1, 2):
         for layer in (7, 3):
             where = f"layer {layer}, microbatch {microbatch}"
-            if settings and on_gpu():
-                where = f"layer {layer}, recompute after microbatch 2"
             expected += ([where] * 2 if settings else []) + [f"{where}, backward"] * 2
     assert notes == expected, notes
 

@@ -43,11 +43,12 @@ def what_megatron_has() -> dict:
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
     from megatron.core.models.gpt import fine_grained_callables
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel.random import CheckpointFunction
     from megatron.core.transformer.moe import experts, moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     owners: list = [FullCudaGraphWrapper, schedules, argparse.ArgumentParser, TransformerLayerSchedulePlan]
-    owners += [DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP]
+    owners += [CheckpointFunction, DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP]
     owners += [fine_grained_callables, experts, moe_layer, moe_layer.MoELayer, token_dispatcher, TransformerConfig]
     owners += [MLATransformerConfig, token_dispatcher.MoETokenDispatcher, token_dispatcher.MoEFlexTokenDispatcher]
     if not hasattr(fine_grained_callables, "should_free_input"):  # 0.19

@@ -1,12 +1,18 @@
-"""Activation recompute finds its plan again: by the routing, on all ranks together, with microbatches in flight."""
+"""Activation recompute uses the plans of its forward passes: without a host wait or a collective, in any order."""
 
 import contextlib
+import gc
+import sys
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_layer import (
     assert_agree,
+    assert_same_bits,
     environment,
+    error_of,
     grads_of,
     make_config,
     make_layer,
@@ -15,9 +21,11 @@ from megatron_layer import (
     random,
     tokens_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
+from ep_dispatcher import operation
+from ep_dispatcher.integrations.megatron import recompute, register, unregister
 
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -25,17 +33,54 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 
 @contextlib.contextmanager
 def dispatches():
-    """A list that grows by "planned" or "reused" with every ``ep.dispatch`` of this rank; backwards do not call it."""
+    """A list that grows by "p" (planned) or "r" (reused) with every ``ep.dispatch``; backwards do not call it."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         dispatch = ep.dispatch
 
         def count(*args, handle=None, **kwargs):
-            seen.append("planned" if handle is None else "reused")
+            seen.append("p" if handle is None else "r")
             return dispatch(*args, handle=handle, **kwargs)
 
         patch.setattr(ep, "dispatch", count)
         yield seen
+
+
+@contextlib.contextmanager
+def no_waits():
+    """No host waits for a device or for another rank, except inside operations of the CPU engine."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a host waits")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier"):
+            patch.setattr(dist, name, refuse)
+        if on_gpu():
+            from ep_dispatcher.engines.cuda.engine import CudaEngine
+
+            patch.setattr(CudaEngine, "_wait_for_counts", refuse)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if on_gpu():
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def plans_kept() -> int:
+    gc.collect()
+    return sum(type(one) is recompute.Kept for one in gc.get_objects())
+
+
+def apply(function, x):
+    return function(x)
+
+
+def checkpointed(function, x):
+    from megatron.core.tensor_parallel import checkpoint
+
+    return checkpoint(function, False, x)
 
 
 class Microbatch:
@@ -43,17 +88,15 @@ class Microbatch:
 
     def __init__(self, layer, x):
         self.layer, self.x = layer, x.clone().requires_grad_()
-        if layer.config.recompute_granularity == "full":
-            from megatron.core.tensor_parallel import checkpoint
-
-            self.output = checkpoint(lambda x: layer(x)[0], False, self.x)
-        else:
-            self.output = layer(self.x)[0]
+        run = checkpointed if layer.config.recompute_granularity == "full" else apply
+        self.output = run(lambda x: layer(x)[0], self.x)
 
     def backward(self) -> dict:
         """Return the output and all gradients of this microbatch alone."""
         self.layer.zero_grad()
-        (self.output * random(*self.output.shape, seed=7)).sum().backward()
+        loss = (self.output * random(*self.output.shape, seed=7)).sum()
+        with no_waits():
+            loss.backward()
         return {"output": self.output.detach(), "input gradient": self.x.grad} | grads_of(self.layer)
 
 
@@ -65,47 +108,39 @@ def one_by_one(xs, change=lambda layer: None) -> list[dict]:
 
 
 EVEN = [[(0, 12), (1, 12), (2, 12)]] * 2
-# The first two microbatches of a rank are the same tokens: their routings are equal.
+# The first two microbatches are the same tokens: their routings are equal.
 TWINS = [[(0, 12), (0, 12), (2, 12)]] * 2
-# Equal on rank 0 alone; rank 1 has other tokens, or fewer.
-TWINS_ON_RANK_0 = [[(0, 12), (0, 12), (2, 12)], [(0, 12), (1, 12), (2, 12)]]
-SIZES_ON_RANK_1 = [[(0, 12), (0, 12), (0, 12)], [(0, 12), (0, 7), (0, 3)]]
-# Rank 1 has none: each of its microbatches has the same routing.
-EMPTY_ON_RANK_1 = [[(0, 12), (0, 12), (2, 12)], [(0, 0), (0, 0), (0, 0)]]
-EMPTY_AND_OTHER = [[(0, 12), (1, 12), (2, 12)], [(0, 0), (0, 0), (0, 0)]]
-ALL_EMPTY = [[(0, 0), (0, 0), (0, 0)]] * 2
-
+UNEVEN = [[(0, 12), (0, 12), (0, 12)], [(0, 12), (0, 7), (0, 3)]]
+EMPTY_ON_RANK_1 = [[(0, 12), (1, 12), (2, 12)], [(0, 0), (0, 0), (0, 0)]]
 
 GRANULARITY = pytest.mark.parametrize("settings", [MOE, FULL], ids=["moe", "full"])
 
 
 @GRANULARITY
 @pytest.mark.parametrize(
-    "tokens, order, expected",
+    "tokens, order",
     [
-        (EVEN, "AaBbCc", "prprpr"),
-        (EVEN, "ABCabc", "ppprrr"),
-        (EVEN, "ABaCbc", "pprprr"),
-        (TWINS, "ABCabc", "ppprrr"),
-        (TWINS_ON_RANK_0, "ABCabc", "ppprrr"),
-        (SIZES_ON_RANK_1, "ABCabc", "ppprrr"),
-        (EMPTY_ON_RANK_1, "ABCabc", "ppprrr"),
-        (EMPTY_AND_OTHER, "ABaCbc", "pprprr"),
-        (ALL_EMPTY, "ABCabc", "ppprrr"),
-        # In another order the plans that are older than the one found are forgotten, and planned again.
-        (TWINS_ON_RANK_0, "ABbaCc", "pprppr"),
-        (EMPTY_AND_OTHER, "ABCcba", "ppprpp"),
-        (SIZES_ON_RANK_1, "ABCbca", "ppprrp"),
+        (EVEN, "AaBbCc"),
+        (EVEN, "ABaCbc"),  # 1F1B
+        (EVEN, "ABCcba"),
+        (TWINS, "ABCabc"),
+        (UNEVEN, "ABCbca"),
+        (EMPTY_ON_RANK_1, "ABbaCc"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @on_ranks()
-def test_a_recompute_finds_its_plan(rank, tokens, order, expected, settings):
-    """``order``: microbatches by letter, a capital for the forward. ``expected``: p or r per dispatch of a letter."""
-    run_order(rank, tokens, order, expected, settings)
+def test_a_recompute_uses_the_plan_of_its_forward_pass(rank, tokens, order, settings):
+    """``order``: microbatches by letter, a capital for the forward pass."""
+    run_order(rank, tokens, order, settings)
 
 
-def run_order(rank: int, tokens: list, order: str, expected: str, settings: dict) -> None:
+@on_ranks()
+def test_nor_do_ranks_agree_on_sizes_in_a_recompute(rank):
+    run_order(rank, UNEVEN, "ABCabc", MOE | dict(variable_seq_lengths=True))
+
+
+def run_order(rank: int, tokens: list, order: str, settings: dict) -> None:
     xs = [tokens_of(rank, step, length) for step, length in tokens[rank]]
     wanted = one_by_one(xs)
     layer = make_layer(make_config(**settings))
@@ -116,73 +151,168 @@ def run_order(rank: int, tokens: list, order: str, expected: str, settings: dict
             if letter.isupper():
                 flying[number] = Microbatch(layer, xs[number])
             else:
-                found[number] = flying[number].backward()
-    assert "".join(one[0] for one in seen) == ("p" * len(expected) if on_gpu() else expected), seen
+                found[number] = flying.pop(number).backward()
+    assert seen == ["p" if letter.isupper() else "r" for letter in order]
     for number in range(len(xs)):
-        assert_agree(found[number], wanted[number], f"microbatch {number} of {len(xs)}")
-    assert not layer.token_dispatcher._plans._kept, "a plan is kept that nobody comes back for"
+        assert_same_bits(found[number], wanted[number])
+    assert not plans_kept(), "a plan is kept that nobody comes back for"
 
 
-@GRANULARITY
-@pytest.mark.parametrize("order", ["AaBbCc", "ABCabc"])
+class Observer(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rank_1", ["in parts", "observed", "changed"])
 @on_ranks()
-def test_a_recompute_without_a_plan_plans_anew(rank: int, order: str, settings: dict):
-    """What runs on a GPU, where no plan is kept."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecomputePlans, "keep", lambda *args: None)
-        run_order(rank, EMPTY_ON_RANK_1, order, "p" * len(order), settings)
-
-
-@GRANULARITY
-@pytest.mark.parametrize("changed_rank", [0, 1])
-@on_ranks()
-def test_a_routing_that_changed_on_one_rank_is_planned_anew(rank: int, changed_rank: int, settings: dict):
-    def change(layer):
-        if rank == changed_rank:
-            layer.router.weight.data.neg_()
+def test_parts_use_the_plans_of_their_forward_pass(rank: int, rank_1: str):
+    """The experts run dispatch and combine, in two parts of the tokens. Rank 1 may do so in other ways."""
+    from test_megatron_experts import OVERLAP, switched_on, two_parts
 
     xs = [tokens_of(rank, step) for step in range(2)]
-    before, after = one_by_one(xs), one_by_one(xs, change)
-    layer = make_layer(make_config(**settings))
-    with dispatches() as seen:
+    wanted = one_by_one(xs)
+    has_plan, run = [], operation.run_dispatch
+
+    def note(buffer, request):
+        has_plan.append(request.plan is not None)
+        return run(buffer, request)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(two_parts())
+        stack.enter_context(switched_on(OVERLAP))
+        layer = make_layer(make_config(**MOE))
+        layer(xs[0])  # all ranks find that they can run so
+        if rank == 1 and rank_1 == "observed":
+            stack.enter_context(Observer())
+        if rank == 1 and rank_1 == "changed":
+            layer.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *given: None)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(operation, "run_dispatch", note)
         flying = [Microbatch(layer, x) for x in xs]
-        change(layer)
-        for number, one in enumerate(flying):
-            wanted = after[number] | {"output": before[number]["output"]}  # the output is of the first pass
-            assert_agree(one.backward(), wanted, f"microbatch {number}")
-    assert seen == ["planned"] * 4, seen
-    dispatcher = layer.token_dispatcher
-    assert dispatcher._num_forwards == 2 and dispatcher._where == "layer 1, recompute after microbatch 2"
+        assert has_plan == [False] * 4
+        found = [one.backward() for one in flying]
+    assert has_plan == [False] * 4 + [True] * 8, "two dispatches of a recompute, and two of a backward"
+    for number in range(2):
+        assert_agree(found[number], wanted[number], f"microbatch {number}")
 
 
-@pytest.mark.skipif(on_gpu(), reason="on a GPU a recompute plans anew")
+class Two(torch.nn.Module):
+    """Two layers, the second one twice."""
+
+    def __init__(self, settings: dict):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(make_layer(make_config(**settings), number) for number in (3, 4))
+
+    def forward(self, x):
+        for layer in (*self.layers, self.layers[1]):
+            x = layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize(
+    "settings, outer", [({}, True), (MOE, False), (MOE, True)], ids=["around all", "of each", "both"]
+)
 @on_ranks()
-def test_evaluation_in_between_confuses_nothing_and_takes_no_memory(rank: int):
+def test_layers_in_one_checkpoint_and_checkpoints_in_checkpoints(rank: int, settings: dict, outer: bool):
+    results = []
+    for inner, run in (({}, apply), (settings, checkpointed if outer else apply)):
+        layers, x = Two(inner), tokens_of(rank).requires_grad_()
+        with dispatches() as seen:
+            output = run(layers, x)
+            output.square().sum().backward()
+        results.append({"output": output.detach(), "input gradient": x.grad} | grads_of(layers))
+    assert seen == ["p"] * 3 + ["r"] * 3 * (outer + bool(settings))  # each checkpoint around a layer runs it again
+    assert_same_bits(results[1], results[0])
+
+
+@GRANULARITY
+@on_ranks()
+def test_other_experts_in_a_recompute_are_an_error_that_names_layer_and_microbatch(rank: int, settings: dict):
+    """On rank 1 alone: on a CPU at once, on a GPU from a later operation or check()."""
+    layer = make_layer(make_config(**settings), layer_number=3)
+    flying = [Microbatch(layer, tokens_of(rank, step)) for step in range(2)]
+    buffer = layer.token_dispatcher.buffer
+    flying.pop(0).backward()
+    if rank == 1:
+        layer.router.weight.data.neg_()
+
+    def act() -> None:
+        try:
+            flying[0].backward()
+            buffer.check()
+        finally:
+            if rank == 1:
+                buffer.destroy()  # so that rank 0 does not wait for this rank
+
+    if rank == 1:
+        text = error_of(act)
+        assert text.startswith("layer 3, microbatch 2, recompute: topk_idx["), text
+    elif on_gpu():
+        with contextlib.suppress(ep.PeerTimeoutError):  # unless rank 1 comes as far as check()
+            act()
+    else:
+        assert error_of(act, ep.PeerTimeoutError).startswith("layer 3, microbatch 2: ")
+
+
+@GRANULARITY
+@on_ranks()
+def test_another_number_of_tokens_in_a_recompute_is_an_error(rank: int, settings: dict):
+    layer = make_layer(make_config(**settings), layer_number=3)
+    flying = Microbatch(layer, tokens_of(rank))
+    route = layer.router.forward
+
+    def drop_a_token(*args, **kwargs):
+        return tuple(part[:-1] for part in route(*args, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.router, "forward", drop_a_token)
+        patch.setattr(type(layer.token_dispatcher), "dispatch_preprocess", without_checks)
+        text = error_of(flying.backward)
+    assert text.startswith("layer 3, microbatch 1, recompute: topk_idx: given 23 tokens, allowed: 24 tokens"), text
+    Microbatch(layer, tokens_of(rank)).backward()  # nothing was sent
+
+
+def without_checks(dispatcher, hidden_states, routing_map, probs):
+    dispatcher.hidden_shape = hidden_states.shape
+    dispatcher.topk_idx = routing_map.long().topk(2)[1]
+    return hidden_states.flatten(0, -2)[:-1], probs.gather(1, dispatcher.topk_idx)
+
+
+@on_ranks()
+def test_a_graph_that_writes_every_routing_to_the_same_memory(rank: int):
+    """As Megatron's CUDA graphs do: the plan's own routing must survive the next microbatch."""
+    layer = make_layer(make_config(**MOE))
+    layer.token_dispatcher._keeps_copies = True
+    flying = Microbatch(layer, tokens_of(rank))
+    layer.token_dispatcher.topk_idx.fill_(-1)
+    with dispatches() as seen:
+        flying.backward()
+    layer.token_dispatcher.buffer.check()
+    assert seen == ["r"]
+
+
+@on_ranks()
+def test_evaluation_in_between_leaves_no_plans(rank: int):
     layer = make_layer(make_config(**MOE))
     xs = [tokens_of(rank, step) for step in range(3)]
     wanted = one_by_one(xs)
 
-    def evaluate(steps: int, first: int = 100) -> None:
+    def evaluate(steps: int) -> None:
         with torch.no_grad():
             for step in range(steps):
-                layer(tokens_of(rank, first + step))
-        assert 0 < len(layer.token_dispatcher._plans._kept) <= 4, "plans of evaluation steps pile up"
+                layer(tokens_of(rank, step))  # the tokens of training, too
 
-    def train(between: int, expected: list[str], *numbers: int) -> None:
-        flying = [Microbatch(layer, xs[number]) for number in numbers]
-        if between:
-            evaluate(between)
-        for number, one in zip(numbers, flying):
-            assert_agree(one.backward(), wanted[number], f"microbatch {number}")
-        assert seen == expected
-        del seen[:]
-
+    evaluate(3)
+    with torch.inference_mode():
+        layer(xs[0])
+    assert not plans_kept()
     with dispatches() as seen:
-        evaluate(3)
-        train(1, ["planned"] * 5 + ["reused"], 0)
-        train(50, ["planned"] * 54, 0, 1)  # so many that the plans of both are forgotten
-        evaluate(1, 2)  # the same tokens as in training: its plan is found, and is as good
-        train(0, ["planned"] * 2 + ["reused"], 2)
+        flying = [Microbatch(layer, x) for x in xs]
+        evaluate(50)
+        assert plans_kept() == len(xs)
+        for number, one in enumerate(flying):
+            assert_same_bits(one.backward(), wanted[number])
+            evaluate(1)
+    assert seen == ["p"] * 53 + ["r", "p"] * 3
 
 
 @GRANULARITY
@@ -195,7 +325,6 @@ def test_training_after_inference_on_the_same_tokens(rank: int, settings: dict, 
         layer = make_layer(make_config(**settings))
         with torch.inference_mode():  # also the first use of the buffer
             inferred = [layer(x)[0] for x in xs]
-        assert not layer.token_dispatcher._plans._kept
         results = [Microbatch(layer, x).backward() for x in xs]
         wanted = one_by_one(xs)
     for number in range(2):
@@ -204,18 +333,50 @@ def test_training_after_inference_on_the_same_tokens(rank: int, settings: dict, 
 
 
 @on_ranks()
+def test_a_recompute_after_the_buffers_are_gone_plans_anew(rank: int):
+    from ep_dispatcher.integrations.megatron import destroy_buffers
+
+    layer = make_layer(make_config(**MOE))
+    flying = Microbatch(layer, tokens_of(rank))
+    destroy_buffers()
+    loss = flying.output.sum()
+    with dispatches() as seen:
+        loss.backward()
+    assert seen == ["p"] and layer.token_dispatcher._where == "layer 1, recompute after microbatch 1"
+
+
+@on_ranks()
 def test_without_recompute_no_plan_is_kept(rank: int):
     other = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     for settings in ({}, other):
         layer = make_layer(make_config(**settings))
-        with torch.no_grad():
-            layer(tokens_of(rank))
-        assert not layer.token_dispatcher._plans._kept
+        output = layer(tokens_of(rank).requires_grad_())[0]
+        assert not plans_kept()
+        output.sum().backward()
 
 
 @on_ranks()
-def test_as_many_plans_are_kept_as_a_pipeline_has_in_flight_of_one_layer(rank: int):
-    config = make_config(**MOE)
-    for pipeline, group, most in [(1, None, 4), (4, None, 10), (2, 8, 18)]:
-        config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage = pipeline, group
-        assert RecomputePlans.make(config)._kept.maxlen == most
+def test_transformer_engines_checkpoint_too(rank: int):
+    """Megatron calls it for FP8. It stands for itself here: reentrant, and it looks into modules."""
+    te = types.ModuleType("transformer_engine.pytorch.distributed")
+    given = []
+
+    def checkpoint(function, *args, **kwargs):
+        given.append(function)
+        return function(*args, **kwargs)
+
+    te.checkpoint = checkpoint
+    pytorch = types.ModuleType("transformer_engine.pytorch")
+    pytorch.distributed = te
+    settings = dict(register().settings)
+    unregister()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (types.ModuleType("transformer_engine"), pytorch, te):
+            patch.setitem(sys.modules, module.__name__, module)
+        assert any(text.startswith(f"{te.__name__}.checkpoint: ") for text in register().replaced)
+        module = torch.nn.Identity()
+        assert te.checkpoint(lambda x, *, y: x + y, 1, y=2) == 3 and te.checkpoint(module, 4) == 4
+        unregister()
+        assert te.checkpoint is checkpoint
+    register(**settings)
+    assert [type(one) for one in given] == [recompute.Checkpointed, torch.nn.Identity]

@@ -65,6 +65,14 @@ struct CombineArgs {
   int32_t rail_blocks = 0;
 };
 
+// A routing, to be compared with that of a plan. All addresses are of device memory.
+struct RoutingComparison {
+  const int64_t* planned = nullptr;  // [num_tokens, num_topk]; the plan was made from it
+  const int64_t* given = nullptr;    // [num_tokens, num_topk]
+  int32_t num_tokens = 0;
+  int32_t where[2] = {};  // two numbers of the caller's, for the error
+};
+
 class Engine {
  public:
   // [host] Keep addresses and sizes for the kernels.
@@ -84,6 +92,9 @@ class Engine {
   // [host] Launch a combine with the plan of a dispatch: with `pushes` its partial sums, with `reduces` the rest, with
   // both all in one launch. Two launches of one combine get the same arguments.
   void combine(const CombineArgs& args, int32_t* plan, bool pushes, bool reduces, cudaStream_t stream) const;
+
+  // [host] Launch a comparison. Of the entries that differ one becomes an error of the next operation.
+  void compare_routing(const RoutingComparison& args, cudaStream_t stream) const;
 
   const Report& report() const { return *context_.report; }
   // [host] Wait at most `slice_s` seconds until the rows of this ticket are counted. Return their number, -1 after an

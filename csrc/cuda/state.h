@@ -9,8 +9,8 @@ enum class Phase : int32_t { kFreeStaging, kCounts, kLists, kRows, kFreeSlots, k
 constexpr const char* kPhaseNames[] = {"free staging", "counts",       "lists",   "rows",
                                        "free slots",   "partial sums", "weights", "sums between nodes"};
 // Errors of the caller, as found by kernels, and their names for KernelReports.
-enum class Error : int32_t { kNone, kBadEntry, kTooFewRows, kTooManyRows, kDiffer };
-constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ"};
+enum class Error : int32_t { kNone, kBadEntry, kTooFewRows, kTooManyRows, kDiffer, kOtherRouting };
+constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too_many_rows", "differ", "other_routing"};
 
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //
@@ -18,6 +18,7 @@ constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too
 //   kTooFewRows   rows[r]: needed rows and Field::kMaxRows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
+//   kOtherRouting detail: token, k, RoutingComparison::where; value: the entry given; rows[0][0]: that of the plan
 struct ErrorFacts {
   int32_t detail[4];
   int64_t value;
@@ -44,7 +45,8 @@ struct State {
   int32_t masked[kMaxRanks];
   uint64_t decided;  // last operation whose `absent` is final
   uint32_t absent;   // a bit for each rank that takes no part in the operation `decided`
-  uint32_t error;    // Error of the operation under way, set by its first finder; 0 between operations
+  uint32_t error;    // Error of the operation under way, set by its first finder, or by a comparison of routings
+                     // before it; else 0 between operations
   ErrorFacts facts;  // of `error`
 };
 

@@ -169,6 +169,13 @@ class Engine(Protocol):
     def check_routing(self, topk_idx: Tensor) -> None:
         """Raise ValueError for an invalid entry, if the host can read it without a wait."""
 
+    def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
+        """Find entries of ``given`` that differ from those that the plan of the next dispatch was made from.
+
+        Both int64 [num_tokens, num_topk], as address_of reads them. Raises OtherRoutingError with `where`. An engine
+        whose host would have to wait raises it later, as other mistakes that kernels find.
+        """
+
     def combine(self, request: CombineRequest) -> Combined:
         """Return rows to the ranks of their tokens, and sum."""
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ep_dispatcher import checks, operation
 from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed, refuse_dtensors, refuse_transforms
 from ep_dispatcher.buffer import Buffer
-from ep_dispatcher.handle import DispatchOutput
+from ep_dispatcher.handle import DispatchOutput, Handle
 from ep_dispatcher.moe import activation as activations
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe import overlap as overlapping
@@ -144,10 +144,12 @@ def run_nodes(
     max_recv_rows: int | None,
     num_parts: int,
     run_experts: Callable[[Sequence[DispatchOutput]], Sequence[Tensor]],
+    handles: list[Handle] | None = None,
 ) -> Tensor:
     """``moe_mlp`` whose operations are nodes of autograd, for tools that look at operators. The order: overlap.py.
 
     run_experts: takes the dispatch of each part, and returns the results of its rows
+    handles: as in mlp_in_parts
     """
     given = [(x, topk_idx, topk_weights)]
     if num_parts > 1:  # an error about B comes before anything of A is sent
@@ -156,7 +158,13 @@ def run_nodes(
             operation.check_routing(buffer, topk_idx)
         given = list(zip(*map(overlapping.cut, given[0])))
     # All are sent before the first experts run.
-    sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+    if handles:
+        plans = zip(given, handles, strict=True)
+        sent = [dispatch(buffer, rows, topk_weights=weights, handle=of) for (rows, _, weights), of in plans]
+    else:
+        sent = [dispatch(buffer, *part, max_recv_rows=max_recv_rows) for part in given]
+    if handles is not None:
+        handles[:] = [out.handle for out in sent]
     y = [combine(buffer, rows, out.handle) for rows, out in zip(run_experts(sent), sent)]
     return y[0] if num_parts == 1 else torch.cat(y)
 
@@ -168,6 +176,7 @@ def run_grouped_nodes(
     topk_weights: Tensor,
     parameters: Parameters,
     max_recv_rows: int | None,
+    handles: list[Handle] | None = None,
     **options: Any,
 ) -> Tensor:
     """``mlp_in_parts`` whose operations are nodes of autograd. It still writes the gradients of weights once."""
@@ -175,7 +184,7 @@ def run_grouped_nodes(
     def run_experts(sent: Sequence[DispatchOutput]) -> Sequence[Tensor]:
         return grouped_mlp([_rows_of(out) for out in sent], parameters, **options)
 
-    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts)
+    return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, 2, run_experts, handles)
 
 
 def _has_values(t: Tensor) -> bool:

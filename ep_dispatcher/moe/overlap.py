@@ -38,6 +38,7 @@ from ep_dispatcher import checks, operation
 from ep_dispatcher.autograd import buffer_of, check_saved_plan, dispatch_goes_back
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
+from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.grouped_mlp import (
@@ -115,11 +116,13 @@ def mlp_in_parts(
     keep_activated: bool = True,
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
+    handles: list[Handle] | None = None,
 ) -> Tensor:
     """``ep.moe_mlp`` in two parts; parameters and keywords are those of grouped_mlp. The parameters were checked.
 
     max_recv_rows: of each part
     overlap: run its operations in a stream of their own, unless ``why_not`` has a reason
+    handles: of the parts, from an earlier call with this routing; an empty list gets new ones
     """
     overlap = overlap and why_not(buffer, num_parts=2) is None
     if grouped_gemm.has_kernels(x):
@@ -127,7 +130,8 @@ def mlp_in_parts(
     mlp = checked_mlp(x.dtype, parameters, activation, keep_activated, take_grads, anchor)
     request = operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
     operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
-    return _MlpInParts.apply(x, topk_weights, buffer, request, mlp, overlap, *mlp.inputs(x, topk_weights))
+    handles = [] if handles is None else handles
+    return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.inputs(x, topk_weights))
 
 
 class _MlpInParts(torch.autograd.Function):
@@ -138,6 +142,7 @@ class _MlpInParts(torch.autograd.Function):
         topk_weights: Tensor,
         buffer: Buffer,
         request: DispatchRequest,
+        handles: list[Handle],
         mlp: Mlp,
         overlap: bool,
         anchor: Tensor | None,
@@ -148,6 +153,9 @@ class _MlpInParts(torch.autograd.Function):
             request._replace(rows=rows, topk_idx=idx, topk_weights=row_weights)
             for rows, idx, row_weights in zip(cut(x), cut(request.topk_idx), cut(topk_weights))
         ]
+        if has_plans := bool(handles):
+            plans = zip(requests, handles, strict=True)
+            requests = [one._replace(topk_idx=None, plan=of.plan, num_rows=of.num_rows) for one, of in plans]
         y = x.new_empty(x.shape)
         saved: list[Tensor | None] = []
         results: list[Tensor] = []  # keeps them alive: combines read them until the end
@@ -155,19 +163,22 @@ class _MlpInParts(torch.autograd.Function):
             # With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their launches. So launch the dispatch of
             # B before the experts of A. But if the host waits for the counts of B, launch the experts of A first. In
             # both cases launch combine A before the experts of B.
-            waits = request.counts
+            waits = requests[0].counts
             sent = [operations.dispatch(one) for one in requests[: 1 if waits else 2]]
             for i, out in enumerate(cut(y)):
                 received = operations.take(*sent[i])
-                assert received.topk_weights is not None and received.plan is not None  # as these were given
+                assert received.topk_weights is not None  # as these were given
+                if not has_plans:
+                    handles.append(operation.new_handle(buffer, requests[i], received))
+                plan = handles[i].plan
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
                 rows, kept = run_rows(received.rows, received.topk_weights, ends, mlp)
                 experts_end = operations.record()
                 results.append(rows)
                 if waits and i == 0:
                     sent.append(operations.dispatch(requests[1]))
-                operations.combine(CombineRequest(rows, received.plan, None, len(out), "expert"), out, experts_end)
-                saved += [*kept, received.plan]
+                operations.combine(CombineRequest(rows, plan, None, len(out), "expert"), out, experts_end)
+                saved += [*kept, plan]
         ctx.save_for_backward(*saved, *tensors)
         ctx.mlp, ctx.overlap, ctx.buffer_id, ctx.note = mlp, overlap, buffer.id, buffer.backward_note
         return y
@@ -206,10 +217,10 @@ class _MlpInParts(torch.autograd.Function):
                 write_grads(sets, mlp.activation, out, accumulate)
                 _order_memory(side)
 
-            grad_inputs = mlp.gradients(write, tensors, any(ctx.needs_input_grad[7:]))
+            grad_inputs = mlp.gradients(write, tensors, any(ctx.needs_input_grad[8:]))
             operations.join()
             grad_probs = torch.cat(grad_topk_weights) if goes_back else None  # reads memory of the side stream
-        return grad_x, grad_probs, None, None, None, None, *grad_inputs
+        return grad_x, grad_probs, None, None, None, None, None, *grad_inputs
 
 
 class _Operations:

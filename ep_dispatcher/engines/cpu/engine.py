@@ -376,6 +376,13 @@ class CpuEngine:
         if entry is not None:
             raise checks.bad_entry(entry, self._config.num_experts)
 
+    def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
+        self.check()
+        if not torch.equal(planned, given):
+            token, k = (planned != given).nonzero()[0].tolist()
+            entries = int(given[token, k]), int(planned[token, k])
+            raise checks.other_routing(f"topk_idx[{token}, {k}]", *entries, where)
+
     def _tag(self, kind: int) -> int:
         """Return the tag of a message: epoch and kind. So a message never matches the receive of another kind.
 

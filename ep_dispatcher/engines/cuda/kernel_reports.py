@@ -75,5 +75,8 @@ class KernelReports:
         if kind == "too_many_rows":
             rank = max(range(len(rows)), key=lambda r: rows[r][0])
             return checks.too_many_rows(detail[0], rank, rows[rank][0])
+        if kind == "other_routing":
+            token, k, *where = detail
+            return checks.other_routing(f"topk_idx[{token}, {k}]", value, rows[0][0], (where[0], where[1]))
         field, rank, theirs, others = detail
         return checks.disagreement(_C_cuda.COMPARED[field], rank, theirs, value, others)

@@ -166,6 +166,13 @@ class Launches(Streams):
     def check_routing(self, topk_idx: Tensor) -> None:
         """Do nothing: kernels find invalid entries, and the host does not wait for them here."""
 
+    def compare_routing(self, planned: Tensor, given: Tensor, where: tuple[int, int]) -> None:
+        with ranges_of("compare") as ranges:
+            self._check(ranges, "topk_idx", (planned, given))
+            with self._health.operation("compare"), self._on_device():
+                stream = self._enter(ranges)
+                self._c.compare_routing(planned.data_ptr(), given.data_ptr(), given.shape[0], where, stream)
+
     def _empty_scales(self, num_rows: int, num_scales: int, by_column: bool, packs: bool) -> Tensor:
         """Allocate the scales of a dispatch: [rows, columns], or by column [num_local_experts, rows, columns]."""
         if not by_column:

@@ -20,7 +20,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import arguments, limits, overfull, registration
+from ep_dispatcher.integrations.megatron import arguments, limits, overfull, recompute, registration
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import registered_group
 
@@ -36,7 +36,7 @@ class MegatronBuffer(ep.Buffer):
         if isinstance(error, ValueError):
             num_choices = self.config.max_tokens_per_rank * self.config.num_topk
             error = limits.explained(error, num_choices, self.transformer_config)
-            error = overfull.explained(error, self.transformer_config.moe_router_topk)
+            error = recompute.explained(overfull.explained(error, self.transformer_config.moe_router_topk))
         return super().explained(error)
 
 

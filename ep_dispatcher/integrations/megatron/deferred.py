@@ -9,13 +9,13 @@ experts. So the other steps only pass on what they get:
     combine_preprocess, token_combine                                                -> the same
     combine_postprocess   as always
 
-They do so between nodes alone, in two parts of the tokens (moe/overlap.py). Each part makes a plan of its own, so no
-plan of an earlier pass is used then.
+They do so between nodes alone, in two parts of the tokens (moe/overlap.py). Each part has a plan of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
-from ep_dispatcher.integrations.megatron.recompute import RecomputePlans
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
@@ -38,17 +37,16 @@ class Deferred:
     topk_idx: Tensor  # int64 [num_tokens, num_topk]
     max_rows: int | None  # of this rank; None: the host waits for their number
     alignment: int  # of the rows of an expert
-    handle: ep.Handle | None  # the plan of an earlier pass
-    microbatch: int
-    plans: RecomputePlans  # keeps a new plan for later passes
+    handles: list[ep.Handle]  # the plan of an earlier pass, or one for each part; empty: make new ones
+    keep: Callable[[list[ep.Handle]], None]  # called with new plans
 
     def send(self, tokens: Tensor, probs: Tensor) -> ep.DispatchOutput:
         """Dispatch tokens [num_tokens, hidden] and probs float32 [num_tokens, num_topk]."""
-        if self.handle is not None:
-            return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handle)
+        if self.handles:
+            return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handles[0])
         alignment, limit = self.alignment, self.max_rows
         out = ep.dispatch(self.buffer, tokens, self.topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit)
-        self.plans.keep(self.topk_idx, self.microbatch, self.buffer, out.handle)
+        self.keep([out.handle])
         return out
 
     def run(self, tokens: Tensor, probs: Tensor, parameters: Parameters, **options: Any) -> Tensor:
@@ -60,10 +58,11 @@ class Deferred:
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
         """
         given = self.buffer, tokens, self.topk_idx, probs, parameters, self.max_rows
-        if is_observed((tokens, probs, self.topk_idx)):
-            return run_grouped_nodes(*given, **options)
-        with torch.cuda.device_of(tokens):
-            return overlap.mlp_in_parts(*given, overlap=True, **options)
+        with self._plans() as handles:
+            if is_observed((tokens, probs, self.topk_idx)):
+                return run_grouped_nodes(*given, handles=handles, **options)
+            with torch.cuda.device_of(tokens):
+                return overlap.mlp_in_parts(*given, overlap=True, handles=handles, **options)
 
     def run_megatrons_way(
         self, tokens: Tensor, probs: Tensor, run_experts: Callable[..., tuple[Tensor, Any]]
@@ -79,4 +78,13 @@ class Deferred:
             ]
             return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
 
-        return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, 2, run)
+        with self._plans() as handles:
+            return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, 2, run, handles)
+
+    @contextmanager
+    def _plans(self) -> Iterator[list[ep.Handle]]:
+        """Give the parts the plans of an earlier pass, or keep those that they make."""
+        handles = [*self.handles]
+        yield handles
+        if not self.handles:
+            self.keep(handles)

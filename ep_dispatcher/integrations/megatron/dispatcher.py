@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -60,7 +61,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self.experts_are_grouped: Callable[[], bool] = _no  # experts.py replaces these two if it notes the layer
         self.experts_communicate: Callable[[ep.Buffer], bool] = _no
         self._gives_to_grouped = False  # what experts_are_grouped said of this forward pass
-        self._plans = recompute.RecomputePlans.make(config)
+        # Megatron's graphs write the routing of every microbatch to the same memory.
+        self._keeps_copies = config.cuda_graph_impl != "none"
         self._num_forwards = 0
         self._where = ""
 
@@ -92,27 +94,34 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Dispatch tokens [num_tokens, hidden] and their probs -> rows [rows, hidden] by expert, probs [rows]."""
         layer = f"layer {self.layer_number}"
-        recomputed = self._plans.take(self.topk_idx, self.tp_ep_group, layer)
-        if recomputed is None:
+        planned = recompute.take(self)
+        if planned is None:
             again = recompute.under_way()  # its microbatch is not known
             self._num_forwards += not again
-            microbatch, handle = self._num_forwards, None
+            microbatch = self._num_forwards
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
             self.buffer = buffers.shared_buffer(
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
             )
         else:
-            microbatch, self.buffer, handle = recomputed.microbatch, recomputed.buffer, recomputed.handle
+            microbatch, self.buffer = planned.microbatch, planned.buffer
             self._where = f"{layer}, microbatch {microbatch}"
         if self.shared_experts is not None:
             self._shared_experts_wait()
         self._note()
         _used_here(self.topk_idx)
         self._gives_to_grouped = self.experts_are_grouped()
-        limit = self._max_rows(hidden_states.shape[0]) if handle is None else None
+        communicates = self.experts_communicate(self.buffer)
+        handles = []
+        if planned is not None and len(planned.handles) == 1 + communicates:
+            handles = planned.handles
+            for tensor in (planned.topk_idx, *(handle.plan for handle in handles)):
+                _used_here(tensor)
+            planned.compare(self.topk_idx)
+        limit = None if handles else self._max_rows(hidden_states.shape[0])
         alignment = self.expert_alignment
-        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handle, microbatch, self._plans)
-        if self.experts_communicate(self.buffer):
+        dispatch = Deferred(self.buffer, self.topk_idx, limit, alignment, handles, partial(self._keep, microbatch))
+        if communicates:
             self.handle, self.rows_per_expert, self.deferred = None, None, dispatch
             rows, row_probs, arriving = hidden_states, probs, None
         else:
@@ -143,6 +152,12 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
                 "for counts while a graph is captured",
             )
         return limit
+
+    def _keep(self, microbatch: int, handles: list[ep.Handle]) -> None:
+        """Keep a new plan, or those of the parts, for a recompute."""
+        if recompute.is_expected():
+            topk_idx = self.topk_idx.clone() if self._keeps_copies else self.topk_idx
+            recompute.keep(self, recompute.Kept(topk_idx, self.layer_number or 0, microbatch, self.buffer, handles))
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | Deferred, Tensor]:
         """Copy nothing: -> (rows [rows, hidden], tokens_per_expert int64 [num_local_experts], probs [rows]).

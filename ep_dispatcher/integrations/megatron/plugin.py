@@ -16,6 +16,7 @@ import functools
 import inspect
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,10 +157,11 @@ def _patches() -> tuple[list[_Patch], str]:
         from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
         from megatron.core.models.gpt import fine_grained_callables
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins
+        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, recompute
         from ep_dispatcher.integrations.megatron import experts as ours
     except ImportError as error:
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
@@ -175,6 +177,7 @@ def _patches() -> tuple[list[_Patch], str]:
             scheduler = utils
     schedule = scheduler.__name__.removeprefix("megatron.core.")
     graph = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
+    plans = "a recompute uses the plans of its forward pass"
     errors = "looks for errors of replayed CUDA graphs when a step is over"
     patches = [
         _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
@@ -208,12 +211,24 @@ def _patches() -> tuple[list[_Patch], str]:
             "TransformerLayerSchedulePlan.run: GEMMs can leave multiprocessors to communication beside them",
             ("f_layer", "b_layer"),
         ),
+        _Patch(
+            getattr(random, "CheckpointFunction", None),
+            "forward",
+            recompute.in_megatrons_checkpoints,
+            f"CheckpointFunction.forward: {plans}",
+            ("ctx", "run_function"),
+        ),
         *(_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {errors}") for name in SCHEDULES),
         _Patch(graph, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {errors}"),
     ]
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"
         patches.append(_Patch(experts, "skip_routed_expert_padding", _skip_padding, text))
+
+    te = "transformer_engine.pytorch.distributed"
+    if te in sys.modules:  # Megatron has imported it, if it is there
+        wrap = recompute.in_transformer_engines_checkpoints
+        patches.append(_Patch(sys.modules[te], "checkpoint", wrap, f"{te}.checkpoint: {plans}"))
 
     unexpected = [patch.why_not() for patch in patches]
     if getattr(moe_layer, "MoEFlexTokenDispatcher", None) is not flex:

@@ -1,35 +1,100 @@
-"""Keeps plans of forward passes for an activation recompute.
+"""Lets an activation recompute use the plan of its forward pass.
 
-A checkpointed layer runs forward twice: without gradients, and again with them when backward reaches it. The second run
-has the same routing, and reuses the plan of the first. Several microbatches may be in flight. All ranks together choose
-the kept plan whose routing is the same; if there is none, they make a new plan.
+A checkpoint runs a function without gradients, and again with them when the backward reaches it. ``register()`` makes
+the functions of both checkpoints that Megatron has, its own and Transformer Engine's, a ``Checkpointed``. It keeps the
+plans of the first run, and gives each to the same layer in the second. So a plan belongs to a layer and a microbatch,
+in whatever order backwards come. It lives as long as the graph of its microbatch; a forward pass without a backward,
+as in evaluation, leaves none.
 
-Nothing is kept under ``torch.inference_mode()``. Autograd refuses to save its tensors, and no recompute follows.
-
-On a GPU nothing is kept. To compare routings and to agree with the other ranks, the host would wait for the device. A
-new plan takes no more waits, and none if the number of rows is given.
+No host compares routings, and no ranks agree: the engine finds a recompute that chooses other experts
+(``Engine.compare_routing``).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 import ep_dispatcher as ep
-from ep_dispatcher.integrations.agree import all_reduce
+from ep_dispatcher import operation
+from ep_dispatcher.errors import OtherRoutingError
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    topk_idx: Tensor
+    """The plan of a forward pass."""
+
+    topk_idx: Tensor  # that it was made from
+    layer: int
     microbatch: int
     buffer: ep.Buffer
-    handle: ep.Handle
+    handles: list[ep.Handle]  # one, or one for each part of the tokens (deferred.py)
+
+    def compare(self, topk_idx: Tensor) -> None:
+        """Find a routing that is not this plan's. On a GPU the error comes later, as that of a wrong topk_idx."""
+        if type(topk_idx) is Tensor:  # else no engine reads it
+            operation.compare_routing(self.buffer, self.topk_idx, topk_idx, (self.layer, self.microbatch))
+
+
+class Checkpointed:
+    """A function as a checkpoint calls it: once in the forward pass, then in recomputes."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self.plans: defaultdict[object, deque[Kept]] = defaultdict(deque)  # by dispatcher, in order of use
+        self.has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = _running()
+        _thread.running = (*outer, self)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _thread.running, self.has_run = outer, True
+
+
+_thread = threading.local()  # a backward runs in threads of autograd
+
+
+def _running() -> tuple[Checkpointed, ...]:
+    """Return the functions that run in this thread, the innermost last."""
+    return getattr(_thread, "running", ())
+
+
+def is_expected() -> bool:
+    """Return whether a checkpoint runs this forward pass for the first time."""
+    return not torch.compiler.is_compiling() and any(not one.has_run for one in _running())
+
+
+def keep(dispatcher: object, kept: Kept) -> None:
+    """Keep a plan for the recompute of this forward pass."""
+    for one in _running():
+        if not one.has_run:
+            one.plans[dispatcher].append(kept)
+
+
+def take(dispatcher: object) -> Kept | None:
+    """Return the plan that this dispatcher made in the forward pass of which this is a recompute, or None.
+
+    A checkpoint inside a recompute runs for the first time: its own recompute will need the plan again.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    for one in reversed(_running()):
+        if one.has_run and (plans := one.plans[dispatcher]):
+            kept = plans.popleft()
+            if kept.buffer.is_destroyed:
+                return None
+            keep(dispatcher, kept)
+            return kept
+    return None
 
 
 def under_way() -> bool:
@@ -37,48 +102,30 @@ def under_way() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class RecomputePlans:
-    """The plans of forward passes without gradients, oldest first; at most ``most`` of them.
+def explained(error: ValueError) -> ValueError:
+    """Return the error. If a recompute has chosen other experts, return one that names layer and microbatch."""
+    if not isinstance(error, OtherRoutingError):
+        return error
+    layer, microbatch = error.where
+    return OtherRoutingError(f"layer {layer}, microbatch {microbatch}, recompute: {error}", error.where)
 
-    Some are never taken, because evaluation runs without gradients too. So when a plan is taken, older ones are
-    dropped. If none fits, all are dropped.
-    """
 
-    def __init__(self, most: int):
-        self._kept: deque[Kept] = deque(maxlen=most)
+def in_megatrons_checkpoints(old: Callable[..., Any]) -> Any:
+    """Wrap CheckpointFunction.forward."""
 
-    @classmethod
-    def make(cls, config) -> RecomputePlans:
-        """Keep as many plans as a pipeline schedule has in flight for a layer; none if no MoE layer is recomputed."""
-        granularity = config.recompute_granularity
-        recomputes = granularity == "full" or (granularity == "selective" and "moe" in (config.recompute_modules or ()))
-        group = getattr(config, "microbatch_group_size_per_vp_stage", None) or 0
-        return cls(2 * max(config.pipeline_model_parallel_size, group) + 2 if recomputes else 0)
+    @functools.wraps(old)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return old(ctx, Checkpointed(run_function), *args)
 
-    def keep(self, topk_idx: Tensor, microbatch: int, buffer: ep.Buffer, handle: ep.Handle) -> None:
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or topk_idx.is_cuda:
-            return
-        self._kept.append(Kept(topk_idx, microbatch, buffer, handle))
+    return staticmethod(forward)
 
-    def take(self, topk_idx: Tensor, group: ProcessGroup, layer: str) -> Kept | None:
-        """Return the oldest plan with this routing on every rank of the group, or None. Collective.
 
-        Raises PeerTimeoutError if a rank does not arrive.
-        """
-        if not torch.is_grad_enabled():
-            return None
-        while self._kept and self._kept[0].buffer.is_destroyed:  # after an error ranks may have kept unequal numbers
-            self._kept.popleft()
-        if not self._kept:  # the same on every rank: all run the same passes
-            return None
-        no = topk_idx.new_zeros((), dtype=torch.bool)
-        fit = [(k.topk_idx == topk_idx).all() if k.topk_idx.shape == topk_idx.shape else no for k in self._kept]
-        fits = torch.stack(fit).int()
-        note = f"{layer}, microbatch {self._kept[0].microbatch}, recompute"
-        all_reduce(fits, dist.ReduceOp.MIN, group, about="agree on the plan", note=note)
-        kept, found = list(self._kept), fits.nonzero().flatten().tolist()
-        self._kept.clear()
-        if not found:
-            return None
-        self._kept.extend(kept[found[0] + 1 :])
-        return kept[found[0]]
+def in_transformer_engines_checkpoints(old: Callable[..., Any]) -> Any:
+    """Wrap ``checkpoint`` of Transformer Engine. It looks into modules, so a module stays as it is."""
+
+    @functools.wraps(old)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_module = isinstance(function, torch.nn.Module)
+        return old(function if is_module else Checkpointed(function), *args, **kwargs)
+
+    return checkpoint
