@@ -30,7 +30,7 @@ from ep_dispatcher.buffer import Buffer, find_buffer
 from ep_dispatcher.decode import is_decode
 from ep_dispatcher.engines import Combined, CombineRequest, DispatchRequest, Received
 from ep_dispatcher.engines.base import COMBINE_ARGUMENTS, DISPATCH_ARGUMENTS
-from ep_dispatcher.float8 import BLOCK
+from ep_dispatcher.float8 import blocks_of, rows_of
 from ep_dispatcher.handle import DispatchOutput, Handle
 
 # The fields of a request that its operator takes. Decode layout and overlap use the others, and have no operators.
@@ -106,7 +106,7 @@ def _(
     weights_shape = (size, num_topk) if by_rank else (size,)
     received = Received(
         rows=rows.new_empty(size, hidden, dtype=dtype),
-        scales=rows.new_empty((size, hidden // BLOCK) if pair else 0, dtype=torch.float32),
+        scales=rows.new_empty((size, checks.num_scales(hidden)) if pair else 0, dtype=torch.float32),
         topk_weights=rows.new_empty(0 if topk_weights is None else weights_shape, dtype=torch.float32),
         topk_idx=rows.new_empty((size, num_topk) if by_rank else 0, dtype=torch.int64),
         tokens_per_expert=rows.new_empty(buffer.num_local_experts, dtype=torch.int64),
@@ -425,8 +425,8 @@ class _Float8Rows(torch.autograd.Function):
                 stacklevel=2,
             )
         (scales,) = ctx.saved_tensors
-        exact = grad.float().unflatten(-1, (-1, BLOCK)) / scales.unsqueeze(-1)
-        return None, None, torch.where(scales.unsqueeze(-1) > 0, exact, 0).flatten(-2).to(torch.bfloat16)
+        exact = torch.where(scales.unsqueeze(-1) > 0, blocks_of(grad) / scales.unsqueeze(-1), 0)
+        return None, None, rows_of(exact, grad.shape[-1]).to(torch.bfloat16)
 
 
 _REVERSE = "reverse mode: backward() or torch.autograd.grad"

@@ -220,8 +220,8 @@ class Buffer:
             decode layout:  out.x[expert, i] = x[the expert's i-th token]  for i < out.tokens_per_expert[expert]
 
         x             [num_tokens, hidden] of the buffer's dtype, or a pair (float8_e4m3fn [num_tokens, hidden],
-                      float32 [num_tokens, hidden / 128]); out.x is of the same kind. torch.autocast of the buffer's
-                      dtype casts rows, also those of a combine
+                      float32 [num_tokens, ceil(hidden / 128)]) if hidden is a multiple of 16; out.x is of the same
+                      kind. torch.autocast of the buffer's dtype casts rows, also those of a combine
         topk_idx      int32 or int64 [num_tokens, num_topk]: the experts of each token, -1 for none. No expert may
                       appear twice for a token
         topk_weights  float32 [num_tokens, num_topk], or None on every rank

@@ -22,9 +22,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 64
 QUANTIZE = (None, "e4m3_1x128")
-BLOCK = 128  # elements of a row that share a scale
+BLOCK = 128  # elements of a row that share a scale; the last block of a row has what is left
 MAX_INT = 2**31 - 1  # the engines count in int32
 MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses
+
+
+def num_scales(hidden: int) -> int:
+    """Return the scales of a float8 row."""
+    return -(-hidden // BLOCK)
 
 
 def mistake(argument: str, given: Any, allowed: str) -> str:
@@ -209,15 +214,15 @@ def rows(x: Any, hidden: int, dtype: torch.dtype, device: str, max_tokens: int, 
             fail("quantize", repr(quantize), "None when x is a pair, whose rows are quantised already")
         if len(x) != 2:
             fail("x", f"a {type(x).__name__} of {len(x)}", "a tensor, or a pair (rows, scales)")
-        if hidden % BLOCK:
-            fail("x", "a pair", f"a pair only with hidden a multiple of {BLOCK}; it is {hidden}")
+        if hidden % ROW_GRANULARITY:
+            fail("x", "a pair", f"a pair only with hidden a multiple of {ROW_GRANULARITY}; it is {hidden}")
         tensor("x[0]", x[0], (torch.float8_e4m3fn,), ("num_tokens", hidden), device)
-        tensor("x[1]", x[1], (torch.float32,), (x[0].shape[0], hidden // BLOCK), device)
+        tensor("x[1]", x[1], (torch.float32,), (x[0].shape[0], num_scales(hidden)), device)
         x = x[0]
     else:
         tensor("x", x, (dtype,), ("num_tokens", hidden), device)
-        if quantize is not None and (dtype != torch.bfloat16 or hidden % BLOCK):
-            allowed = f"None, unless rows are bfloat16 and hidden is a multiple of {BLOCK}"
+        if quantize is not None and (dtype != torch.bfloat16 or hidden % ROW_GRANULARITY):
+            allowed = f"None, unless rows are bfloat16 and hidden is a multiple of {ROW_GRANULARITY}"
             fail("quantize", repr(quantize), f"{allowed}; here: {dtype}, {hidden}")
     num_tokens("x", x.shape[0], max_tokens)
 

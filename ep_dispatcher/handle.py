@@ -111,9 +111,9 @@ class DispatchOutput(_Result):
     In decode layout, with S = num_ranks * max_tokens_per_rank:
 
     x                 [num_local_experts, S, hidden], or QuantizedRows of it and float32 scales [num_local_experts, S,
-                      hidden / 128]. With scale_format="ue8m0" a plain pair with int32 scales [num_local_experts, S,
-                      hidden / 512], four exponents in each. Scales of one column are contiguous in memory. Rows
-                      after an expert's count are not written
+                      ceil(hidden / 128)]. With scale_format="ue8m0" a plain pair with int32 scales
+                      [num_local_experts, S, hidden / 512], four exponents in each. Scales of one column are
+                      contiguous in memory. Rows after an expert's count are not written
     tokens_per_expert int32 [num_local_experts]; rows_per_expert is the same
     topk_weights      None, and so is topk_idx
     """

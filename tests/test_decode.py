@@ -41,7 +41,7 @@ GRID = pairwise(
         "dtype": [torch.float32, torch.bfloat16, torch.float16],
         "payload": ["rows", "pair", "quantize"],
         "num_topk": [1, 3, 8],
-        "hidden": [64, 512, 1000],
+        "hidden": [64, 512, 1000, 2880],
         "experts_per_rank": [1, 3, 8],
         "layout": ["decode"],
         "routing": list(ROUTINGS),
@@ -177,7 +177,9 @@ def test_more_items_than_a_chunk(pools, engine, tokens, options):
 
 
 @pytest.mark.parametrize("num_ranks,ranks_per_node", [(2, 2), (2, 1), (1, 1)])
-@pytest.mark.parametrize("payload, hidden", [("rows", 512), ("quantize", 512), ("quantize", 1152), ("quantize", 7168)])
+@pytest.mark.parametrize(
+    "payload, hidden", [("rows", 512), ("quantize", 512), ("quantize", 1152), ("quantize", 7168), ("quantize", 2880)]
+)
 def test_hooks_and_given_outputs_change_no_bit(pools, engine, payload, hidden, num_ranks, ranks_per_node):
     """Arguments may be overwritten before the hook."""
     shape = dict(layout="decode", weighted=False, tokens="uneven", payload=payload, hidden=hidden)

@@ -126,10 +126,10 @@ def test_alignment_and_bias(rank: int, case: Case):
         torch.testing.assert_close(both, (plain + one.float() + two.float()).bfloat16())
 
 
-@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("ranks_per_node, hidden", list(zip(NODES, (HIDDEN, HIDDEN + 16), strict=True)))
 @on_ranks("ranks_per_node")
-def test_float8_pairs(rank: int, case: Case):
-    data = make_data(case, rank)
+def test_float8_pairs(rank: int, case: Case, hidden: int):
+    data = make_data(case, rank, hidden=hidden)
     pairs = [ep.quantize(x) for x in data.x]
     columns = torch.arange(HIDDEN // 256, device=data.x[0].device, dtype=torch.int32)
     with opened(case) as buffer:

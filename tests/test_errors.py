@@ -203,7 +203,6 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.dispatch(g.x[None]),
         lambda g: g.dispatch(g.x.tolist()),
         lambda g: g.dispatch(None),
-        lambda g: g.dispatch((g.x, g.x)),  # hidden is no multiple of 128
         lambda g: g.more_tokens(),
         lambda g: g.reuse(g.x[:28]),
         lambda g: ep.dispatch(g.buffer, g.x.float(), g.topk_idx),
@@ -231,7 +230,7 @@ MISTAKES = {  # by the argument that the error names
         lambda g: g.combine(g.y, g.out.topk_weights.to("meta")),
     ],
     "quantize": [
-        lambda g: g.dispatch(quantize="e4m3_1x128"),  # hidden is no multiple of 128
+        lambda g: g.dispatch(quantize=True),
         lambda g: g.dispatch(quantize="int8"),
     ],
     "layout": [
@@ -352,6 +351,19 @@ def test_wrong_pairs_of_rows_and_scales_are_refused(rank, engine):
                 assert_refused(argument, buffer.dispatch, x, topk_idx, quantize=quantize)
             out = buffer.dispatch((rows, scales), topk_idx)
             assert out.x[0].dtype == torch.float8_e4m3fn and (out.x[1] == 1).all()
+
+
+@on_ranks(2)
+def test_float8_rows_are_of_whole_16_bytes(rank, engine):
+    for hidden, dtype, allowed in ((72, torch.bfloat16, False), (80, torch.float32, True)):
+        with make_buffer(hidden=hidden, dtype=dtype, engine=engine) as buffer:
+            topk_idx, _ = make_routing("uniform", 5, NUM_EXPERTS, NUM_TOPK, seed=0)
+            x, topk_idx = torch.zeros(5, hidden, dtype=dtype, device=device(buffer)), topk_idx.to(device(buffer))
+            if rank == 1:
+                assert_refused("quantize", buffer.dispatch, x, topk_idx, quantize="e4m3_1x128")
+                if not allowed:
+                    assert_refused("x", buffer.dispatch, ep.quantize(x), topk_idx)
+            assert buffer.dispatch(ep.quantize(x) if allowed else x, topk_idx).handle.num_tokens == 5
 
 
 @on_ranks(2)

@@ -83,6 +83,7 @@ def test_bytes_of_rows_items_and_counts():
     assert Row.make(7168, 2, 8).on_wire == 14336
     assert Row.make(7168, 2, 8, float8=True, weights=True).on_wire == 7168 + 224 + 32
     assert Row.make(384, 2, 3, float8=True, weights=True).on_wire == 384 + 16 + 16  # 12 bytes each, padded
+    assert Row.make(2880, 2, 4, float8=True).on_wire == 2880 + 96  # 23 scales, padded
     sizes = Sizes(8)  # 4 local experts: token, number, 4 values, 4 bytes
     assert buffer_config(sizes).item_ints == 8 and buffer_config(sizes).counts_ints == 64 + 256
     assert buffer_config(Sizes(1, 1)).item_ints == 12  # 2 + 8 + 2

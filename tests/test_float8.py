@@ -12,7 +12,6 @@ PAIR = ep.quantize(torch.randn(4, 256))
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(4, 100),
         torch.ones(4, 256, dtype=torch.int32),
         torch.ones(4, 256, dtype=torch.bool),
         torch.tensor(1.0),
@@ -31,7 +30,8 @@ def test_quantize_refuses(x):
         (PAIR.rows, PAIR.scales[:, :1]),
         (PAIR.rows, PAIR.scales[0]),
         (PAIR.rows, PAIR.scales.double()),
-        (PAIR.rows[:, :100], PAIR.scales[:, :1]),
+        (PAIR.rows[:, :100], PAIR.scales),
+        (PAIR.rows[:, :130], PAIR.scales[:, :1]),
         (PAIR.rows.view(torch.int8), PAIR.scales),
         (PAIR.rows.float(), PAIR.scales),
         (PAIR.rows[0, 0], PAIR.scales[0, 0]),
@@ -45,16 +45,34 @@ def test_dequantize_refuses(pair):
     assert_refused("pair", ep.dequantize, pair)
 
 
-@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (128,), (2, 3, 128)])
+@pytest.mark.parametrize("shape", [(0, 256), (4, 0), (128,), (2, 3, 128), (0, 100), (4, 1), (100,), (2, 3, 2880)])
 def test_other_shapes(shape):
     x = torch.randn(shape).bfloat16()
     pair = ep.quantize(x)
-    assert pair.scales.shape == (*shape[:-1], shape[-1] // 128)
+    assert pair.scales.shape == (*shape[:-1], -(-shape[-1] // 128))
+    assert pair.rows.is_contiguous() and pair.scales.is_contiguous() and ep.dequantize(pair).is_contiguous()
     torch.testing.assert_close(ep.dequantize(pair), x, rtol=1 / 16, atol=1 / 32)
 
 
 @pytest.mark.parametrize("powers_of_two", [False, True])
-def test_compiled_whole(powers_of_two):
+@pytest.mark.parametrize("hidden", [16, 300, 2880])
+def test_the_last_block_has_what_is_left(hidden, powers_of_two):
+    """As if each of the blocks were a row of its own."""
+    x = torch.randn(5, hidden).bfloat16()
+    pair = ep.quantize(x, powers_of_two=powers_of_two)
+    for i, block in enumerate(x.split(128, 1)):
+        padded = torch.zeros(5, 128, dtype=x.dtype)
+        padded[:, : block.shape[1]] = block
+        alone = ep.quantize(padded, powers_of_two=powers_of_two)
+        assert torch.equal(pair.scales[:, i : i + 1], alone.scales)
+        own = slice(128 * i, 128 * i + block.shape[1])
+        assert torch.equal(pair.rows[:, own].float(), alone.rows[:, : block.shape[1]].float())
+        assert torch.equal(ep.dequantize(pair)[:, own], ep.dequantize(alone)[:, : block.shape[1]])
+
+
+@pytest.mark.parametrize("hidden", [256, 300])
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_compiled_whole(powers_of_two, hidden):
     """One graph for any number of rows."""
 
     def round_trip(x):
@@ -65,6 +83,6 @@ def test_compiled_whole(powers_of_two):
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True, backend="eager")
     for n in (3, 5, 8):
-        x = torch.randn(n, 256)
+        x = torch.randn(n, hidden)
         assert all(torch.equal(ours.float(), right.float()) for ours, right in zip(compiled(x), round_trip(x)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

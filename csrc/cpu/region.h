@@ -105,7 +105,7 @@ inline Payload carve_payload(Cursor& c, const Config& config, const std::vector<
 
 // Return the bytes of the largest Payload.
 inline size_t max_payload_bytes(const Config& config) {
-  // Rows of a dtype take at least 2 bytes an element. float8 rows take less: 1 + 4/128 with their scales.
+  // Rows of a dtype take at least 2 bytes an element. float8 rows take less: 16 take 20 with their scale.
   Cursor c;
   carve_calls(c);
   return c.size() + config.max_tokens * (config.row_bytes() + config.weights_bytes()) + 3 * Cursor::kAlignment;

@@ -39,7 +39,7 @@ constexpr int kMaxTopk = 64;                       // columns of topk_idx; each 
 constexpr int kItemChunk = 512;
 constexpr int kVector = 16;       // [bytes] unit of bulk copies and vector accesses; sizes and addresses are multiples
 constexpr int kLine = 1024;       // [bytes] long staged rows begin at multiples (row_stride): no request is split
-constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale
+constexpr int kScaleBlock = 128;  // elements of a float8 row with one common scale; the last scale has what is left
 
 // [host] [thread] Return `n`, rounded up to a multiple.
 EP_HOST_DEVICE constexpr size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -106,7 +106,7 @@ struct Config {
   // Sizes for the host. Kernels find them in Context.
   size_t row_bytes() const { return hidden * size_of(dtype); }
   size_t slot_stride() const { return row_stride(row_bytes()); }
-  size_t scale_bytes() const { return hidden / kScaleBlock * sizeof(float); }
+  size_t scale_bytes() const { return (hidden + kScaleBlock - 1) / kScaleBlock * sizeof(float); }
   size_t weights_bytes() const { return num_topk * sizeof(float); }
   // Return the number of int32 per item (item.cuh): token, number of copies, a value per copy, a byte per copy.
   int item_ints() const { return static_cast<int>(round_up(2 + max_copies() + (max_copies() + 3) / 4, 4)); }

@@ -183,7 +183,7 @@ void Engine::launch_dispatch<kKernels>(const DispatchArgs& args, int32_t* plan, 
   params.rows_per_group = args.layout == Layout::kDecode ? config.num_ranks() * config.max_tokens : 0;
   params.weights_at = static_cast<int>(round_up(args.scale_bytes, kVector) / sizeof(float));
   params.rail_blocks = args.rail_blocks;
-  params.parts_of_row = args.quantizes ? RowPart::num_in_row(config.hidden / kScaleBlock) : 1;
+  params.parts_of_row = args.quantizes ? RowPart::num_in_row(config.hidden / BFloat16::kElements) : 1;
   // Block 0 sends the choices and begins to stage late. If the others take no more turns without it, it stages nothing.
   const int blocks = num_sms_ - args.rail_blocks;
   const auto turns = [&](int staging_blocks) {

@@ -46,30 +46,32 @@ __device__ inline uint32_t largest_magnitude(const uint4& vector) {
 }
 
 // Part of a bfloat16 row, quantised by a warp in one go. Each half of the warp takes every second scale block of 128
-// elements. Both halves do the same, because shuffles need all lanes; a half past the end of the row repeats its last
-// scale block and stores nothing.
+// elements. Both halves do the same, because shuffles need all lanes. Behind the end of the row lanes repeat vectors of
+// its last scale block, which leaves that block's largest magnitude as it is, and store nothing.
 struct RowPart {
   // Scale blocks of a half warp, and of the part. A part of 14 is 25 KB of code instead of 9: staging 128 rows of 7168
   // by 24 multiprocessors of an H200 then took 13.5 us instead of 8.5. To measure again: benchmarks/time_line.py.
   static constexpr int kTogether = 4, kScaleBlocks = 2 * kTogether;
+  static constexpr int kBlockVectors = kScaleBlock / BFloat16::kElements;
 
   uint4 vectors[kTogether];
 
   // [host] [thread] Return the number of parts of a row.
-  EP_HOST_DEVICE static int num_in_row(int num_scale_blocks) {
-    return (num_scale_blocks + kScaleBlocks - 1) / kScaleBlocks;
+  EP_HOST_DEVICE static int num_in_row(int num_vectors) {
+    return (num_vectors + kScaleBlocks * kBlockVectors - 1) / (kScaleBlocks * kBlockVectors);
   }
 
-  // [warp] Start to load part `number` of a row.
-  __device__ void load(const uint4* row, int number, int num_scale_blocks) {
+  // [warp] Start to load part `number` of a row of `num_vectors`.
+  __device__ void load(const uint4* row, int number, int num_vectors) {
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+    const int last = min((num_vectors - 1) / kBlockVectors * kBlockVectors + lane, num_vectors - 1);
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min(first + 2 * i, num_scale_blocks - 1) * 16 + lane);
+    for (int i = 0; i < kTogether; ++i) vectors[i] = __ldg(row + min((first + 2 * i) * kBlockVectors + lane, last));
   }
 
   // [warp] Quantise the loaded part: store its float8 elements to `row`, and its scales to `scales`, both of the whole
   // row. With `powers_of_two` round each scale up to the next one.
-  __device__ void quantize(char* row, float* scales, int number, int num_scale_blocks, bool powers_of_two) const {
+  __device__ void quantize(char* row, float* scales, int number, int num_vectors, bool powers_of_two) const {
     constexpr float kLargest = 448, kSmallest = 0x1p-126f;
     const int first = number * kScaleBlocks + threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
     // Find the largest magnitude of each scale block: lane i keeps that of the i-th one of its half warp.
@@ -90,7 +92,7 @@ struct RowPart {
     const float reciprocal = __frcp_rn(scale);
     // Most rows lie in the range of `divide`.
     const bool plain = __all_sync(~0u, lane >= kTogether || (amax > 0x1p-60f && amax < 0x1p120f));
-    if (lane < kTogether && first + 2 * lane < num_scale_blocks) scales[first + 2 * lane] = scale;
+    if (lane < kTogether && (first + 2 * lane) * kBlockVectors < num_vectors) scales[first + 2 * lane] = scale;
     // Divide, round and store.
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -105,8 +107,8 @@ struct RowPart {
       } else {
         elements = divide_slowly(vectors[i], its_scale);
       }
-      const int scale_block = first + 2 * i;
-      if (scale_block < num_scale_blocks) reinterpret_cast<uint2*>(row)[scale_block * 16 + lane] = elements;
+      const int vector = (first + 2 * i) * kBlockVectors + lane;
+      if (vector < num_vectors) reinterpret_cast<uint2*>(row)[vector] = elements;
     }
   }
 };

@@ -160,19 +160,18 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   const char* const from = params.args.rows;
   char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
-  const int num_scale_blocks = op.context.config.hidden / kScaleBlock;
+  const int num_vectors = op.context.config.hidden / BFloat16::kElements;
   const bool powers_of_two = params.args.packs_scales;
   RowPart next;
   const auto load = [&](const Share& at) {
     const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);
-    if (at.has_part()) next.load(row, at.part, num_scale_blocks);
+    if (at.has_part()) next.load(row, at.part, num_vectors);
   };
   load(share);
   stage_parts(op, params, share, chunks, [&](const Share& at, float* token_metadata) {
     const RowPart part = next;
     load(at.next());
-    part.quantize(to + static_cast<size_t>(at.token) * stride, token_metadata, at.part, num_scale_blocks,
-                  powers_of_two);
+    part.quantize(to + static_cast<size_t>(at.token) * stride, token_metadata, at.part, num_vectors, powers_of_two);
   });
 }
 

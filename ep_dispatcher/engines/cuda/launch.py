@@ -26,7 +26,7 @@ from ep_dispatcher.engines.cuda.stuck_kernels import StuckKernels
 from ep_dispatcher.engines.health import Health
 from ep_dispatcher.engines.ranges import NoRanges, ranges_of
 from ep_dispatcher.engines.trace import StreamTrace
-from ep_dispatcher.float8 import BLOCK, SCALES_OF_INT
+from ep_dispatcher.float8 import SCALES_OF_INT
 
 _SLICE_OVER = -2  # result of wait_for_counts after SLICE_S without counts
 _NO_SCOPE = nullcontext()
@@ -96,7 +96,7 @@ class Launches(Streams):
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
         num_tokens, hidden = rows.shape
-        dtype, num_scales = (torch.float8_e4m3fn, hidden // BLOCK) if quantize else (rows.dtype, 0)
+        dtype, num_scales = (torch.float8_e4m3fn, checks.num_scales(hidden)) if quantize else (rows.dtype, 0)
         num_scales = num_scales if scales is None else scales.shape[1]
         # Every assignment and every call costs host time: set only fields that differ from their defaults, and write
         # address_of() out.

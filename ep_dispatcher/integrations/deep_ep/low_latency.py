@@ -68,9 +68,9 @@ class LowLatency:
         x          bfloat16 [num_tokens, hidden], at most num_max_dispatch_tokens_per_rank tokens
         recv_x     bfloat16 [num_local_experts, rows_per_group, hidden],
                    rows_per_group = num_ranks * num_max_dispatch_tokens_per_rank.
-                   With use_fp8 a pair: float8_e4m3fn of the same shape, and scales float32 [..., hidden / 128]; with
-                   use_ue8m0 scales int32 [..., hidden / 512], four exponents each. The last two dimensions of scales
-                   are column-major
+                   With use_fp8 a pair: float8_e4m3fn of the same shape, and scales float32 [..., ceil(hidden / 128)];
+                   with use_ue8m0 scales int32 [..., hidden / 512], four exponents each. The last two dimensions of
+                   scales are column-major
         recv_count int32 [num_local_experts]
         handle     (recv_src_info int32 [num_local_experts, rows_per_group], the row's token on its source rank;
                    recv_layout_range int64 [num_local_experts, num_ranks], first row << 32 | rows of each source; ...).
@@ -278,6 +278,6 @@ def _keeping(event: EventOverlap, *tensors: Tensor | None) -> EventOverlap:
 def _check_float8(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
     if use_ue8m0 and not (use_fp8 and round_scale):
         checks.fail("use_ue8m0", True, "True only with use_fp8 and round_scale")
-    granularity = float8.BLOCK * (float8.SCALES_OF_INT if use_ue8m0 else 1)
+    granularity = float8.BLOCK * float8.SCALES_OF_INT if use_ue8m0 else checks.ROW_GRANULARITY
     if use_fp8 and hidden % granularity:
         checks.fail("x", f"hidden {hidden}", f"a multiple of {granularity} with use_fp8")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import checks
-from ep_dispatcher.float8 import BLOCK
 
 
 class Kind(NamedTuple):
@@ -22,8 +21,8 @@ class Rows:
     """Rows that the engine moves as bytes: give it ``data``, and ``restore`` its output to the kind of ``x``.
 
     x  rows [num_tokens, hidden] of any dtype, a multiple of 16 bytes each. Or a pair: rows with elements of one byte
-       (hidden a multiple of 128), and scales with elements of four bytes and any strides, [num_tokens, up to
-       hidden / 128] or [num_tokens]
+       (hidden a multiple of 16), and scales with elements of four bytes and any strides, [num_tokens, up to
+       ceil(hidden / 128)] or [num_tokens]
     """
 
     def __init__(self, x: Tensor | tuple[Tensor, Tensor]):
@@ -89,24 +88,25 @@ class Rows:
         x, scales = self._x, self._scales
         assert scales is not None  # of a pair
         (num_tokens, hidden), sizes = x.shape, scales.shape
-        if x.element_size() != 1 or hidden % BLOCK or len(sizes) != 2 or scales.element_size() != 4:
+        if x.element_size() != 1 or hidden % checks.ROW_GRANULARITY or len(sizes) != 2 or scales.element_size() != 4:
             raise NotImplementedError(
                 f"x: a pair of {list(x.shape)} {x.dtype} and {list(sizes)} {scales.dtype}; the engine moves "
-                f"rows of one-byte elements, a multiple of {BLOCK}, with scales [num_tokens, n] or "
+                f"rows of one-byte elements, a multiple of {checks.ROW_GRANULARITY}, with scales [num_tokens, n] or "
                 "[num_tokens] of four bytes"
             )
         if sizes[0] != num_tokens:
             checks.fail("x[1]", f"scales of {sizes[0]} tokens", f"of the {num_tokens} tokens of x[0]")
-        if sizes[1] > hidden // BLOCK:
-            raise NotImplementedError(f"x[1]: {sizes[1]} scales a row; the engine moves {hidden // BLOCK}")
+        most = checks.num_scales(hidden)
+        if sizes[1] > most:
+            raise NotImplementedError(f"x[1]: {sizes[1]} scales a row; the engine moves {most}")
         dtypes = x.dtype, scales.dtype
-        return dtypes == (torch.float8_e4m3fn, torch.float32) and sizes[1] == hidden // BLOCK
+        return dtypes == (torch.float8_e4m3fn, torch.float32) and sizes[1] == most
 
     def _wide_scales(self) -> Tensor:
-        """Return the bits of the scales as float32, with columns of zeros up to one per 128 elements."""
+        """Return the bits of the scales as float32, with columns of zeros up to one for every block."""
         scales = self._scales
         assert scales is not None  # of a pair
-        missing = self._x.shape[1] // BLOCK - scales.shape[1]
+        missing = checks.num_scales(self._x.shape[1]) - scales.shape[1]
         bits = _seen_as(scales.contiguous(), torch.float32)
         return torch.nn.functional.pad(bits, (0, missing)) if missing else bits
 

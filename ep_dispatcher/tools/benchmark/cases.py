@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ep_dispatcher.float8 import BLOCK
+from ep_dispatcher.checks import ROW_GRANULARITY, num_scales
 from ep_dispatcher.tools.testing import ROUTINGS, make_hot_routing, make_routing
 
 HOT = "hot_rank"
@@ -61,11 +61,11 @@ class Case:
 
     @property
     def has_float8(self) -> bool:
-        return self.dtype == "bfloat16" and self.hidden % BLOCK == 0
+        return self.dtype == "bfloat16" and self.hidden % ROW_GRANULARITY == 0
 
     def row_bytes(self, operation: str) -> int:
         if operation in FLOAT8_OPERATIONS:
-            return self.hidden + self.hidden // BLOCK * 4
+            return self.hidden + num_scales(self.hidden) * 4
         return self.hidden * getattr(torch, self.dtype).itemsize
 
     def routing_on_host(self, rank: int) -> tuple[Tensor, Tensor]:

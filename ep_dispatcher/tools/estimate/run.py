@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ep_dispatcher.checks import BLOCK, fail
+from ep_dispatcher.checks import ROW_GRANULARITY, fail
 from ep_dispatcher.memory import BufferBytes, Shape, cuda_bytes
 from ep_dispatcher.tools.estimate.model import CHUNK_TOKENS, COMBINE, DISPATCH, Machine, Time, estimate_time
 from ep_dispatcher.tools.estimate.routing import Routing, Sizes
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % BLOCK == 0
+        float8 = self.dtype == torch.bfloat16 and self.sizes.hidden % ROW_GRANULARITY == 0
         return OPERATIONS if float8 else tuple(name for name in OPERATIONS if name != "dispatch FP8")
 
     @property

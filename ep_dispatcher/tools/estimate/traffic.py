@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ep_dispatcher import _C_cpu
-from ep_dispatcher.checks import BLOCK
+from ep_dispatcher.checks import num_scales
 from ep_dispatcher.memory import Shape, round_up
 from ep_dispatcher.tools.estimate.routing import Sizes
 
@@ -86,7 +86,7 @@ class Row:
 
     @staticmethod
     def make(hidden: int, itemsize: int, num_topk: int, *, float8: bool = False, weights: bool = False) -> Row:
-        scales = hidden // BLOCK * 4 if float8 else 0
+        scales = num_scales(hidden) * 4 if float8 else 0
         return Row(hidden if float8 else hidden * itemsize, scales, num_topk * 4 if weights else 0)
 
     @property
