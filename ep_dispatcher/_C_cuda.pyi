@@ -62,6 +62,7 @@ class DispatchArgs:
     row_bytes: int
     scale_bytes: int
     quantizes: bool
+    powers_of_two: bool
     num_tokens: int
     layout: Layout
     expert_alignment: int

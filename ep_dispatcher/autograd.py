@@ -51,7 +51,7 @@ def _dispatch_flat(
     layout: str,
     expert_alignment: int,
     num_rows: int,
-    quantize: bool,
+    quantize: Optional[str],
     buffer_id: str,
     after: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _(
     layout: str,
     expert_alignment: int,
     num_rows: int,
-    quantize: bool,
+    quantize: str | None,
     buffer_id: str,
     after: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
@@ -102,7 +102,7 @@ def _(
     if plan is None:
         plan_size = engine.plan_capacity(num_rows, layout) if static else torch.library.get_ctx().new_dynamic_size()
     hidden, dtype = rows.shape[1], torch.float8_e4m3fn if quantize else rows.dtype
-    pair = quantize or scales is not None
+    pair = quantize is not None or scales is not None
     weights_shape = (size, num_topk) if by_rank else (size,)
     received = Received(
         rows=rows.new_empty(size, hidden, dtype=dtype),

@@ -232,7 +232,8 @@ class Buffer:
                       "decode": every local expert has room for all tokens of all ranks. So shapes do not depend on
                       counts, as masked grouped GEMMs need it. Rows are ordered as in expert layout. Give no
                       topk_weights, max_recv_rows or expert_alignment. There are no gradients
-        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize)
+        quantize      "e4m3_1x128": bfloat16 rows travel and arrive as float8 pairs (see ep.quantize). With
+                      "e4m3_1x128_pow2" scales are powers of two, as of ep.quantize(x, powers_of_two=True)
         handle        of an earlier dispatch on this buffer: use its routing again. topk_idx must then be None, and all
                       ranks must pass the handle of the same dispatch
         max_recv_rows the exact number of rows of the output; zero rows fill its end. If a rank needs more, every rank

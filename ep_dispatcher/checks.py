@@ -21,7 +21,8 @@ from ep_dispatcher.handle import Handle
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_GRANULARITY = 16  # bytes
 MAX_TOPK = 64
-QUANTIZE = (None, "e4m3_1x128")
+POWERS_OF_TWO = "e4m3_1x128_pow2"
+QUANTIZE = (None, "e4m3_1x128", POWERS_OF_TWO)
 BLOCK = 128  # elements of a row that share a scale; the last block of a row has what is left
 MAX_INT = 2**31 - 1  # the engines count in int32
 MAX_NODE_BYTES = 2**46  # memory of a node's ranks together, which each rank maps: half of a process's addresses

@@ -62,7 +62,7 @@ def check_dispatch(
     checks.one_of("scale_format", scale_format, SCALE_FORMATS)
     if scale_format == "ue8m0":  # its scales are made here, and fill whole integers
         if quantize is None:
-            checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize='e4m3_1x128'")
+            checks.fail("scale_format", "'ue8m0' without quantize", "it with quantize")
         block = float8.BLOCK * float8.SCALES_OF_INT
         if config.hidden % block:
             checks.fail("scale_format", f"'ue8m0' with hidden={config.hidden}", f"it with a multiple of {block}")

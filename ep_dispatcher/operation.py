@@ -79,7 +79,7 @@ def dispatch_request(
         layout,
         expert_alignment,
         num_rows,
-        quantize is not None,
+        checks.POWERS_OF_TWO if packs_scales else quantize,
         return_hook,
         packs_scales,
     )

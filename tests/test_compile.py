@@ -9,9 +9,10 @@ from conftest import on_ranks
 from torch import Tensor
 
 import ep_dispatcher as ep
+from ep_dispatcher import checks
 from ep_dispatcher.tools.testing import device_of, make_routing
 
-HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS, NUM_ROWS = 128, 12, 3, 20, 80
+HIDDEN, NUM_EXPERTS, NUM_TOPK, NUM_TOKENS, NUM_ROWS = 144, 12, 3, 20, 80
 COMPILE_S = 300  # of a run that compiles, on a busy machine
 
 
@@ -142,7 +143,8 @@ def test_whole_graphs_and_the_same_bits(pools, engine, function, layout, has_wei
 @pytest.mark.parametrize("ranks_per_node", [2, 1])
 def test_quantized(pools, engine, ranks_per_node):
     config = dict(dtype=torch.bfloat16, ranks_per_node=ranks_per_node)
-    assert_bitwise(run_compare(pools, engine, two_layers, config=config, quantize="e4m3_1x128", expert_alignment=4))
+    quantize = ("e4m3_1x128", "e4m3_1x128_pow2")[ranks_per_node - 1]
+    assert_bitwise(run_compare(pools, engine, two_layers, config=config, quantize=quantize, expert_alignment=4))
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_the_operators_are_what_torch_library_wants(rank):
     with make_buffer(dtype=torch.bfloat16) as buffer:
         idx, weights = make_routing("masked", NUM_TOKENS, NUM_EXPERTS, NUM_TOPK, seed=0)
         x = torch.randn(NUM_TOKENS, HIDDEN).bfloat16().requires_grad_()
-        pair = x.detach().to(torch.float8_e4m3fn), torch.rand(NUM_TOKENS, HIDDEN // 128)
+        pair = x.detach().to(torch.float8_e4m3fn), torch.rand(NUM_TOKENS, checks.num_scales(HIDDEN))
         weights.requires_grad_()
 
         def check(name, operator, arguments, *without):
@@ -327,16 +329,16 @@ def test_the_operators_are_what_torch_library_wants(rank):
             results[name] = torch.library.opcheck(operator, arguments, test_utils=tests, raise_exception=False)
 
         for layout in ("expert", "rank"):
-            tail = (layout, 1, NUM_ROWS, False, buffer.id)
+            tail = (layout, 1, NUM_ROWS, None, buffer.id)
             # test_aot_dispatch_dynamic wants the same twice, and the plan of a routing has the number of its dispatch;
             # test_schema compares the arguments before and after, which PyTorch cannot do with float8.
             same = "test_aot_dispatch_dynamic"
             check(f"dispatch, {layout}", dispatch, (x, None, idx, weights, None, *tail), same)
             check(f"dispatch without weights, {layout}", dispatch, (x, None, idx, None, None, *tail), same)
-            counted = (layout, 1, -1, False, buffer.id)
+            counted = (layout, 1, -1, None, buffer.id)
             check(f"dispatch of any size, {layout}", dispatch, (x, None, idx, weights, None, *counted), same)
             check(f"dispatch of a pair, {layout}", dispatch, (*pair, idx, weights, None, *tail), same, "test_schema")
-            quantized = (layout, 1, NUM_ROWS, True, buffer.id)
+            quantized = (layout, 1, NUM_ROWS, "e4m3_1x128_pow2", buffer.id)
             check(f"dispatch, quantized, {layout}", dispatch, (x, None, idx, weights, None, *quantized), same)
             received = dispatch(x, None, idx, weights, None, *tail)
             plan, out_weights = received[6], received[2].detach().requires_grad_()

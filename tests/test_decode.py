@@ -31,7 +31,7 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import PeerTimeoutError, decode, float8, reference
 from ep_dispatcher.engines import Combined
-from ep_dispatcher.tools.testing import ROUTINGS, device_of
+from ep_dispatcher.tools.testing import ROUTINGS, device_of, same_bits
 
 LIMIT_S = 1.0
 
@@ -39,7 +39,7 @@ GRID = pairwise(
     {
         "ranks": [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (4, 4), (6, 2)],
         "dtype": [torch.float32, torch.bfloat16, torch.float16],
-        "payload": ["rows", "pair", "quantize"],
+        "payload": ["rows", "pair", "quantize", "quantize_pow2"],
         "num_topk": [1, 3, 8],
         "hidden": [64, 512, 1000, 2880],
         "experts_per_rank": [1, 3, 8],
@@ -82,8 +82,7 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, op
     """Dispatch and combine, then the same with other rows on the cached handle. Unwritten memory is NaN."""
     device = device_of(engine, rank)
     torch.set_num_threads(case.threads)
-    quantize = "e4m3_1x128" if case.payload == "quantize" else None
-    results, handle = [], None
+    quantize, results, handle = case.quantize, [], None
     with make_buffer(case, engine, most_tokens(inputs)) as buffer, uninitialised_memory_is_nan():
         for x in (inputs.x[rank], again[rank]):
             x, topk_idx = to(device, x), to(device, inputs.topk_idx[rank].clone()) if handle is None else None
@@ -124,7 +123,7 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: list, op
 
 def expected_of(case: Case, inputs: Inputs, x: list):
     options = dict(num_experts=case.num_experts, layout="decode")
-    x = [quantized(rows) for rows in x] if case.payload == "quantize" else x
+    x = [quantized(rows, case.quantize) for rows in x] if case.quantize else x
     received = reference.dispatch(x, inputs.topk_idx, None, max_tokens_per_rank=most_tokens(inputs), **options)
     rows_per_group = case.num_ranks * most_tokens(inputs)
     counts = [out.tokens_per_expert.tolist() for out in received]
@@ -200,6 +199,9 @@ def packed_scales(rank: int, engine: str, case: Case, inputs: Inputs):
         options = dict(layout="decode", quantize="e4m3_1x128")
         plain = buffer.dispatch(x, topk_idx, **options).x[1]
         out = buffer.dispatch(x, topk_idx, scale_format="ue8m0", **options)
+        same = buffer.dispatch(x, topk_idx, layout="decode", quantize="e4m3_1x128_pow2", scale_format="ue8m0")
+        for expert, count in enumerate(out.tokens_per_expert.tolist()):
+            assert all(same_bits(*(t[expert, :count] for t in pair)) for pair in zip(out.x, same.x, strict=True))
         assert "scales of torch.int32" in error_of(ep.dequantize, out.x)
         return out.tokens_per_expert, out.x, plain.stride(), out.x[1].stride()
 

@@ -37,7 +37,7 @@ class Case:
     num_ranks: int
     ranks_per_node: int
     dtype: torch.dtype = torch.float32
-    payload: str = "rows"  # or "pair": float8 rows and scales, or "quantize": made a pair on the way
+    payload: str = "rows"  # or "pair": float8 rows and scales, or "quantize", "quantize_pow2": made a pair on the way
     num_topk: int = 2
     hidden: int = 64
     experts_per_rank: int = 2
@@ -57,6 +57,10 @@ class Case:
     @property
     def node_of(self) -> list[int]:
         return [rank // self.ranks_per_node for rank in range(self.num_ranks)]
+
+    @property
+    def quantize(self) -> str | None:
+        return {"quantize": "e4m3_1x128", "quantize_pow2": "e4m3_1x128_pow2"}.get(self.payload)
 
     def possible(self) -> bool:
         return self.num_topk <= self.num_experts and (
@@ -100,7 +104,7 @@ GRID = pairwise(
     {
         "ranks": [(n, m) for n in (1, 2, 3, 4, 6, 8) for m in range(1, n + 1) if n % m == 0],
         "dtype": [torch.float32, torch.bfloat16, torch.float16],
-        "payload": ["rows", "pair", "quantize"],
+        "payload": ["rows", "pair", "quantize", "quantize_pow2"],
         "num_topk": [1, 2, 8],
         "hidden": [64, 512, 1000, 2880],
         "experts_per_rank": [1, 3, 8],
@@ -125,10 +129,13 @@ class Inputs:
     topk_weights: list[Tensor] | None
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``quantize="e4m3_1x128"``: up to 128 values are divided by their scale, their largest magnitude / 448."""
+def quantized(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Up to 128 values are divided by their scale: their largest magnitude / 448, or the next power of two."""
     blocks = x.float().split(128, 1)
     scales = [(block.abs().amax(1, keepdim=True) / 448).clamp(min=2**-126) for block in blocks]
+    if kind == "e4m3_1x128_pow2":
+        parts = [torch.frexp(scale) for scale in scales]
+        scales = [2.0 ** torch.where(mantissa == 0.5, exponent - 1, exponent) for mantissa, exponent in parts]
     rows = torch.cat([block / scale for block, scale in zip(blocks, scales)], 1)
     return rows.to(torch.float8_e4m3fn), torch.cat(scales, 1)
 
@@ -139,7 +146,7 @@ def random_rows(case: Case, num_tokens: int, seed: int):
     if case.payload == "pair":
         scales = torch.rand(num_tokens, -(-case.hidden // 128), generator=torch.Generator().manual_seed(seed))
         return rows.to(torch.float8_e4m3fn), scales
-    if case.payload == "quantize":  # rows of all magnitudes, a block without any, a zero with a sign
+    if case.quantize:  # rows of all magnitudes, a block without any, a zero with a sign
         rows *= 2.0 ** torch.randint(-125, 110, (num_tokens, 1), generator=torch.Generator().manual_seed(seed))
         rows[::3, :128], rows[::4, -16:], rows[:, 200:201] = 0, 0, -0.0
     return rows
@@ -219,8 +226,7 @@ def run_case(rank: int, engine: str, case: Case, inputs: Inputs, again: Inputs, 
     """Dispatch, combine, and the same with other rows on the cached handle."""
     device = device_of(engine, rank)
     torch.set_num_threads(case.threads)
-    quantize = "e4m3_1x128" if case.payload == "quantize" else None
-    results = []
+    quantize, results = case.quantize, []
     most_tokens = max(1, *(idx.shape[0] for idx in inputs.topk_idx))
     with make_buffer(case, engine, max_tokens_per_rank=most_tokens, group=group) as buffer:
         handle = None
@@ -249,7 +255,7 @@ def rows_needed(case: Case, topk_idx: list[Tensor]) -> list[int]:
 
 
 def expected_of(case: Case, inputs: Inputs, max_recv_rows: int | None):
-    x = [quantized(rows) for rows in inputs.x] if case.payload == "quantize" else inputs.x
+    x = [quantized(rows, case.quantize) for rows in inputs.x] if case.quantize else inputs.x
     options = dict(num_experts=case.num_experts, layout=case.layout)
     received = reference.dispatch(
         x,
@@ -345,11 +351,11 @@ def test_order_of_the_sums(pools, engine, num_ranks, ranks_per_node, dtype):
     [("uneven", 128), ("uneven", 1152), ("uneven", 7168), ("some", 1152), exhaustive("some", 7168)]
     + [("uneven", hidden) for hidden in (16, 1040, 2880)],
 )
-@pytest.mark.parametrize("ranks_per_node", [2, 1])
-def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, tokens, hidden):
+@pytest.mark.parametrize("ranks_per_node, payload", [(2, "quantize"), (1, "quantize"), (2, "quantize_pow2")])
+def test_quantized_rows_of_several_parts(pools, engine, ranks_per_node, payload, tokens, hidden):
     """Kernels quantise 8 scale blocks at a time. Here a row has less, some more, and seven times as many. The last
     block of a row may have fewer elements."""
-    shape = dict(tokens=tokens, hidden=hidden, payload="quantize", num_topk=9, experts_per_rank=8)
+    shape = dict(tokens=tokens, hidden=hidden, payload=payload, num_topk=9, experts_per_rank=8)
     check_case(pools, engine, Case(2, ranks_per_node, torch.bfloat16, **shape))
 
 

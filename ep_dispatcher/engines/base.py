@@ -60,11 +60,9 @@ class DispatchRequest(NamedTuple):
     layout: str = "expert"
     expert_alignment: int = 1
     num_rows: int = -1  # of the output; -1: as many as arrive
-    quantize: bool = False  # bfloat16 rows travel as ep_dispatcher.quantize makes them
+    quantize: str | None = None  # of checks.QUANTIZE: bfloat16 rows travel as ep_dispatcher.quantize makes them
     sends_only: bool = False  # `receive` will complete the operation
-    # Scales of decode layout are powers of two, also those that the engine makes; one that writes them by column packs
-    # them.
-    packs_scales: bool = False
+    packs_scales: bool = False  # decode layout, powers of two: an engine that writes scales by column packs them
 
     @property
     def counts(self) -> bool:

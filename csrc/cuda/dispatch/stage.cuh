@@ -161,7 +161,7 @@ __device__ __noinline__ inline void stage_quantized(Op op, const DispatchParams&
   char* const to = op.context.inbox_holding(op.rank(), &Inbox::staging);
   const uint32_t row_bytes = op.context.row_bytes, stride = params.row_stride;
   const int num_vectors = op.context.config.hidden / BFloat16::kElements;
-  const bool powers_of_two = params.args.packs_scales;
+  const bool powers_of_two = params.args.powers_of_two;
   RowPart next;
   const auto load = [&](const Share& at) {
     const auto* const row = reinterpret_cast<const uint4*>(from + static_cast<size_t>(at.token) * row_bytes);

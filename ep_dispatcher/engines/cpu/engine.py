@@ -145,7 +145,7 @@ class CpuEngine:
     def dispatch(self, request: DispatchRequest) -> Received:
         _require_memory(DISPATCH_ARGUMENTS, request[:5])
         if request.quantize:
-            rows, scales = float8.quantize(request.rows, powers_of_two=request.packs_scales)
+            rows, scales = float8.quantize(request.rows, powers_of_two=request.quantize == checks.POWERS_OF_TWO)
             request = request._replace(rows=rows, scales=scales)
         if request.topk_idx is not None:
             self.check_routing(request.topk_idx)

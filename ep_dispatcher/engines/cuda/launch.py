@@ -91,8 +91,8 @@ class Launches(Streams):
 
     def _dispatch(self, request: DispatchRequest, stream: int, ranges: NoRanges) -> Received:
         """Launch the kernels of a dispatch; with `sends_only` only those before its hook."""
-        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows, *rest = request
-        quantize, sends_only, packs_scales = rest
+        rows, scales, topk_idx, topk_weights, plan, layout, expert_alignment, num_rows = request[:8]
+        quantize, sends_only, packs_scales = request[8:]
         counted = request.counts
         rows, scales = _aligned(rows), None if scales is None else _aligned(scales)
         num_tokens, hidden = rows.shape
@@ -105,7 +105,9 @@ class Launches(Streams):
         args.rows, args.row_bytes, args.num_tokens = rows.data_ptr() or ANY, hidden * dtype.itemsize, num_tokens
         args.num_rows, args.rail_blocks = num_rows, self._rail_sms[layout]
         if num_scales:
-            args.quantizes, args.scales, args.scale_bytes = quantize, address_of(scales), num_scales * 4
+            args.scales, args.scale_bytes = address_of(scales), num_scales * 4
+            if quantize:
+                args.quantizes, args.powers_of_two = True, quantize == checks.POWERS_OF_TWO
         if topk_idx is not None:
             args.topk_idx = topk_idx.data_ptr() or ANY
         if topk_weights is not None:

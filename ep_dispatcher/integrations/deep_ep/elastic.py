@@ -109,7 +109,7 @@ class ElasticBuffer(PoolUser):
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Return bytes, a multiple of 2 MiB, that grow with tokens, ranks and rows; not the memory of our buffers."""
-        sent = hidden + hidden // 32 if use_fp8_dispatch else 2 * hidden
+        sent = hidden + 4 * checks.num_scales(hidden) if use_fp8_dispatch else 2 * hidden
         back = 2 * hidden if allow_multiple_reduction else 4 * hidden
         num_bytes = (1 + allow_hybrid_mode) * group.size() * num_max_tokens_per_rank * (sent + back + 24 * num_topk)
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

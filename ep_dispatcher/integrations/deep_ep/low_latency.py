@@ -120,16 +120,12 @@ class LowLatency:
                 Key(Kind(x.shape[1], torch.bfloat16), num_experts, topk_idx.shape[1]), most, self.enable_shrink
             )
             buffer = hooked.ready()
-            rows: Tensor | tuple[Tensor, Tensor] = x
-            is_fused = use_fp8 and round_scale == use_ue8m0  # no kernel makes rounded scales of float32
-            if use_fp8 and not is_fused:
-                rows = float8.quantize(x, powers_of_two=True)
             with measured(buffer, "dispatch", waits):
                 out = buffer.dispatch(
-                    rows,
+                    x,
                     topk_idx,
                     layout="decode",
-                    quantize="e4m3_1x128" if is_fused else None,
+                    quantize=(checks.POWERS_OF_TWO if round_scale else "e4m3_1x128") if use_fp8 else None,
                     scale_format="ue8m0" if use_ue8m0 else "float32",
                     return_hook=return_recv_hook,
                 )
