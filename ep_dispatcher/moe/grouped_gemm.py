@@ -66,7 +66,7 @@ def linear(
         stacked = None if bias is None else stack_bias(bias)
         kernels().multiply(rows, weights, ends, out, transposed=True, bias=stacked, row_weights=row_weights)
         return out
-    for expert, expert_rows in _groups(ends):
+    for expert, expert_rows in groups(ends):
         torch.mm(rows[expert_rows], weights[expert].t(), out=out[expert_rows])
         if bias is not None:
             added = bias[expert].float()
@@ -87,7 +87,7 @@ def linear_grad_rows(grad: Tensor, weights: Matrices, ends: Tensor) -> Tensor:
     if has_kernels(grad):
         kernels().multiply(grad, weights, ends, out, transposed=False)
         return out
-    for expert, expert_rows in _groups(ends):
+    for expert, expert_rows in groups(ends):
         torch.mm(grad[expert_rows], weights[expert], out=out[expert_rows])
     return out
 
@@ -104,11 +104,11 @@ def linear_grad_weights(
         kernels().outer_products(grad, rows, ends, out, accumulate=accumulate, more=more)
         return
     sets = [(grad, rows, ends)] if more is None else [(grad, rows, ends), more]
-    for expert, expert_rows in enumerate(zip(*([one for _, one in _groups(each)] for _, _, each in sets))):
+    for expert, expert_rows in enumerate(zip(*([one for _, one in groups(each)] for _, _, each in sets))):
         a, b = ([t[group] for t, group in zip(ts, expert_rows)] for ts in list(zip(*sets))[:2])
         with torch.autocast(rows.device.type, enabled=False):  # it does not cast the other products, which have out=
             grad_weights = (a[0] if more is None else torch.cat(a)).t() @ (b[0] if more is None else torch.cat(b))
-        _write(out[expert], grad_weights, accumulate)
+        write(out[expert], grad_weights, accumulate)
 
 
 def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> None:
@@ -122,13 +122,13 @@ def linear_grad_bias(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool
         return
     sums = torch.zeros(len(out), out[0].shape[0], dtype=torch.float32, device=out[0].device)
     for grad, ends, row_weights in sets:
-        for expert, expert_rows in _groups(ends):
+        for expert, expert_rows in groups(ends):
             weighted = grad[expert_rows].float()
             if row_weights is not None:
                 weighted = weighted * row_weights[expert_rows, None]
             sums[expert] += weighted.sum(0)
     for expert_out, expert_sum in zip(out, sums):
-        _write(expert_out, expert_sum, accumulate)
+        write(expert_out, expert_sum, accumulate)
 
 
 def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Activation) -> Tensor:
@@ -161,20 +161,20 @@ def activate_grad(
     grad_rows, grad_weights = plain.activate_grad(grad, hidden, row_weights, activation)
     if stacked is not None:
         assert grad_out is not None
-        for expert, expert_rows in _groups(ends):
+        for expert, expert_rows in groups(ends):
             grad_weights[expert_rows] += grad_out[expert_rows].float() @ stacked[expert].float()
     grad_weights[int(ends[-1]) :] = 0
     return grad_rows, grad_weights
 
 
-def _write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
+def write(out: Tensor, grad: Tensor, accumulate: bool) -> None:
     if accumulate:
         out.add_(grad)
     else:
         out.copy_(grad)
 
 
-def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield each expert and its rows."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):

@@ -89,7 +89,7 @@ def multiply(
     tile = _tile(num_rows, experts, transposed)
     block = [tile.n, tile.k] if transposed else [tile.k, tile.n]
     descriptor, shifts, first, step = described(weights, block)
-    _multiply[_num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
+    _multiply[num_tiles(num_rows, tile.m, experts) * triton.cdiv(columns, tile.n),](
         TensorDescriptor(rows, [num_rows, length], [rows.stride(0), 1], [tile.m, tile.k]),
         descriptor,
         shifts,
@@ -123,13 +123,13 @@ def _tile(num_rows: int, experts: int, transposed: bool) -> Tile:
     return TRANSPOSED_TILE if transposed else TILE
 
 
-def _num_tiles(num_rows: int, size: int, experts: int) -> int:
+def num_tiles(num_rows: int, size: int, experts: int) -> int:
     """The most tiles along the rows: each expert can begin one more."""
     return num_rows // size + min(experts, num_rows)
 
 
 @triton.jit
-def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Find a tile by its number: its expert, the expert's first row and end, and the number within the expert.
 
     `others` are the tiles beside each other. The expert is `experts` where there is no such tile.
@@ -148,7 +148,7 @@ def _find(pid, ends, num_rows, experts, others, EXPERTS: tl.constexpr, BLOCK_M: 
 
 # Numbers that change from step to step make no kernel of their own.
 @triton.jit
-def _place(number, m_tiles, n_tiles, DOWN: tl.constexpr):
+def place_tile(number, m_tiles, n_tiles, DOWN: tl.constexpr):
     """The row and the column of a tile, among tiles. Tiles that run at the same time read the same lines."""
     first = number // (DOWN * n_tiles) * DOWN
     number -= first * n_tiles
@@ -182,10 +182,10 @@ def _multiply(
     WEIGHTED: tl.constexpr,
 ):
     n_tiles = tl.cdiv(columns, BLOCK_N)
-    expert, begin, end, number = _find(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
+    expert, begin, end, number = find_tile(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
     if expert >= experts:
         return
-    i, j = _place(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
+    i, j = place_tile(number, tl.cdiv(end - begin, BLOCK_M), n_tiles, DOWN)
     row, column = begin + i * BLOCK_M, j * BLOCK_N
     shift = tl.load(shifts + expert) if TABLE else first + expert * step
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -226,7 +226,7 @@ def outer_products(
     _outer_products[experts * triton.cdiv(n, tile.m) * triton.cdiv(k, tile.n),](
         *first[:2],
         out[0],
-        _addresses(out, rows.device),
+        matrix_addresses(out, rows.device),
         *first[2:],
         n,
         k,
@@ -236,7 +236,7 @@ def outer_products(
         BLOCK_K=tile.k,
         DOWN=tile.down,
         ACCUMULATE=accumulate,
-        ALIGNED=_are_aligned(out),
+        ALIGNED=are_aligned(out),
         MORE=len(sets) > 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -254,7 +254,7 @@ def _described(rows_of: RowSet, tile: Tile) -> tuple[TensorDescriptor, TensorDes
     )
 
 
-def _are_aligned(matrices: Matrices) -> bool:
+def are_aligned(matrices: Matrices) -> bool:
     """Return whether all matrices begin at multiples of 16 bytes."""
     if isinstance(matrices, Tensor):
         return not (matrices.data_ptr() % 16 or matrices.stride(0) * matrices.element_size() % 16)
@@ -274,7 +274,7 @@ def _table(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return _tables[key]
 
 
-def _addresses(matrices: Matrices, device: torch.device) -> Tensor:
+def matrix_addresses(matrices: Matrices, device: torch.device) -> Tensor:
     """The addresses of the matrices, int64 on the device."""
     if isinstance(matrices, Tensor):
         begin, step = matrices.data_ptr(), matrices.stride(0) * matrices.element_size()
@@ -339,7 +339,7 @@ def _outer_products(
         else:
             if begin == end:
                 return
-    i, j = _place(number, m_tiles, n_tiles, DOWN)
+    i, j = place_tile(number, m_tiles, n_tiles, DOWN)
     row, column = i * BLOCK_M, j * BLOCK_N
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = _add_products(total, grad, rows, begin, end, row, column, BLOCK_K)
@@ -351,11 +351,11 @@ def _outer_products(
     # In halves, which takes fewer registers.
     halves = total.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
-        _store(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
+        store_tile(to, halves[half], row, column + half * (BLOCK_N // 2), n, k, BLOCK_M, BLOCK_N // 2, ACCUMULATE)
 
 
 @triton.jit
-def _store(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
+def store_tile(to, tile, row, column, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr):
     """Write a tile at (row, column) of the matrix [n, k], or add it to what is there."""
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (row + i < n)[:, None] & (column + j < k)[None, :]
@@ -375,7 +375,7 @@ def bias_grads(sets: Sequence[BiasSet], out: Matrices, *, accumulate: bool) -> N
         *second,
         0 if second[0] is None else second[0].shape[0],
         out[0],
-        _addresses(out, first[0].device),
+        matrix_addresses(out, first[0].device),
         n,
         ROWS=BIAS_ROWS,
         COLUMNS=BIAS_COLUMNS,
@@ -436,7 +436,7 @@ def activate(hidden: Tensor, row_weights: Tensor, ends: Tensor, activation: Acti
     num_rows, columns = hidden.shape[0], hidden.shape[1] // activation.pair
     out = hidden.new_empty(num_rows, columns)
     if num_rows:
-        settings = _settings(activation)
+        settings = activation_settings(activation)
         _activate[num_rows,](hidden, row_weights, ends[-1:], out, columns, **settings, BLOCK=ACTIVATION_COLUMNS)
     return out
 
@@ -464,7 +464,7 @@ def activate_grad(
             bias,
             0 if bias is None else bias.shape[1],
             len(ends),
-            **_settings(activation),
+            **activation_settings(activation),
             BIASED=bias is not None,
             EXPERTS=triton.next_power_of_2(len(ends)),
             BLOCK=ACTIVATION_COLUMNS,
@@ -472,7 +472,7 @@ def activate_grad(
     return out, grad_weights
 
 
-def _settings(activation: Activation) -> dict[str, Any]:
+def activation_settings(activation: Activation) -> dict[str, Any]:
     return dict(
         FUNCTION=activation.function,
         GATED=activation.gated,
@@ -492,7 +492,7 @@ def _tanh(x):
 
 # The formulas of activation.py: a value, and its derivative, which the compiler leaves out where it is not used.
 @triton.jit
-def _function(
+def activation_value(
     x, FUNCTION: tl.constexpr, ALPHA: tl.constexpr, CLAMPS: tl.constexpr, LIMIT: tl.constexpr, BETA: tl.constexpr
 ):
     inside = x <= LIMIT
@@ -528,7 +528,7 @@ def _function(
 
 
 @triton.jit
-def _linear(
+def linear_value(
     up,
     FUNCTION: tl.constexpr,
     CLAMPS: tl.constexpr,
@@ -574,10 +574,10 @@ def _activate(
     for first in range(0, columns, BLOCK):
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
-        value, _ = _function(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
+        value, _ = activation_value(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
         if GATED:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, _ = _linear(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            up, _ = linear_value(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
             value = value * up
         tl.store(out + row * columns + i, (value * weight).to(out.dtype.element_ty), i < columns)
 
@@ -620,10 +620,10 @@ def _activate_grad(
         i = first + tl.arange(0, BLOCK)
         gate = tl.load(hidden + i, i < columns, 0).to(tl.float32)
         given = tl.load(grad + row * columns + i, i < columns, 0).to(tl.float32)
-        value, slope = _function(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
+        value, slope = activation_value(gate, FUNCTION, ALPHA, CLAMPS, LIMIT, BETA)
         if GATED:
             up = tl.load(hidden + columns + i, i < columns, 0).to(tl.float32)
-            up, up_slope = _linear(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
+            up, up_slope = linear_value(up, FUNCTION, CLAMPS, LIMIT, OFFSET, LINEAR_BETA)
             total += given * value * up
             given *= weight
             tl.store(out + columns + i, (given * value * up_slope).to(out.dtype.element_ty), i < columns)
