@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ep_dispatcher import checks
-from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.float8 import QuantizedRows
+from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
+from ep_dispatcher.moe.float8_gemm import QuantizedColumns, QuantizedMatrices
 from ep_dispatcher.moe.grouped_gemm import Matrices
 
 
@@ -60,6 +62,7 @@ class Parameters(NamedTuple):
 
 # write(grads, accumulate): write the gradients into these tensors, or add them to what is there.
 WriteGrads = Callable[[Parameters, bool], None]
+Float8 = tuple[QuantizedMatrices, QuantizedMatrices]  # w1 and w2, quantised
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +74,7 @@ class Mlp:
     keep_activated: bool
     take_grads: Callable[[WriteGrads], Tensor | None] | None
     anchor: Tensor | None
+    float8: Float8 | None = None
 
     def inputs(self, *others: Tensor) -> tuple[Tensor | None, ...]:
         """Return the last inputs of an autograd node after `others`: an anchor or None, then parameters.
@@ -100,13 +104,14 @@ class Mlp:
 
 
 def grouped_mlp(
-    sets: Sequence[tuple[Tensor, Tensor, Tensor]],
+    sets: Sequence[tuple[Tensor | tuple[Tensor, Tensor], Tensor, Tensor]],
     parameters: Parameters,
     *,
     activation: Activation = SWIGLU,
     keep_activated: bool = True,
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
+    float8: Float8 | None = None,
 ) -> Sequence[Tensor]:
     """Run every expert on its rows, of one or two sets. Return [num_rows, hidden] of the rows' dtype for each set.
 
@@ -127,17 +132,33 @@ def grouped_mlp(
                     of its choice, in float32 or the rows' dtype. Autograd then sees no gradient of the parameters, and
                     runs nothing for each of them. None: they get their gradients from autograd
     anchor          a tensor that autograd sees instead of the parameters: its gradient is what take_grads returns
+    float8          w1 and w2 quantised, whose values are used instead: all GEMMs are float8_gemm's. The backward reads
+                    them too. Rows are bfloat16, and quantised here, or a pair of ep.dispatch, whose anchor gets the
+                    gradient of the dequantised rows. Results are bfloat16. On a GPU hidden and intermediate are
+                    multiples of 16
 
     GEMMs accumulate in float32, add the bias and round once; the activation is computed in float32, weighted, and
     rounded once. It is one node of autograd, so gradients of parameters are written once: sums over the rows of the
     first set, then over those of the second. Gradients reach rows and row_weights too. There are no second derivatives.
     On a GPU the host waits for nothing.
 
-    Raises ValueError where the dtypes of rows and parameters differ.
+    With float8 rows, gradients of results and of hidden, and the activation are quantised, the latter two from float32.
+    The gradient of w1 is of the dequantised rows. For the backward the quantised rows and hidden are kept; the
+    activation never is.
+
+    Raises ValueError where the dtypes of rows and parameters differ, and for pairs without float8.
     """
-    mlp = checked_mlp(sets[0][0].dtype, parameters, activation, keep_activated, take_grads, anchor)
-    given = [t for one in sets for t in one]
-    return _GroupedMlp.apply(mlp, len(sets), *given, *mlp.inputs(*given))
+    given = list[Any]()
+    for rows, row_weights, ends in sets:
+        if isinstance(rows, tuple):
+            if float8 is None:
+                checks.fail("sets", "quantised rows", "rows of the parameters' dtype, unless float8 is given")
+            given += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
+        else:
+            given += [rows, row_weights, ends, None, None]
+    dtype = torch.bfloat16 if given[0] is None else given[0].dtype
+    mlp = checked_mlp(dtype, parameters, activation, keep_activated, take_grads, anchor, float8)
+    return _GroupedMlp.apply(mlp, len(sets), *given, *mlp.inputs(*(t for t in given if t is not None)))
 
 
 def checked_mlp(
@@ -147,12 +168,20 @@ def checked_mlp(
     keep_activated: bool,
     take_grads: Callable[[WriteGrads], Tensor | None] | None,
     anchor: Tensor | None,
+    float8: Float8 | None = None,
 ) -> Mlp:
     """Return the Mlp for rows of this dtype. ValueError where the parameters have another one."""
+    if float8 is not None and dtype != torch.bfloat16:
+        checks.fail("float8", f"rows of {dtype}", "rows of torch.bfloat16, or quantised ones")
     for name, one in parameters._asdict().items():
         if one is not None and one[0].dtype != dtype:
             checks.fail(name, one[0].dtype, f"{dtype}, as the rows have it")
-    return Mlp(parameters, activation, keep_activated, take_grads, anchor)
+    for name, quantised, one in zip(("w1", "w2"), float8 or (), parameters):
+        assert one is not None  # w1 or w2
+        if len(quantised.rows) != len(one) or quantised.rows[0].shape != one[0].shape:
+            given = f"{name} of {len(quantised.rows)} matrices {list(quantised.rows[0].shape)}"
+            checks.fail("float8", given, f"{len(one)} of {list(one[0].shape)}, as the parameters")
+    return Mlp(parameters, activation, keep_activated, take_grads, anchor, float8)
 
 
 class Kept(NamedTuple):
@@ -163,20 +192,38 @@ class Kept(NamedTuple):
     ends: Tensor
     hidden: Tensor
     activated: Tensor | None  # None: computed again
+    scales: Tensor | None = None  # of float8 rows
 
 
 class RowGrads(NamedTuple):
     """Gradients in a backward pass, by row."""
 
-    grad_out: Tensor
-    grad_hidden: Tensor
+    grad_out: Any  # a tensor; with float8 and no b2 None
+    grad_hidden: Any  # a tensor; with float8 and no b1 None
     grad_row_weights: Tensor
     grad_rows: Tensor | None
+    float8: Float8Operands | None = None
 
 
-def run_rows(rows: Tensor, row_weights: Tensor, ends: Tensor, mlp: Mlp) -> tuple[Tensor, Kept]:
-    """Run every expert on its rows. Return the results, and what the backward needs."""
+class Float8Operands(NamedTuple):
+    """What the gradients of float8 weights are products of, beside the rows."""
+
+    grad_out: QuantizedColumns
+    activated: QuantizedColumns
+    grad_hidden: QuantizedColumns
+
+
+def run_rows(
+    rows: Tensor, row_weights: Tensor, ends: Tensor, mlp: Mlp, scales: Tensor | None = None
+) -> tuple[Tensor, Kept]:
+    """Run every expert on its rows. Return the results, and what the backward needs. scales: of float8 rows"""
     w1, w2, b1, b2 = mlp.parameters
+    if mlp.float8 is not None:
+        pair = float8_gemm.quantize_rows(rows, ends) if scales is None else QuantizedRows(rows, scales)
+        hidden = float8_gemm.linear(pair, mlp.float8[0], ends, b1)
+        quantised = float8_gemm.activate(hidden, row_weights, ends, mlp.activation)
+        out = float8_gemm.linear(quantised, mlp.float8[1], ends, b2, row_weights)
+        return out, Kept(pair.rows, row_weights, ends, hidden, None, pair.scales)
     hidden = grouped_gemm.linear(rows, w1, ends, b1)
     activated = grouped_gemm.activate(hidden, row_weights, ends, mlp.activation)
     out = grouped_gemm.linear(activated, w2, ends, b2, row_weights)
@@ -185,12 +232,39 @@ def run_rows(rows: Tensor, row_weights: Tensor, ends: Tensor, mlp: Mlp) -> tuple
 
 def grads_of_rows(grad_out: Tensor, kept: Kept, mlp: Mlp, parameters: Parameters, wants_rows: bool) -> RowGrads:
     """Return all gradients but those of the parameters."""
+    if mlp.float8 is not None:
+        return _float8_grads_of_rows(grad_out, kept, mlp, mlp.float8, parameters, wants_rows)
     grad_activated = grouped_gemm.linear_grad_rows(grad_out, parameters.w2, kept.ends)
     grad_hidden, grad_row_weights = grouped_gemm.activate_grad(
         grad_activated, kept.hidden, kept.row_weights, kept.ends, mlp.activation, grad_out, parameters.b2
     )
     grad_rows = grouped_gemm.linear_grad_rows(grad_hidden, parameters.w1, kept.ends) if wants_rows else None
     return RowGrads(grad_out, grad_hidden, grad_row_weights, grad_rows)
+
+
+def _float8_grads_of_rows(
+    grad_out: Tensor, kept: Kept, mlp: Mlp, float8: Float8, parameters: Parameters, wants_rows: bool
+) -> RowGrads:
+    pair, grad_out_columns = float8_gemm.quantize_both(grad_out, kept.ends)
+    grad_activated = float8_gemm.linear_grad_rows(pair, float8[1], kept.ends)
+    of_hidden = float8_gemm.activate_grad(
+        grad_activated,
+        kept.hidden,
+        kept.row_weights,
+        kept.ends,
+        mlp.activation,
+        grad_out,
+        parameters.b2,
+        exact=parameters.b1 is not None,
+    )
+    grad_rows = float8_gemm.linear_grad_rows(of_hidden.pair, float8[0], kept.ends) if wants_rows else None
+    return RowGrads(
+        None if parameters.b2 is None else grad_out,
+        of_hidden.exact,
+        of_hidden.grad_row_weights,
+        grad_rows,
+        Float8Operands(grad_out_columns, of_hidden.activated, of_hidden.columns),
+    )
 
 
 def write_grads(
@@ -207,8 +281,11 @@ def write_grads(
         first, *more = all_rows
         grouped_gemm.linear_grad_weights(*first, grad_weights, accumulate=accumulate, more=more[0] if more else None)
 
-    write(out.w2, [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets])
-    write(out.w1, [(grads.grad_hidden, kept.rows, kept.ends) for kept, grads in sets])
+    if sets[0][1].float8 is None:
+        write(out.w2, [(grads.grad_out, activated(kept), kept.ends) for kept, grads in sets])
+        write(out.w1, [(grads.grad_hidden, kept.rows, kept.ends) for kept, grads in sets])
+    else:
+        _write_float8_grads(sets, out, accumulate)
     if out.b1 is not None:
         of_b1: list[grouped_gemm.BiasSet] = [(grads.grad_hidden, kept.ends, None) for kept, grads in sets]
         grouped_gemm.linear_grad_bias(of_b1, out.b1, accumulate=accumulate)
@@ -217,7 +294,19 @@ def write_grads(
         grouped_gemm.linear_grad_bias(of_b2, out.b2, accumulate=accumulate)
 
 
-_PER_SET = 3  # tensors that a set is given: rows, row_weights, ends
+def _write_float8_grads(sets: Sequence[tuple[Kept, RowGrads]], out: Parameters, accumulate: bool) -> None:
+    """Write the gradients of w1 and w2 alone."""
+    of_w2, of_w1 = list[float8_gemm.ColumnSet](), list[float8_gemm.ColumnSet]()
+    for kept, grads in sets:
+        assert grads.float8 is not None and kept.scales is not None  # as of the first set
+        rows = float8_gemm.quantize_columns((kept.rows, kept.scales), kept.ends)
+        of_w2.append((grads.float8.grad_out, grads.float8.activated, kept.ends))
+        of_w1.append((grads.float8.grad_hidden, rows, kept.ends))
+    float8_gemm.linear_grad_weights(of_w2, out.w2, accumulate=accumulate)
+    float8_gemm.linear_grad_weights(of_w1, out.w1, accumulate=accumulate)
+
+
+_PER_SET = 5  # tensors that a set is given: rows, row_weights, ends, float8 rows and their scales
 
 
 class _GroupedMlp(torch.autograd.Function):
@@ -225,12 +314,13 @@ class _GroupedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mlp: Mlp, num_sets: int, *given: Any) -> tuple[Tensor, ...]:
-        """given: rows, row_weights and ends of each set; an anchor or None; parameters"""
+        """given: for each set rows (the anchor of float8 rows), row_weights, ends, float8 rows and scales or None; then
+        an anchor or None; parameters"""
         tensors = given[_PER_SET * num_sets + 1 :]
         results, saved = list[Tensor](), list[Tensor | None]()
         for i in range(num_sets):
-            rows, row_weights, ends = given[_PER_SET * i : _PER_SET * (i + 1)]
-            out, kept = run_rows(rows, row_weights, ends, mlp)
+            rows, row_weights, ends, float8_rows, scales = given[_PER_SET * i : _PER_SET * (i + 1)]
+            out, kept = run_rows(rows if float8_rows is None else float8_rows, row_weights, ends, mlp, scales)
             results.append(out)
             saved += kept
         ctx.mlp = mlp
@@ -250,6 +340,6 @@ class _GroupedMlp(torch.autograd.Function):
             kept = Kept(*saved[num_fields * i : num_fields * (i + 1)])
             grads = grads_of_rows(grad_out.contiguous(), kept, mlp, parameters, ctx.needs_input_grad[2 + _PER_SET * i])
             sets.append((kept, grads._replace(grad_rows=None)))
-            grads_given += [grads.grad_rows, grads.grad_row_weights, None]
+            grads_given += [grads.grad_rows, grads.grad_row_weights, None, None, None]
         wanted = any(ctx.needs_input_grad[2 + _PER_SET * num_sets + 1 :])
         return None, None, *grads_given, *mlp.gradients(partial(write_grads, sets, mlp.activation), tensors, wanted)

@@ -36,8 +36,8 @@ class MoELayer(nn.Module):
     experts       a module or function: out.x, out.tokens_per_expert of ep.dispatch -> results of the rows, before they
                   are weighted. None: those of ep.moe_mlp
     device, dtype of new parameters, as for torch.nn.Linear. Without autocast or FSDP2's policy use the buffer's dtype
-    options       of ep.moe_mlp: activation, max_recv_rows, overlap, num_parts, keep_activated; with `experts` only
-                  max_recv_rows
+    options       of ep.moe_mlp: activation, max_recv_rows, overlap, num_parts, keep_activated, quantize; with `experts`
+                  only max_recv_rows
 
     ``layer.experts`` has DTensors of all experts, Shard(0) over the buffer's ranks. So fully_shard over the replicas of
     the experts and torch.distributed.checkpoint work, also with another number of ranks. Each parameter of a given

@@ -18,7 +18,7 @@ from ep_dispatcher.autograd import check_buffer, combine, dispatch, is_observed,
 from ep_dispatcher.buffer import Buffer
 from ep_dispatcher.handle import DispatchOutput, Handle
 from ep_dispatcher.moe import activation as activations
-from ep_dispatcher.moe import grouped_gemm
+from ep_dispatcher.moe import float8_gemm, grouped_gemm
 from ep_dispatcher.moe import overlap as overlapping
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.grouped_mlp import Parameters, grouped_mlp
@@ -40,6 +40,7 @@ def moe_mlp(
     overlap: bool = True,
     num_parts: int | None = None,
     keep_activated: bool = True,
+    quantize: str | None = None,
 ) -> Tensor:
     """Run a layer of experts, each an MLP of two linear layers. Return y [num_tokens, hidden] of the buffer's dtype.
 
@@ -65,6 +66,9 @@ def moe_mlp(
                    2 with several nodes on GPUs, bfloat16 or float16, and max_tokens_per_rank of 2048 or more; else 1
     keep_activated False: the backward computes the activation again, bit by bit the same. That saves the memory of
                    ``intermediate`` values per received row
+    quantize       as in ep.dispatch: x travels as float8 pairs, and all GEMMs are float8 (docs/limits.md). Only in
+                   bfloat16, and not where something looks at operators, as torch.compile does. Each call quantises the
+                   weights. On a GPU hidden and intermediate are multiples of 16
 
     Under torch.autocast of the buffer's dtype x, weights and biases are cast in each call, as in ep.dispatch.
     torch.compile keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
@@ -103,21 +107,38 @@ def moe_mlp(
         checks.fail("w2", f"intermediate {intermediate}", allowed)
     refuse_dtensors(w1=w1, w2=w2, b1=b1, b2=b2)
     is_eager = not is_observed((x, topk_idx, topk_weights, w1, w2, b1, b2))
+    _check_quantize(quantize, is_eager, config.dtype, device, config.hidden, intermediate)
     has_kernels = grouped_gemm.has_kernels(x) and is_eager
     if has_kernels:
         w1, w2 = _aligned("w1", w1), _aligned("w2", w2)
     parameters = Parameters(w1, w2, b1, b2)
     options: dict[str, Any] = dict(activation=act, keep_activated=keep_activated)
-    if has_kernels or (is_eager and num_parts > 1):
+    if has_kernels or quantize is not None or (is_eager and num_parts > 1):
         with torch.cuda.device_of(x):
+            if quantize is not None:
+                options["float8"] = float8_gemm.quantize_weights(w1), float8_gemm.quantize_weights(w2)
             if num_parts > 1:
-                given = buffer, x, topk_idx, topk_weights, parameters, max_recv_rows
-                return overlapping.mlp_in_parts(*given, overlap=overlap, **options)
-            out = dispatch(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+                options |= dict(overlap=overlap, quantize=quantize)
+                return overlapping.mlp_in_parts(buffer, x, topk_idx, topk_weights, parameters, max_recv_rows, **options)
+            out = dispatch(buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows)
             (rows,) = grouped_mlp([_rows_of(out)], parameters, **options)
             return combine(buffer, rows, out.handle)
     run = partial(_rows_of_experts, w1=w1, w2=w2, b1=b1, b2=b2, **options)
     return run_nodes(buffer, x, topk_idx, topk_weights, max_recv_rows, num_parts, lambda sent: [*map(run, sent)])
+
+
+def _check_quantize(
+    quantize: str | None, is_eager: bool, dtype: torch.dtype, device: str, hidden: int, intermediate: int
+) -> None:
+    checks.one_of("quantize", quantize, checks.QUANTIZE)
+    if quantize is None:
+        return
+    if not is_eager:
+        checks.fail("quantize", repr(quantize), "None where something looks at operators, as torch.compile does")
+    line = float8_gemm.LINE if device == "cuda" else 1
+    if dtype != torch.bfloat16 or hidden % line or intermediate % line:
+        given = f"{quantize!r} with {dtype}, hidden {hidden}, intermediate {intermediate}"
+        checks.fail("quantize", given, f"torch.bfloat16 and, on a GPU, multiples of {float8_gemm.LINE}")
 
 
 def why_no_overlap(buffer: Buffer, *, num_parts: int | None = None) -> str | None:
@@ -194,9 +215,9 @@ def _has_values(t: Tensor) -> bool:
     return type(t) is Tensor and detect_fake_mode((t,)) is None
 
 
-def _rows_of(out: DispatchOutput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, their weights, and the end of each expert's rows."""
-    assert isinstance(out.x, Tensor) and out.topk_weights is not None  # as x and topk_weights were given
+def _rows_of(out: DispatchOutput) -> tuple[Any, Tensor, Tensor]:
+    """Return rows, or the pair of quantised ones, their weights, and the end of each expert's rows."""
+    assert out.topk_weights is not None  # as topk_weights was given
     return out.x, out.topk_weights, out.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 

@@ -42,6 +42,7 @@ from ep_dispatcher.handle import Handle
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import SWIGLU, Activation
 from ep_dispatcher.moe.grouped_mlp import (
+    Float8,
     Kept,
     Mlp,
     Parameters,
@@ -117,18 +118,23 @@ def mlp_in_parts(
     take_grads: Callable[[WriteGrads], Tensor | None] | None = None,
     anchor: Tensor | None = None,
     handles: list[Handle] | None = None,
+    quantize: str | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor:
     """``ep.moe_mlp`` in two parts; parameters and keywords are those of grouped_mlp. The parameters were checked.
 
     max_recv_rows: of each part
+    quantize: as in ep.dispatch, only with float8
     overlap: run its operations in a stream of their own, unless ``why_not`` has a reason
     handles: of the parts, from an earlier call with this routing; an empty list gets new ones
     """
     overlap = overlap and why_not(buffer, num_parts=2) is None
     if grouped_gemm.has_kernels(x):
         grouped_gemm.kernels()  # an error here comes before anything is sent
-    mlp = checked_mlp(x.dtype, parameters, activation, keep_activated, take_grads, anchor)
-    request = operation.dispatch_request(buffer, x, topk_idx, topk_weights, max_recv_rows=max_recv_rows)
+    mlp = checked_mlp(x.dtype, parameters, activation, keep_activated, take_grads, anchor, float8)
+    request = operation.dispatch_request(
+        buffer, x, topk_idx, topk_weights, quantize=quantize, max_recv_rows=max_recv_rows
+    )
     operation.check_routing(buffer, topk_idx)  # of B too, before anything of A is sent
     handles = [] if handles is None else handles
     return _MlpInParts.apply(x, topk_weights, buffer, request, handles, mlp, overlap, *mlp.inputs(x, topk_weights))
@@ -172,7 +178,7 @@ class _MlpInParts(torch.autograd.Function):
                     handles.append(operation.new_handle(buffer, requests[i], received))
                 plan = handles[i].plan
                 ends = received.tokens_per_expert.cumsum(0, dtype=torch.int32)
-                rows, kept = run_rows(received.rows, received.topk_weights, ends, mlp)
+                rows, kept = run_rows(received.rows, received.topk_weights, ends, mlp, received.scales)
                 experts_end = operations.record()
                 results.append(rows)
                 if waits and i == 0:
