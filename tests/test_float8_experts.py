@@ -166,11 +166,12 @@ def test_wrong_arguments_of_grouped_mlp(device):
 
 # ---- the whole layer -------------------------------------------------------------------------------------------------
 
+QUANTIZE = "e4m3_1x128_pow2"
 INTERMEDIATE, MAX_TOKENS, MAX_RECV_ROWS = 48, 64, 200
 
 
 def make_case(num_ranks: int, ranks_per_node: int) -> tuple[Case, Inputs]:
-    case = Case(num_ranks, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, hidden=128, tokens="uneven")
+    case = Case(num_ranks, ranks_per_node, torch.bfloat16, num_topk=3, experts_per_rank=3, hidden=144, tokens="uneven")
     inputs = make_inputs(dataclasses.replace(case, routing="masked"))
     inputs.x[:] = [normal(x.shape, 20 + rank, torch.bfloat16) for rank, x in enumerate(inputs.x)]
     return case, inputs
@@ -192,7 +193,7 @@ def layer(rank: int, engine: str, case: Case, inputs: Inputs, how: str) -> tuple
     options |= {"num_parts": 2, "overlap": how != "two parts in turn"} if how.startswith("two parts") else {}
 
     def forward(x, topk_weights, w1, w2):
-        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, quantize="e4m3_1x128", **options)
+        return ep.moe_mlp(buffer, x, topk_idx, topk_weights, w1, w2, quantize=QUANTIZE, **options)
 
     with make_buffer(case, engine, MAX_TOKENS) as buffer, uninitialised_memory_is_nan():
         y = checkpoint(forward, *leaves, use_reentrant=False) if how == "recomputed" else forward(*leaves)
@@ -230,11 +231,11 @@ def test_the_module(rank, engine):
     device = device_of(engine, rank)
     with make_buffer(case, engine, MAX_TOKENS) as buffer:
         torch.manual_seed(3)
-        module = ep.MoELayer(buffer, INTERMEDIATE, device=device, dtype=torch.bfloat16, quantize="e4m3_1x128")
+        module = ep.MoELayer(buffer, INTERMEDIATE, device=device, dtype=torch.bfloat16, quantize=QUANTIZE)
         x = inputs.x[rank].to(device)
         y = module(x)
         w1, w2 = (p.to_local() for p in module.experts.parameters())
-        assert torch.equal(y, ep.moe_mlp(buffer, x, *module.router(x), w1, w2, quantize="e4m3_1x128"))
+        assert torch.equal(y, ep.moe_mlp(buffer, x, *module.router(x), w1, w2, quantize=QUANTIZE))
         assert not torch.equal(y, ep.moe_mlp(buffer, x, *module.router(x), w1, w2))
 
 
@@ -251,13 +252,13 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
             assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, w1, w2, quantize=wrong)
         if engine == "cuda":
             narrow = w1[:, :80].contiguous(), w2[:, :, :40].contiguous()  # 40 is no multiple of 16
-            assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, *narrow, quantize="e4m3_1x128")
+            assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, *narrow, quantize=QUANTIZE)
 
         def forward(x):
-            return ep.moe_mlp(buffer, x, idx, weights, w1, w2, quantize="e4m3_1x128", max_recv_rows=MAX_RECV_ROWS)
+            return ep.moe_mlp(buffer, x, idx, weights, w1, w2, quantize=QUANTIZE, max_recv_rows=MAX_RECV_ROWS)
 
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="quantize: given 'e4m3_1x128'"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="quantize: given 'e4m3_1x128"):
             torch.compile(forward, backend="aot_eager", fullgraph=True)(x)
         if engine == "cpu":
             assert buffer._engine._c.epoch == epoch, "something was sent"
@@ -265,4 +266,4 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank, engine):
     with make_buffer(dataclasses.replace(case, dtype=torch.float32), engine, MAX_TOKENS) as buffer:
         exact = (t.float() for t in (x, weights, w1, w2))
         x, weights, w1, w2 = exact
-        assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, w1, w2, quantize="e4m3_1x128")
+        assert_refused("quantize", ep.moe_mlp, buffer, x, idx, weights, w1, w2, quantize=QUANTIZE)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, next_power_of_two
+from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
 from ep_dispatcher.moe.grouped_gemm import Matrices, groups, stack_bias, write
@@ -155,7 +155,8 @@ def quantize_weights(weights: Matrices) -> QuantizedMatrices:
         return found
     for expert, weight in enumerate(weights):
         blocks = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK)).view(n_blocks, BLOCK, k_blocks, BLOCK)
-        of_blocks = _scales(blocks.abs().amax((1, 3)))
+        amax = blocks.abs().amax((1, 3))
+        of_blocks = next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
         rows[expert] = (blocks / of_blocks[:, None, :, None]).flatten(2).flatten(0, 1)[:n, :k].to(E4M3)
         scales[expert] = of_blocks
     return QuantizedMatrices(rows, scales, rows.mT.contiguous(), scales.mT.contiguous())
@@ -189,8 +190,7 @@ def quantize_columns(pair: tuple[Tensor, Tensor], ends: Tensor) -> QuantizedColu
     if has_kernels(rows):
         quantizers().quantize(rows, scales, ends, None, columns)
     else:
-        exact = rows.float() * scales.repeat_interleave(BLOCK, 1)[:, : rows.shape[1]]
-        _write_columns(exact, ends, columns)
+        _write_columns(dequantize((rows, scales), torch.float32), ends, columns)
     return columns
 
 
@@ -255,18 +255,11 @@ def _new_columns(rows: Tensor, ends: Tensor, columns: int) -> QuantizedColumns:
     return QuantizedColumns(values, rows.new_empty(blocks, columns, dtype=torch.float32))
 
 
-def _scales(amax: Tensor) -> Tensor:
-    """Return the least powers of two by which magnitudes are at most 448, float8.quantize's."""
-    return next_power_of_two((amax / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny))
-
-
 def _write_rows(rows: Tensor, ends: Tensor, out: QuantizedRows) -> None:
     """Quantise 1 x 128 entries at a time."""
-    end, columns = int(ends[-1]), rows.shape[1]
-    blocks = F.pad(rows[:end].float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-    scales = _scales(blocks.abs().amax(2))
-    out.scales[:end] = scales
-    out.rows[:end] = (blocks / scales[:, :, None]).flatten(1)[:, :columns].to(E4M3)
+    end = int(ends[-1])
+    for to, quantised in zip(out, quantize(rows[:end], powers_of_two=True)):
+        to[:end] = quantised
 
 
 def _write_columns(rows: Tensor, ends: Tensor, out: QuantizedColumns) -> None:
@@ -274,11 +267,10 @@ def _write_columns(rows: Tensor, ends: Tensor, out: QuantizedColumns) -> None:
     block = 0
     for _, group in groups(ends):
         for begin in range(group.start, group.stop, BLOCK):
-            chunk = rows[begin : min(begin + BLOCK, group.stop)].float()
-            scales = _scales(chunk.abs().amax(0))
-            padded = F.pad((chunk / scales).t(), (0, BLOCK - len(chunk)))
-            out.values[:, block * BLOCK : (block + 1) * BLOCK] = padded.to(E4M3)
-            out.scales[block] = scales
+            chunk = rows[begin : min(begin + BLOCK, group.stop)]
+            quantised = quantize(F.pad(chunk.t(), (0, BLOCK - len(chunk))), powers_of_two=True)
+            out.values[:, block * BLOCK : (block + 1) * BLOCK] = quantised.rows
+            out.scales[block] = quantised.scales[:, 0]
             block += 1
 
 
