@@ -66,7 +66,8 @@ PYBIND11_MODULE(EP_MODULE, m) {
       .def_readwrite("num_rows", &DispatchArgs::num_rows)
       .def_readwrite("ticket", &DispatchArgs::ticket)
       .def_readwrite("packs_scales", &DispatchArgs::packs_scales)
-      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks);
+      .def_readwrite("rail_blocks", &DispatchArgs::rail_blocks)
+      .def_readwrite("label", &DispatchArgs::label);
   address(dispatch, "topk_idx", &DispatchArgs::topk_idx);
   address(dispatch, "topk_weights", &DispatchArgs::topk_weights);
   address(dispatch, "rows", &DispatchArgs::rows);

@@ -82,6 +82,7 @@ class DispatchArgs:
     wait_ns: int
     packs_scales: bool
     rail_blocks: int
+    label: int
     def __init__(self) -> None: ...
 
 class CombineArgs:

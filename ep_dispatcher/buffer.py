@@ -6,7 +6,7 @@ import atexit
 import itertools
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
@@ -99,6 +99,7 @@ class Buffer:
 
     note: str = ""
     backward_note: str = ""  # an operation keeps it, and its backward sets `note` to it
+    label: int = 0  # the caller's number, such as that of a layer: a dispatch with too few rows has it in its error
 
     def __init__(
         self,
@@ -401,6 +402,14 @@ class Buffer:
         """
         with self._errors_explained():
             self.live_engine().check()
+
+    def overlook(self, found: Callable[[ValueError], bool]) -> None:
+        """Drop each late error of the caller for which ``found`` returns True: the buffer stays usable.
+
+        All ranks have to drop the same ones. A dispatch with too few rows has given zeros on all of them. The CPU
+        engine has no late errors.
+        """
+        self.live_engine().overlook(found)
 
     def counters(self) -> dict[str, list[int]]:
         """Return the bytes that this rank has moved since the buffer was made. Each list has an entry per rank.

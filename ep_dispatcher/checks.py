@@ -314,12 +314,12 @@ def disagreement(field: str, rank: int, theirs: int, other: int, ours: int) -> V
     return DisagreementError(text)
 
 
-def too_few_rows(needs: Iterable[tuple[int, int]]) -> TooFewRowsError:
+def too_few_rows(needs: Iterable[tuple[int, int]], label: int = 0) -> TooFewRowsError:
     """``needs``: (rows that are needed, max_recv_rows or -1 for none) of each rank, in rank order."""
     short = {rank: (needed, given) for rank, (needed, given) in enumerate(needs) if needed > given >= 0}
     each = (f"rank {rank} needs {needed} rows, given {given}" for rank, (needed, given) in short.items())
     text = "max_recv_rows: too small: " + "; ".join(each)
-    return TooFewRowsError(text, max(needed for needed, _ in short.values()))
+    return TooFewRowsError(text, max(needed for needed, _ in short.values()), label)
 
 
 def too_many_rows(alignment: int, rank: int, needed: int) -> ValueError:

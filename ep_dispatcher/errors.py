@@ -101,11 +101,19 @@ class _FoundError(ValueError):
 
 
 class TooFewRowsError(_FoundError):
-    """More rows arrive than max_recv_rows. ``needed_rows``: the most that any rank needs."""
+    """More rows arrive than max_recv_rows.
+
+    needed_rows  the most that any rank needs
+    label        the buffer's when the dispatch was called or captured (``Buffer.label``)
+    """
 
     @property
     def needed_rows(self) -> int:
         return self.args[1]
+
+    @property
+    def label(self) -> int:
+        return self.args[2]
 
 
 class UnknownExpertError(_FoundError):

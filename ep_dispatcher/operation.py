@@ -170,7 +170,7 @@ def run_dispatch(buffer: Buffer, request: DispatchRequest) -> Received:
     engine = buffer.live_engine()
     if engine.unreceived is not None:
         check_received(engine, "dispatch")
-    engine.rows_on_host = None  # until the engine knows
+    engine.rows_on_host, engine.label = None, buffer.label  # None: until the engine knows
     try:
         return engine.dispatch(request.plain())
     except (PeerTimeoutError, ValueError) as error:

@@ -46,6 +46,7 @@ struct DispatchArgs {
   bool packs_scales = false;
   int64_t* wait_ns = nullptr;  // [num_ranks] time waited for each rank, added to; or null
   int32_t rail_blocks = 0;     // the last blocks of a launch, for the rail; 0 with one node
+  int32_t label = 0;           // the caller's number, for the error of rows that do not fit
 };
 
 // [host] Return the bytes of a staged token's scales and weights, each padded to 16 bytes.

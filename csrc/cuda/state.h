@@ -15,7 +15,7 @@ constexpr const char* kErrorNames[] = {"none", "bad_entry", "too_few_rows", "too
 // Facts of one error. Written by its finder (error.cuh), read by the host.
 //
 //   kBadEntry     detail: token, k, 1 if the expert is repeated; value: the entry
-//   kTooFewRows   rows[r]: needed rows and Field::kMaxRows of rank r
+//   kTooFewRows   value: DispatchArgs::label; rows[r]: needed rows and Field::kMaxRows of rank r
 //   kTooManyRows  detail: expert_alignment; rows[r] as above
 //   kDiffer       detail: field, rank, theirs, that of another rank (call.h); value: this other rank, mostly 0
 //   kOtherRouting detail: token, k, RoutingComparison::where; value: the entry given; rows[0][0]: that of the plan

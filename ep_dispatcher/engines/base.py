@@ -156,6 +156,7 @@ class Engine(Protocol):
     layouts: tuple[str, ...]
     summary: str  # for people: the engine and its wires
     rows_on_host: Tensor | None  # set by a dispatch with a new plan if the host knows the counts, as in Handle
+    label: int  # set by the caller; a dispatch with too few rows has it in its error
 
     @property
     def unreceived(self) -> str | None:
@@ -197,6 +198,9 @@ class Engine(Protocol):
 
     def check(self) -> None:
         """Wait for the operations in the current stream, and raise their errors."""
+
+    def overlook(self, found: Callable[[ValueError], bool]) -> None:
+        """Do what Buffer.overlook() says."""
 
     def counters(self) -> dict[str, list[int]]:
         """Return Buffer.counters()."""

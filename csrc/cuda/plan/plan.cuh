@@ -191,6 +191,7 @@ __device__ bool rows_fit(const Op& op, const DispatchParams& params, const Scrat
   if (claimed) {
     ErrorFacts& facts = context.state->facts;
     facts.detail[0] = params.args.expert_alignment;
+    facts.value = params.args.label;
 #pragma unroll 1
     for (int rank = lane; rank < op.num_ranks(); rank += 32) {
       facts.rows[rank][0] = scratch.needed[rank];

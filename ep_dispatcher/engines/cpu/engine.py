@@ -93,6 +93,7 @@ class CpuEngine:
     layouts: tuple[str, ...] = tuple(_LAYOUTS)
     rows_on_host: Tensor | None = None
     unreceived: str | None = None
+    label: int = 0
     _wait_ns: dict[str, Tensor]  # by operation, if the caller measures waits
 
     def __init__(self, config: EngineConfig):
@@ -319,6 +320,9 @@ class CpuEngine:
     def check(self) -> None:
         self._health.raise_if_ended()
 
+    def overlook(self, found: Callable[[ValueError], bool]) -> None:
+        """Do nothing: errors of the caller are raised by their operation."""
+
     def counters(self) -> dict[str, list[int]]:
         """Return bytes in total for each rank of the group: those in its memory, or sent to it between nodes."""
         if self._health.is_stopped:
@@ -414,7 +418,7 @@ class CpuEngine:
                     try:
                         yield ranges.step
                     except _C_cpu.Refused as refusal:
-                        refused = _word(refusal)
+                        refused = _word(refusal, self.label)
                         if not refusal.by_all:
                             self._end_out_of_step(refused)
                     ranges.step("finish")
@@ -465,13 +469,13 @@ class CpuEngine:
         raise failure()
 
 
-def _word(refusal: _C_cpu.Refused) -> ValueError:
+def _word(refusal: _C_cpu.Refused, label: int) -> ValueError:
     """Return the error of a refusal. csrc/cpu/call.h lists the facts of each kind."""
     facts = refusal.facts
     if refusal.kind == "disagreement":
         return checks.disagreement(refusal.field, *facts)
     if refusal.kind == "too_few_rows":
-        return checks.too_few_rows(zip(facts[::2], facts[1::2]))
+        return checks.too_few_rows(zip(facts[::2], facts[1::2]), label)
     if refusal.kind == "too_many_rows":
         return checks.too_many_rows(*facts)
     return checks.too_many_choices(*facts)

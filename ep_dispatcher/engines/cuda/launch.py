@@ -51,6 +51,7 @@ class Launches(Streams):
     """Dispatch, combine, and their hooks."""
 
     rows_on_host: Tensor | None = None
+    label: int = 0
     # Made by the engine before its first operation:
     _compiled: Any  # the compiled module in use: _C_cuda or _C_nvshmem, which have the same interface
     _c: _C_cuda.Engine
@@ -112,6 +113,8 @@ class Launches(Streams):
             args.topk_idx = topk_idx.data_ptr() or ANY
         if topk_weights is not None:
             args.topk_weights = topk_weights.data_ptr() or ANY
+        if self.label:
+            args.label = self.label
         if self._wait_ns:
             args.wait_ns = address_of(self._wait_ns.get("dispatch"))
         decodes = layout == "decode"
