@@ -88,9 +88,15 @@ class Layout:
     ep: int = 2
     tp: int = 1
     etp: int = 1
+    pp: int = 1
 
     def __str__(self) -> str:
-        return f"ep{self.ep}" + f"-tp{self.tp}" * (self.tp > 1) + f"-etp{self.etp}" * (self.etp > 1)
+        return (
+            f"ep{self.ep}"
+            + f"-tp{self.tp}" * (self.tp > 1)
+            + f"-etp{self.etp}" * (self.etp > 1)
+            + f"-pp{self.pp}" * (self.pp > 1)
+        )
 
 
 _layout: Layout | None = None
@@ -114,7 +120,7 @@ def _run_body(rank: int, body: Callable, layout: Layout | None, given: dict) -> 
 def use_layout(layout: Layout) -> None:
     """Form these groups of the ranks of the pool, with no buffers from before, and register ours."""
     global _layout
-    from ep_dispatcher.integrations.megatron import buffers, destroy_buffers, register
+    from ep_dispatcher.integrations.megatron import buffers, capacity, destroy_buffers, register
 
     _use_device()
     settings = register().settings
@@ -123,6 +129,7 @@ def use_layout(layout: Layout) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_buffers()
+    capacity.forget()
     buffers._has_warned = False
     if layout != _layout:
         if _layout is not None:
@@ -133,6 +140,7 @@ def use_layout(layout: Layout) -> None:
             tensor_model_parallel_size=layout.tp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            pipeline_model_parallel_size=layout.pp,
         )
         _layout = layout
         if on_gpu():
@@ -173,6 +181,8 @@ def make_config(dispatcher: str = OURS, **settings):
         expert_model_parallel_size=_layout.ep,
         expert_tensor_parallel_size=_layout.etp,
         sequence_parallel=_layout.tp > 1,
+        pipeline_model_parallel_size=_layout.pp,
+        pipeline_dtype=torch.float32,
     )
     return TransformerConfig(**(defaults | chosen | settings))
 

@@ -208,9 +208,11 @@ def test_limited_rows(rank: int):
 
 
 def test_the_limit_is_never_more_than_ranks_can_send():
-    assert limits.max_rows_of_grouped_experts(100, 10, 4, 2, 8) == 4 * 10 * 2
-    assert limits.max_rows_of_grouped_experts(100, 10, 4, 8, 2) == 4 * 10 * 2
-    assert limits.max_rows_of_grouped_experts(1.01, 10, 4, 2, 8) == 21
+    assert limits.max_rows_by_factor(100, 10, 4, 2, 8) == 4 * 10 * 2
+    assert limits.max_rows_by_factor(100, 10, 4, 8, 2) == 4 * 10 * 2
+    assert limits.max_rows_by_factor(1.01, 10, 4, 2, 8) == 21
+    assert limits.max_rows_by_factor(1.01, 10, 4, 2, 8, 16) == 32
+    assert limits.max_rows_by_factor(100, 10, 4, 2, 8, 16) == 208, "padding of 8 groups, rounded up"
 
 
 # ---- TEGroupedMLP, with stand-ins for its linear layers -------------------------------------------------------------

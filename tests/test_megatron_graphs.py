@@ -35,7 +35,7 @@ from test_megatron_experts import (
 )
 
 from ep_dispatcher import te_version
-from ep_dispatcher.integrations.megatron import buffers, eligibility, graphs, limits
+from ep_dispatcher.integrations.megatron import buffers, eligibility, graphs, limits, overflow
 from ep_dispatcher.integrations.megatron.experts import _layers, is_grouped
 from ep_dispatcher.moe import grouped_gemm
 
@@ -240,7 +240,7 @@ def test_errors_are_looked_for_after_a_step(rank: int):
     wrapper = FullCudaGraphWrapper(whole_step, cuda_graph_warmup_steps=10)
     assert schedules.get_forward_backward_func() is schedules.forward_backward_no_pipelining
     own = schedules.forward_backward_no_pipelining
-    checked = graphs.check_after(whole_step)
+    checked = overflow.run_again(whole_step)
     assert own.__code__ is checked.__code__, "registered"
     assert inspect.signature(own) == inspect.signature(own.__wrapped__)
     with environment(**LIMIT), switched_on(), pytest.MonkeyPatch.context() as patch:

@@ -44,10 +44,17 @@ def what_megatron_has() -> dict:
     from megatron.core.models.gpt import fine_grained_callables
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel.random import CheckpointFunction
+    from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.moe import experts, moe_layer, token_dispatcher
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    owners: list = [FullCudaGraphWrapper, schedules, argparse.ArgumentParser, TransformerLayerSchedulePlan]
+    owners: list = [
+        FullCudaGraphWrapper,
+        cuda_graphs.TECudaGraphHelper,
+        schedules,
+        argparse.ArgumentParser,
+        TransformerLayerSchedulePlan,
+    ]
     owners += [CheckpointFunction, DistributedDataParallel, experts.TEGroupedMLP, experts.SequentialMLP]
     owners += [fine_grained_callables, experts, moe_layer, moe_layer.MoELayer, token_dispatcher, TransformerConfig]
     owners += [MLATransformerConfig, token_dispatcher.MoETokenDispatcher, token_dispatcher.MoEFlexTokenDispatcher]
@@ -97,7 +104,7 @@ def test_register_and_undo(rank: int):
         assert register() is registration, "a second call changes nothing"
         replaced = differing(before)
         expected = {"type", "__post_init__", "set_layer_number", "should_free_input", "__call__", *SCHEDULES}
-        expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args"}
+        expected |= {"__init__", "forward", "backward_dw", "run", "parse_known_args", "create_cudagraphs"}
         if hasattr(experts, "skip_routed_expert_padding"):
             expected.add("skip_routed_expert_padding")
         assert set(replaced) == expected

@@ -20,6 +20,7 @@ _HOMES = {
     "Registration": "registration",
     "MoEEPTokenDispatcher": "dispatcher",
     "destroy_buffers": "buffers",
+    "repeated_steps": "overflow",
 }
 __all__ = sorted(_HOMES)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import sys
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from ep_dispatcher import checks, envs
 from ep_dispatcher.errors import is_peer_failure
 from ep_dispatcher.gather import count_attempt
 from ep_dispatcher.integrations.agree import all_reduce
-from ep_dispatcher.integrations.megatron import arguments, limits, overfull, recompute, registration
+from ep_dispatcher.integrations.megatron import arguments, capacity, limits, overfull, recompute, registration
 from ep_dispatcher.memory import DEFAULT_SMS
 from ep_dispatcher.topology import registered_group
 
@@ -32,10 +33,14 @@ class MegatronBuffer(ep.Buffer):
 
     transformer_config: Any = None  # of the first layer
 
+    @property
+    def num_choices(self) -> int:
+        """The most choices of a rank: tokens x choices of a token. A rank capacity factor is a multiple of it."""
+        return self.config.max_tokens_per_rank * self.config.num_topk
+
     def explained(self, error: ep.PeerTimeoutError | ValueError) -> ep.PeerTimeoutError | ValueError:
         if isinstance(error, ValueError):
-            num_choices = self.config.max_tokens_per_rank * self.config.num_topk
-            error = limits.explained(error, num_choices, self.transformer_config)
+            error = limits.explained(error, self.num_choices, self.transformer_config)
             error = recompute.explained(overfull.explained(error, self.transformer_config.moe_router_topk))
         return super().explained(error)
 
@@ -43,7 +48,7 @@ class MegatronBuffer(ep.Buffer):
 @dataclass
 class _Shared:
     max_tokens: int = 0
-    buffers: list[ep.Buffer] = field(default_factory=list)  # the last is in use; plans of the others may be in flight
+    buffers: list[MegatronBuffer] = field(default_factory=list)  # the last is in use; others may have plans in flight
 
 
 _shared: dict[tuple, _Shared] = {}
@@ -52,7 +57,7 @@ _has_warned = False
 _has_announced = False
 
 
-def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> ep.Buffer:
+def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: Tensor, note: str) -> MegatronBuffer:
     """Return the buffer for these tokens [num_tokens, hidden]. The first use makes it, and is collective.
 
     Its size is max_tokens_per_rank of the arguments, else EP_DISPATCHER_MAX_TOKENS_PER_RANK. If neither is set, it is
@@ -89,6 +94,7 @@ def shared_buffer(group: ProcessGroup, config, hidden_states: Tensor, topk_idx: 
             raise
         shared.max_tokens = max_tokens  # only now: after an error the next forward pass tries again
         buffer.transformer_config = config
+        buffer.overlook(functools.partial(capacity.note, num_choices=buffer.num_choices))
         shared.buffers.append(buffer)
         _announce(buffer)
     return shared.buffers[-1]
@@ -166,7 +172,7 @@ def _warn_of_a_guess(num_tokens: int) -> None:
         )
 
 
-def _announce(buffer: ep.Buffer) -> None:
+def _announce(buffer: MegatronBuffer) -> None:
     """Print one line about the first buffer of the job, on its first rank."""
     global _has_announced
     if _has_announced or dist.get_rank() != 0:

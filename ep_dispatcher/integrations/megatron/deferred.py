@@ -17,23 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher.autograd import is_observed
+from ep_dispatcher.errors import TooFewRowsError
+from ep_dispatcher.integrations.megatron import capacity
+from ep_dispatcher.integrations.megatron.buffers import MegatronBuffer
 from ep_dispatcher.moe import overlap
 from ep_dispatcher.moe.grouped_mlp import Parameters
 from ep_dispatcher.moe.mlp import run_grouped_nodes, run_nodes
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
     """The dispatch of one forward pass. Experts that run it themselves get it in place of their counts."""
 
-    buffer: ep.Buffer
+    buffer: MegatronBuffer
     topk_idx: Tensor  # int64 [num_tokens, num_topk]
     max_rows: int | None  # of this rank; None: the host waits for their number
     alignment: int  # of the rows of an expert
@@ -45,7 +50,11 @@ class Deferred:
         if self.handles:
             return ep.dispatch(self.buffer, tokens, topk_weights=probs, handle=self.handles[0])
         alignment, limit = self.alignment, self.max_rows
-        out = ep.dispatch(self.buffer, tokens, self.topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit)
+        out = self._noting(
+            lambda topk_idx: ep.dispatch(
+                self.buffer, tokens, topk_idx, probs, expert_alignment=alignment, max_recv_rows=limit
+            )
+        )
         self.keep([out.handle])
         return out
 
@@ -57,12 +66,16 @@ class Deferred:
 
         tokens [num_tokens, hidden]; probs float32 [num_tokens, num_topk]; parameters and options: grouped_mlp
         """
-        given = self.buffer, tokens, self.topk_idx, probs, parameters, self.max_rows
-        with self._plans() as handles:
-            if is_observed((tokens, probs, self.topk_idx)):
-                return run_grouped_nodes(*given, handles=handles, **options)
-            with torch.cuda.device_of(tokens):
-                return overlap.mlp_in_parts(*given, overlap=True, handles=handles, **options)
+
+        def run(topk_idx: Tensor) -> Tensor:
+            given = self.buffer, tokens, topk_idx, probs, parameters, self.max_rows
+            with self._plans() as handles:
+                if is_observed((tokens, probs, topk_idx)):
+                    return run_grouped_nodes(*given, handles=handles, **options)
+                with torch.cuda.device_of(tokens):
+                    return overlap.mlp_in_parts(*given, overlap=True, handles=handles, **options)
+
+        return self._noting(run)
 
     def run_megatrons_way(
         self, tokens: Tensor, probs: Tensor, run_experts: Callable[..., tuple[Tensor, Any]]
@@ -72,14 +85,29 @@ class Deferred:
         run_experts: takes rows, their counts and their probs, as Megatron's experts do, and returns a pair
         """
 
-        def run(sent: Sequence[ep.DispatchOutput]) -> list[Tensor]:
+        def run_on(sent: Sequence[ep.DispatchOutput]) -> list[Tensor]:
             counts = [
                 out.rows_per_expert if out.handle.rows_on_host is None else out.handle.rows_on_host for out in sent
             ]
             return [run_experts(out.x, count, out.topk_weights)[0] for out, count in zip(sent, counts)]
 
-        with self._plans() as handles:
-            return run_nodes(self.buffer, tokens, self.topk_idx, probs, self.max_rows, 2, run, handles)
+        def run(topk_idx: Tensor) -> Tensor:
+            with self._plans() as handles:
+                return run_nodes(self.buffer, tokens, topk_idx, probs, self.max_rows, 2, run_on, handles)
+
+        return self._noting(run)
+
+    def _noting(self, run: Callable[[Tensor], Result]) -> Result:
+        """Run with this routing. If too many rows arrive in a step that will run again, send none instead.
+
+        A GPU gives zeros by itself then, and the buffer finds the error later.
+        """
+        try:
+            return run(self.topk_idx)
+        except TooFewRowsError as error:  # on all ranks of the group
+            if not capacity.note(error, self.buffer.num_choices):
+                raise
+        return run(torch.full_like(self.topk_idx, -1))
 
     @contextmanager
     def _plans(self) -> Iterator[list[ep.Handle]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ep_dispatcher as ep
 from ep_dispatcher import checks
-from ep_dispatcher.integrations.megatron import arguments, buffers, graphs, limits, margins, recompute
+from ep_dispatcher.integrations.megatron import arguments, buffers, capacity, graphs, limits, margins, recompute
 from ep_dispatcher.integrations.megatron.deferred import Deferred
 from ep_dispatcher.integrations.megatron.routing import Routing, columns
 
@@ -49,7 +49,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         # State of the current forward pass: Megatron calls the steps of one pass after the other.
         self.topk_idx: Tensor = None  # type: ignore[assignment]  # until dispatch_preprocess
         self.hidden_shape: torch.Size = None  # type: ignore[assignment]  # until dispatch_preprocess
-        self.buffer: ep.Buffer = None  # type: ignore[assignment]  # until token_dispatch
+        self.buffer: buffers.MegatronBuffer = None  # type: ignore[assignment]  # until token_dispatch
         self.handle: ep.Handle | None = None  # from the dispatch to the combine
         self.rows_per_expert: Tensor | None = None  # likewise
         self.deferred: Deferred | None = None  # likewise, if the experts run dispatch and combine
@@ -63,7 +63,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         self._gives_to_grouped = False  # what experts_are_grouped said of this forward pass
         # Megatron's graphs write the routing of every microbatch to the same memory.
         self._keeps_copies = config.cuda_graph_impl != "none"
-        self._num_forwards = 0
+        self.num_forwards = 0  # not counting those of a recompute
         self._where = ""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +97,8 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
         planned = recompute.take(self)
         if planned is None:
             again = recompute.under_way()  # its microbatch is not known
-            self._num_forwards += not again
-            microbatch = self._num_forwards
+            self.num_forwards += not again
+            microbatch = self.num_forwards
             self._where = f"{layer}, {'recompute after ' if again else ''}microbatch {microbatch}"
             self.buffer = buffers.shared_buffer(
                 self.tp_ep_group, self.config, hidden_states, self.topk_idx, self._where
@@ -139,11 +139,13 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
     def _max_rows(self, num_tokens: int) -> int | None:
         """Return the limit of this rank's rows, or None. With a limit the host does not wait for their number."""
         limit = limits.max_rows(self.config, num_tokens, self.tp_size, self.expert_alignment)
-        factor = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped else None
-        if limit is None and factor is not None:
+        given = arguments.rank_capacity_factor(self.config) if self._gives_to_grouped and limit is None else None
+        factor = capacity.factor() if given is None else max(given, capacity.factor())
+        if factor and (given, limit) != (None, None):
             most, ranks = self.buffer.config.max_tokens_per_rank, self.tp_ep_group.size()
             choices, num_experts = self.topk_idx.shape[1], self.num_local_experts
-            limit = limits.max_rows_of_grouped_experts(factor, most, ranks, choices, num_experts)
+            rows = limits.max_rows_by_factor(factor, most, ranks, choices, num_experts, self.expert_alignment)
+            limit = max(rows, limit or 0)
         if limit is None and graphs.is_capturing():
             checks.fail(
                 "--cuda-graph-impl",
@@ -217,6 +219,7 @@ class MoEEPTokenDispatcher(MoETokenDispatcher):
 
     def _note(self) -> None:
         """Let the buffer's errors name this layer and microbatch, in a backward too."""
+        self.buffer.label = self.layer_number or 0
         self.buffer.note, self.buffer.backward_note = self._where, f"{self._where}, backward"
 
 

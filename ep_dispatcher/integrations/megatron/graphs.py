@@ -2,8 +2,10 @@
 
 - A replay runs no Python, so host work moves out of it. Gradients of experts go to main_grad inside the graph; the
   hooks of DistributedDataParallel run after it (``Experts.after_backward``).
-- A replay raises nothing. ``check_after`` raises the errors of the buffers at the end of a step's schedule, before the
-  optimizer.
+- A replay raises nothing. ``check_replays`` raises the errors of the buffers at the end of a step's schedule, before
+  the optimizer.
+- A graph has one number of rows. So when the rank capacity grows, graphs are discarded, and captured again before the
+  next step that trains: by Megatron, or here (those of Transformer Engine, which it captures once).
 - Megatron's warm-ups run on equal tokens, so one rank would get the rows of all. They send none.
 - Transformer Engine before 2.14 loses gradients in its graphs. ``keep_gradients`` prevents that.
 """
@@ -11,11 +13,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import full_cuda_graph
 from megatron.core.transformer import cuda_graphs
 
 from ep_dispatcher import te_version
@@ -23,12 +27,18 @@ from ep_dispatcher.integrations.megatron import buffers, limits
 
 NOTE = "a step with CUDA graphs"
 _are_used = False  # whether graphs may contain the experts of some layer
+_helpers: weakref.WeakSet[Any] = weakref.WeakSet()  # of Megatron, which have made graphs of Transformer Engine
+_discarded: list[Any] = []  # those of them whose graphs were discarded
 
 
 def note_layer(config) -> None:
     """Remember whether graphs may contain this layer's experts: then replays are checked."""
     global _are_used
     _are_used |= limits.experts_may_be_captured(config)
+
+
+def are_used() -> bool:
+    return _are_used
 
 
 def is_capturing() -> bool:
@@ -57,16 +67,54 @@ def check_replays() -> None:
         buffers.check_buffers(NOTE)
 
 
-def check_after(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a schedule, which runs a step's forward and backward passes: check the replays after it."""
+def note_helper(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap TECudaGraphHelper.create_cudagraphs."""
 
     @functools.wraps(old)
-    def run(*args, **kwargs):
-        result = old(*args, **kwargs)
-        check_replays()
+    def create_cudagraphs(helper):
+        result = old(helper)
+        _helpers.add(helper)
         return result
 
-    return run
+    return create_cudagraphs
+
+
+def discard(models: Iterable[torch.nn.Module]) -> None:
+    """Discard all graphs that may contain experts: the number of their rows has changed."""
+    if not _are_used:
+        return
+    whole = full_cuda_graph.FullCudaGraphWrapper
+    for stage in whole.cuda_graph:  # captured again after as many warm-ups as before
+        whole.cuda_graph[stage] = whole.result[stage] = None
+        whole.curr_iteration[stage] = 0
+    managers = [m for model in models for m in model.modules() if isinstance(m, cuda_graphs.CudaGraphManager)]
+    if managers:  # the next step that trains records its layers again, and captures them at its end
+        cuda_graphs.delete_cuda_graphs()  # forgets no runner that has been captured
+        for manager in managers:
+            manager.cudagraph_runners.clear()
+    for helper in _helpers:
+        if helper not in _discarded and helper.graphs_created():
+            helper.delete_cuda_graphs()
+            _discarded.append(helper)
+
+
+def capture_again() -> None:
+    """Let Transformer Engine capture the graphs that were discarded. Gradients are zero after it.
+
+    As Megatron's training loop does it: without the hooks that gather parameters, which the graphs must not contain.
+    """
+    while _discarded:
+        helper = _discarded.pop()
+        if "_capture_finished" in vars(helper):  # newer versions refuse a second capture
+            vars(helper)["_capture_finished"] = False
+        hooked = [model for model in helper.model if getattr(model, "remove_forward_pre_hook_handles", None)]
+        for model in hooked:
+            model.disable_forward_pre_hook(param_sync=False)
+        helper.create_cudagraphs()
+        for model in hooked:
+            model.enable_forward_pre_hook()
+        if hooked:
+            helper.cuda_graph_set_manual_hooks()
 
 
 def keep_gradients(config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ep_dispatcher import checks
-from ep_dispatcher.errors import TooFewRowsError
+from ep_dispatcher.errors import TooFewRowsError, again
 from ep_dispatcher.integrations.megatron import arguments
 
 # Fields with the multiprocessors that communication may use. Megatron 0.19 added the first; there the others set it.
@@ -17,7 +17,7 @@ SMS_FIELDS = ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep
 # Fields that this dispatcher would ignore, and why. Not every Megatron has all. Other fields of other backends ask for
 # what it does anyway: moe_permute_fusion_into_hybridep and moe_hybridep_pad_uneven_dispatch_inputs.
 UNSUPPORTED = {
-    "moe_paged_stash": "it runs a step with too many rows again, and here they are an error",
+    "moe_paged_stash": "it is for experts of the op fuser; a step with too many rows runs again here without it",
     "moe_ncclep_static_shape": "it is for ncclep; --moe-expert-rank-capacity-factor gives static shapes here",
     "moe_ncclep_zero_copy": "it is for ncclep",
     "moe_hybridep_num_blocks_permute": "it is for hybridep, and nothing is permuted here",
@@ -172,20 +172,19 @@ def explained(error: ValueError, num_choices: int, config) -> ValueError:
 
     num_choices: the most tokens of a rank x choices of a token. The limit is num_choices x factor
     """
-    needed = error.needed_rows if isinstance(error, TooFewRowsError) else 0
-    if not needed or arguments.rank_capacity_factor(config) is None:
+    if not isinstance(error, TooFewRowsError) or arguments.rank_capacity_factor(config) is None:
         return error
-    enough = math.ceil(100 * needed / num_choices) / 100
-    told = ValueError(f"{error}. {FACTOR} {enough:g} is enough for this routing")
-    told.__cause__ = error
-    return told
+    enough = math.ceil(100 * error.needed_rows / num_choices) / 100
+    return again(error, f". {FACTOR} {enough:g} is enough for this routing")
 
 
-def max_rows_of_grouped_experts(
-    factor: float, max_tokens: int, num_ranks: int, choices: int, num_local_experts: int
+def max_rows_by_factor(
+    factor: float, max_tokens: int, num_ranks: int, choices: int, num_local_experts: int, alignment: int = 1
 ) -> int:
-    """Return the rows of a rank by --ep-dispatcher-rank-capacity-factor, for experts in grouped GEMMs.
+    """Return the rows of a rank by --ep-dispatcher-rank-capacity-factor.
 
-    They are max_tokens x choices x factor, but never more than the ranks can send.
+    They are max_tokens x choices x factor, but never more than the ranks can send with groups that are padded to
+    ``alignment``, and rounded up to it.
     """
-    return min(math.ceil(max_tokens * choices * factor), num_ranks * max_tokens * min(choices, num_local_experts))
+    most = num_ranks * max_tokens * min(choices, num_local_experts) + num_local_experts * (alignment - 1)
+    return -(-min(math.ceil(max_tokens * choices * factor), most) // alignment) * alignment

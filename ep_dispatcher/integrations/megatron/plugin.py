@@ -158,10 +158,11 @@ def _patches() -> tuple[list[_Patch], str]:
         from megatron.core.models.gpt import fine_grained_callables
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import cuda_graphs
         from megatron.core.transformer.moe import experts, moe_layer, moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, recompute
+        from ep_dispatcher.integrations.megatron import eligibility, graphs, margins, overflow, recompute
         from ep_dispatcher.integrations.megatron import experts as ours
     except ImportError as error:
         raise UnknownMegatronError(f"{_UNKNOWN}: {error}") from error
@@ -178,7 +179,9 @@ def _patches() -> tuple[list[_Patch], str]:
     schedule = scheduler.__name__.removeprefix("megatron.core.")
     graph = getattr(full_cuda_graph, "FullCudaGraphWrapper", None)
     plans = "a recompute uses the plans of its forward pass"
-    errors = "looks for errors of replayed CUDA graphs when a step is over"
+    helper = getattr(cuda_graphs, "TECudaGraphHelper", None)
+    again = "looks for late errors when a step is over, and runs it again if the rank capacity was too small"
+    noted = "a capacity that grows needs new graphs"
     patches = [
         _Patch(flex, "__new__", _choose_class, "MoEFlexTokenDispatcher.__new__: makes our class for our backend"),
         _Patch(backend, "type", _allow_name, "type of moe_flex_dispatcher_backend: tools that read it allow our name"),
@@ -218,8 +221,9 @@ def _patches() -> tuple[list[_Patch], str]:
             f"CheckpointFunction.forward: {plans}",
             ("ctx", "run_function"),
         ),
-        *(_Patch(schedules, name, graphs.check_after, f"schedules.{name}: {errors}") for name in SCHEDULES),
-        _Patch(graph, "__call__", graphs.check_after, f"FullCudaGraphWrapper.__call__: {errors}"),
+        *(_Patch(schedules, name, overflow.run_again, f"schedules.{name}: {again}") for name in SCHEDULES),
+        _Patch(graph, "__call__", overflow.run_again, f"FullCudaGraphWrapper.__call__: {again}"),
+        _Patch(helper, "create_cudagraphs", graphs.note_helper, f"TECudaGraphHelper.create_cudagraphs: {noted}"),
     ]
     if hasattr(moe_utils, "skip_routed_expert_padding"):  # 0.18 and newer
         text = "experts.skip_routed_expert_padding: true for ours, whose rows arrive padded"

@@ -17,7 +17,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from torch import Tensor
 import ep_dispatcher as ep
 from ep_dispatcher import operation
 from ep_dispatcher.errors import OtherRoutingError
+
+if TYPE_CHECKING:
+    from ep_dispatcher.integrations.megatron.buffers import MegatronBuffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +37,7 @@ class Kept:
     topk_idx: Tensor  # that it was made from
     layer: int
     microbatch: int
-    buffer: ep.Buffer
+    buffer: MegatronBuffer
     handles: list[ep.Handle]  # one, or one for each part of the tokens (deferred.py)
 
     def compare(self, topk_idx: Tensor) -> None:
