@@ -215,7 +215,8 @@ class Gather:
         except Exception as error:  # of the store: only a time-out or a closed connection is a late peer
             if is_peer_failure(error):  # and with the store the answer to who is late is gone
                 self._given_up = self._store_is_gone = True
-                raise self._timeout(phase, waited_for or others, started) from error
+                reason = "The store did not answer, so this rank does not know who is late."
+                raise self._timeout(phase, waited_for or others, started, reason) from error
             raise RuntimeError(
                 f"{self._doing(phase)}: the store of the default process group failed, by {type(error).__name__}: "
                 f"{error} (ep_dispatcher calls its add, check, compare_set, get, multi_get, set and wait)"
@@ -282,8 +283,8 @@ class Gather:
             named = sorted(set().union(*waited.values()))
             raise self._timeout(phase, [rank for rank in named if rank not in waited] or named, started)
 
-    def _timeout(self, phase: str, late_ranks: Sequence[int], started: float) -> PeerTimeoutError:
-        return PeerTimeoutError(self._operation, 0, phase, self._rank, late_ranks, time.monotonic() - started)
+    def _timeout(self, phase: str, late: Sequence[int], started: float, reason: str = "") -> PeerTimeoutError:
+        return PeerTimeoutError(self._operation, 0, phase, self._rank, late, time.monotonic() - started, reason)
 
     @contextmanager
     def same_on_all_ranks(self) -> Iterator[None]:

@@ -49,7 +49,8 @@ def word(waits, gone=(), operation="", epoch=0) -> str:
 
 def test_a_store_that_hangs_does_not_hang_the_rank():
     begin = time.monotonic()
-    assert find_late_ranks(HangingStore(), 0, [2, 1]) == [1, 2]
+    chain = follow_chain(HangingStore(), 0, [2, 1])
+    assert chain.late_ranks == [1, 2] and "did not answer" in chain.reason
     assert time.monotonic() - begin < GRACE_S + 60  # the store hangs for an hour
 
 
@@ -57,6 +58,15 @@ def test_the_chain_of_those_who_wait_ends_at_those_who_say_nothing():
     words = {"1": word([3]), "2": word([1, 5])}  # 0 waits for 1 and 2; these say for whom they wait themselves
     assert find_late_ranks(Words(words), 0, [1, 2]) == [3, 5]
     assert json.loads(words["0"])["waits"] == [1, 2]
+
+
+def test_ranks_of_this_node_name_the_others_of_a_late_one():
+    words = {"1": word([3]), "4": word([5])}  # 0 and 1 are a node, 2 and 3 another one
+    assert find_late_ranks(Words(words), 0, [2], beside=[0, 1]) == [2, 3]
+    assert find_late_ranks(Words({}), 0, [2], beside=[0, 1]) == [
+        2
+    ]  # a rank beside that has reported nothing is not late
+    assert find_late_ranks(Words({"1": word([0]), "2": word([0])}), 0, [2], beside=[0, 1]) == [0]
 
 
 def test_nobody_listens_for_ranks_that_have_left():

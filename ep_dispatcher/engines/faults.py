@@ -16,6 +16,8 @@ from ep_dispatcher.errors import is_peer_failure
 # For so many seconds a rank that timed out reads the reports of others, which may time out a little later.
 GRACE_S = 2.0
 
+_UNHEARD = "The store did not answer, so this rank does not know whether they wait for other ranks themselves."
+
 
 class Chain(NamedTuple):
     """The end of a chain of ranks, each of which waits for the next."""
@@ -24,9 +26,9 @@ class Chain(NamedTuple):
     reason: str = ""  # further facts, in words
 
 
-def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int]) -> list[int]:
+def find_late_ranks(store: Store, rank: int, waited_for: Iterable[int], beside: Iterable[int] = ()) -> list[int]:
     """Call ``follow_chain`` without further facts, and return the late ranks."""
-    return follow_chain(store, rank, waited_for).late_ranks
+    return follow_chain(store, rank, waited_for, beside=beside).late_ranks
 
 
 def follow_chain(
@@ -35,48 +37,59 @@ def follow_chain(
     waited_for: Iterable[int],
     *,
     gone: Iterable[int] = (),
+    beside: Iterable[int] = (),
     operation: str = "",
     epoch: int = 0,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Chain:
     """Report that ``rank`` waits for ``waited_for``, and follow the reports of others to the end of the chain.
 
-    ``gone``: those of ``waited_for`` that are known to have left, and will report nothing. ``operation`` and ``epoch``
-    are those of this rank. A buffer times out only once, so one report per rank is enough. Reading ends after
-    ``GRACE_S``, when no further report can change the answer, or when ``is_stopped()``. If the store does not answer,
-    because its host has died or hangs, the answer is ``waited_for``.
+    ``gone``: those of ``waited_for`` that are known to have left, and will report nothing. ``beside``: the ranks of
+    this node. If a whole node is late, each of them may wait for another rank there, and all of those are the answer.
+    ``operation`` and ``epoch`` are those of this rank. A buffer times out only once, so one report per rank is enough.
+    Reading ends after ``GRACE_S``, when no further report can change the answer, or when ``is_stopped()``. If the store
+    does not answer, because its host has died or hangs, the answer is ``waited_for``, and says so.
     """
     waits = sorted(waited_for)
     word: dict[str, Any] = dict(waits=waits, gone=sorted(gone), operation=operation, epoch=epoch)  # goes into JSON
     answer = [_judge(rank, {rank: word}, waits)[0]]
     # In another thread: a call to a store whose host hangs never returns.
-    asking = threads.start(partial(_listen, store, rank, word, answer), "late ranks")
+    asking = threads.start(partial(_listen, store, rank, word, list(beside), answer), "late ranks")
     end = time.monotonic() + GRACE_S + 1
     while asking.is_alive() and time.monotonic() < end and not is_stopped():
         asking.join(0.05)
-    return answer[-1]
+    heard_nothing = len(answer) == 1 and not answer[0].reason and not is_stopped()
+    return answer[0]._replace(reason=_UNHEARD) if heard_nothing else answer[-1]
 
 
-def _listen(store: Store, rank: int, word: dict[str, Any], answer: list[Chain]) -> None:
+def _listen(store: Store, rank: int, word: dict[str, Any], beside: list[int], answer: list[Chain]) -> None:
+    def has_reported(peer: int) -> bool:
+        if peer not in words and store.check([str(peer)]):
+            words[peer] = json.loads(store.get(str(peer)))
+        return peer in words
+
+    def follow(todo: list[int]) -> None:
+        while todo:
+            peer = todo.pop()
+            if peer in seen:
+                continue
+            seen.add(peer)
+            if has_reported(peer):
+                todo += words[peer]["waits"]
+            else:
+                silent.append(peer)
+
     try:
         store.set(str(rank), json.dumps(word))
         words = {rank: word}
         end = time.monotonic() + GRACE_S
         while True:
             threads.raise_if_ending()
-            silent, todo = [], list(word["waits"])
+            silent: list[int] = []
             seen = {rank}
-            while todo:
-                peer = todo.pop()
-                if peer in seen:
-                    continue
-                seen.add(peer)
-                if peer not in words and store.check([str(peer)]):
-                    words[peer] = json.loads(store.get(str(peer)))
-                if peer in words:
-                    todo += words[peer]["waits"]
-                else:
-                    silent.append(peer)
+            follow(list(word["waits"]))
+            if silent:
+                follow([peer for peer in beside if has_reported(peer)])
             chain, is_final = _judge(rank, {peer: words[peer] for peer in seen & words.keys()}, silent)
             answer.append(chain)
             if is_final or time.monotonic() >= end:

@@ -454,6 +454,7 @@ class CpuEngine:
             self._topology.rank,
             ranks,
             gone=gone,
+            beside=self._topology.node_ranks,
             operation=name + cached,
             epoch=epoch,
             is_stopped=lambda: self._health.is_stopped,

@@ -61,7 +61,7 @@ class KernelReports:
         if self._masks is not None and waited_for == [rank]:
             self._masks.end(operation, epoch, phase, rank, waited_s)
             return
-        late_ranks = find_late_ranks(self._config.store, rank, waited_for)
+        late_ranks = find_late_ranks(self._config.store, rank, waited_for, self._config.topology.node_ranks)
         error = partial(PeerTimeoutError, operation, epoch, phase, rank, late_ranks, waited_s, reason)
         self._health.end(error)
 
