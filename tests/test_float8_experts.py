@@ -155,6 +155,9 @@ def test_wrong_arguments_of_grouped_mlp(device):
     pair = float8_gemm.quantize_rows(rows, ends)
     for argument, given, options in (
         ("sets", pair, {}),
+        ("sets", (pair.rows, pair.scales.mT.contiguous().mT.expand(-1, 2)), dict(float8=float8)),
+        ("sets", (pair.rows[:, :32], pair.scales), dict(float8=float8)),
+        ("sets", (rows, pair.scales), dict(float8=float8)),
         ("float8", rows.float(), dict(float8=float8)),
         ("float8", rows, dict(float8=float8[::-1])),
         ("float8", rows, dict(float8=(float8[0], float8_gemm.quantize_weights(w2[:1])))),

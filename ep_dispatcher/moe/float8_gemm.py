@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ep_dispatcher import checks
 from ep_dispatcher.float8 import BLOCK, E4M3_MAX, QuantizedRows, dequantize, next_power_of_two, quantize
 from ep_dispatcher.moe import grouped_gemm
 from ep_dispatcher.moe.activation import Activation
@@ -70,6 +71,16 @@ class HiddenGrads(NamedTuple):
 def has_kernels(rows: Tensor) -> bool:
     """Whether Triton kernels take these rows."""
     return rows.is_cuda
+
+
+def check_pair(argument: str, pair: tuple[Tensor, Tensor], columns: int) -> None:
+    """Raise ValueError unless these are rows of so many columns as ep.quantize returns them, in contiguous memory."""
+    rows, scales = pair
+    allowed = [rows.shape[0], columns], [rows.shape[0], -(-columns // BLOCK)]
+    is_right = rows.dtype == E4M3 and scales.dtype == torch.float32 and rows.is_contiguous() and scales.is_contiguous()
+    if not is_right or ([*rows.shape], [*scales.shape]) != allowed:
+        given = " and ".join(f"{t.dtype} {[*t.shape]} with strides {[*t.stride()]}" for t in pair)
+        checks.fail(argument, given, f"{E4M3} {allowed[0]} and torch.float32 {allowed[1]}, contiguous")
 
 
 def num_blocks(num_rows: int, num_experts: int) -> int:

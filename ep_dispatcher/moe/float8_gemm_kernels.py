@@ -24,7 +24,7 @@ from ep_dispatcher.moe.grouped_gemm_kernels import (
 )
 
 BLOCK: tl.constexpr = tl.constexpr(128)  # entries that share a scale, and a step of each sum
-# Not tuned yet. A tile has at most 128 columns, which share the scales of a weight.
+# Not tuned yet.
 TILE, SMALL_TILE = Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)
 FEW_ROWS = 64  # per expert: for the small tile
 OUTER_TILE = Tile(128, 128, 128, 8, 4, down=1024)
@@ -106,6 +106,7 @@ def _multiply(
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
+    tl.static_assert(BLOCK % BLOCK_N == 0 and BLOCK_K == BLOCK, "a step of a tile has one scale of a weight")
     n_tiles = tl.cdiv(columns, BLOCK_N)
     expert, begin, end, number = find_tile(tl.program_id(0), ends, num_rows, experts, n_tiles, EXPERTS, BLOCK_M)
     if expert >= experts:

@@ -146,13 +146,14 @@ def grouped_mlp(
     The gradient of w1 is of the dequantised rows. For the backward the quantised rows and hidden are kept; the
     activation never is.
 
-    Raises ValueError where the dtypes of rows and parameters differ, and for pairs without float8.
+    Raises ValueError where the dtypes of rows and parameters differ, and for pairs without float8 or of another form.
     """
     given = list[Any]()
     for rows, row_weights, ends in sets:
         if isinstance(rows, tuple):
             if float8 is None:
                 checks.fail("sets", "quantised rows", "rows of the parameters' dtype, unless float8 is given")
+            float8_gemm.check_pair("sets", rows, parameters.w1[0].shape[1])
             given += [getattr(rows, "anchor", None), row_weights, ends, rows[0].detach(), rows[1]]
         else:
             given += [rows, row_weights, ends, None, None]

@@ -68,7 +68,8 @@ def moe_mlp(
                    ``intermediate`` values per received row
     quantize       as in ep.dispatch: x travels as float8 pairs, and all GEMMs are float8 (docs/limits.md). Only in
                    bfloat16, and not where something looks at operators, as torch.compile does. Each call quantises the
-                   weights. On a GPU hidden and intermediate are multiples of 16
+                   weights. The backward keeps the pairs, and never the results of the activation. On a GPU hidden and
+                   intermediate are multiples of 16
 
     Under torch.autocast of the buffer's dtype x, weights and biases are cast in each call, as in ep.dispatch.
     torch.compile keeps a layer whole in bfloat16 only, because PyTorch traces grouped GEMMs of no other dtype.
