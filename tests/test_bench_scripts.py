@@ -1,4 +1,4 @@
-"""benchmarks/deep_ep_speed.py, grouped_gemm.py, moe_mlp.py: all sides do the same work; figures; a run on GPUs."""
+"""The scripts in benchmarks/: all sides do the same work; figures; a run on GPUs."""
 
 import json
 import subprocess
@@ -166,6 +166,24 @@ def test_the_least_is_held_against_the_bar(gemm, monkeypatch, capsys):
         "least of a: 0.90 of grouped_mm's throughput, at least 0.85",
         "least of b: 0.84 of grouped_mm's throughput, BELOW 0.85",
     ]
+
+
+# ---- benchmarks/float8_experts.py ------------------------------------------------------------------------------------
+
+
+def test_float8_beside_bfloat16(monkeypatch):
+    """Decibels of both, and every operation runs."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import float8_experts
+
+    monkeypatch.setattr(float8_experts, "DEVICE", "cpu")
+    case = float8_experts.Case(3, 200, 144, 48)
+    lost = float8_experts.decibels(case)
+    assert all(22 < db < 35 for db in lost["float8"]) and all(db > 45 for db in lost["bfloat16"]), lost
+    for amounts, sides in float8_experts.operations(case).values():
+        assert amounts.keys() == sides.keys()
+        for call in sides.values():
+            call()
 
 
 # ---- benchmarks/moe_mlp.py ------------------------------------------------------------------------------------------
